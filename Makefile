@@ -1,0 +1,73 @@
+# `make demo` and `make test` do everything, from a fresh clone on; see README.md.
+#
+#   PYTHON=...  the Python to use (python3). When it can import torch, that torch is used.
+#   VENV=...    where the virtual environment goes (.venv). VENV= means: none, install into PYTHON itself.
+#   JOBS=...    how many processes pytest uses (auto).
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= auto
+
+ifeq ($(strip $(VENV)),)
+  PY := $(shell command -v $(PYTHON))
+  STATE := build/state$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')
+else
+  PY := $(abspath $(VENV))/bin/python
+  STATE := $(VENV)/.cudafuture
+endif
+export PATH := $(dir $(PY)):$(PATH)
+
+# Folders are listed too: they change when a file is added or taken away.
+BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C)
+CPP := $(shell find cudafuture/_C tests/cpp -name '*.h' -o -name '*.cpp')
+PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
+
+.NOTPARALLEL:
+.PHONY: setup demo test test-native soak lint bench docs clean
+setup: $(STATE)/built
+
+demo: $(STATE)/built $(STATE)/has-demo
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py
+
+test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
+	$(PYTEST)
+	$(MAKE) --no-print-directory test-native
+
+test-native: $(STATE)/has-build
+	tools/doctest.sh
+	tools/native_tests.sh $(PY) thread
+	tools/native_tests.sh $(PY) address
+
+soak: export CUDAFUTURE_SOAK = 1
+soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
+	$(PYTEST) --timeout 3600
+	$(MAKE) --no-print-directory test-native
+
+lint: $(STATE)/has-build $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror $(CPP)
+	$(PY) -m pytest -q tests/layout
+
+bench: $(STATE)/built $(STATE)/has-demo
+	$(PY) benchmarks/core.py
+
+docs: $(STATE)/built $(STATE)/has-docs
+	$(PY) -m sphinx -W -b html docs build/docs
+
+clean:
+	rm -rf build $(STATE)
+
+# What has been done leaves an empty file in $(STATE); it is done again when something it was made from is newer.
+$(STATE)/python: tools/venv.sh
+	$(if $(strip $(VENV)),tools/venv.sh $(PYTHON) $(VENV))
+	mkdir -p $(STATE) && touch $@
+
+$(STATE)/has-%: $(STATE)/python pyproject.toml tools/environment.py
+	$(PY) tools/environment.py $*
+	touch $@
+
+$(STATE)/built: $(STATE)/has-build $(BUILD_INPUTS)
+	$(PY) -m pip install --no-build-isolation --no-deps -e .
+	touch $@
