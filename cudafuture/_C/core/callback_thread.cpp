@@ -1,0 +1,135 @@
+#include "core/callback_thread.h"
+
+#include <pthread.h>
+
+#include <utility>
+
+#include "core/completion_queue.h"
+#include "core/future.h"
+#include "core/process.h"
+#include "core/reaper.h"
+
+namespace cudafuture {
+// Wakes the callback thread when the future that it helps with is done.
+class CallbackThread::Waker final : public Continuation {
+ public:
+  void run(Future&) noexcept override {
+    CallbackThread& thread = get();
+    {
+      std::lock_guard lock(thread.mutex_);
+    }
+    thread.wake_.notify_all();
+    delete this;
+  }
+  void abandon() noexcept override { delete this; }
+};
+
+CallbackThread& CallbackThread::get() noexcept {
+  static auto* thread = new CallbackThread;  // leaked: engines may post until the very end of the process
+  return *thread;
+}
+
+bool CallbackThread::is_current() const noexcept {
+  return id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+}
+
+template <class Put>
+bool CallbackThread::put(Put&& put) noexcept {
+  if (is_forked_child()) return false;  // its lock may be held for ever
+  {
+    std::lock_guard lock(mutex_);
+    if (stopping_) return false;  // what is posted from now on would keep the process from ending
+    put(inbox_);
+    if (!thread_.joinable()) {
+      mark_used();
+      thread_ = std::thread([this] { loop(); });
+    }
+  }
+  wake_.notify_one();
+  return true;
+}
+
+// What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
+void CallbackThread::post(Continuation* c) noexcept {
+  if (!put([c](Inbox& inbox) { inbox.due.push(c); }) && foreign_runtime().inside()) c->abandon();
+}
+
+void CallbackThread::post_release(void* object) noexcept {
+  put([object](Inbox& inbox) { inbox.released.push_back(object); });
+}
+
+void CallbackThread::post_abandon(Continuation* list) noexcept {
+  put([list](Inbox& inbox) { inbox.abandoned.push_back(list); });
+}
+
+void CallbackThread::accept(Inbox&& inbox) noexcept {
+  while (Continuation* c = inbox.due.pop()) batch_.push(c);
+  for (Continuation* list : inbox.abandoned) reap_continuations(list);
+  for (void* object : inbox.released) reap_foreign(object);
+}
+
+void CallbackThread::run_one() noexcept {
+  CompletionQueue& queue = CompletionQueue::current();
+  queue.push(batch_.pop());
+  callbacks_run_.fetch_add(1, std::memory_order_relaxed);
+  queue.drain();
+}
+
+void CallbackThread::loop() noexcept {
+  id_ = std::this_thread::get_id();
+  pthread_setname_np(pthread_self(), "cudafuture-cb");
+  const ForeignRuntime& runtime = foreign_runtime();
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stopping_ || !inbox_.empty(); });
+    if (inbox_.empty()) break;  // stopping, and nothing is left
+    Inbox inbox = std::exchange(inbox_, {});
+    lock.unlock();
+    if (!runtime.enter()) return;  // the interpreter is gone: leak the inbox
+    accept(std::move(inbox));
+    while (!batch_.empty()) run_one();
+    runtime.leave();
+    lock.lock();
+  }
+}
+
+void CallbackThread::help(Future& awaited, const std::chrono::steady_clock::time_point* deadline) noexcept {
+  if (awaited.done() || CompletionQueue::current().is_deepest()) return;
+  auto* waker = new Waker;
+  awaited.attach(waker);
+  const ForeignRuntime& runtime = foreign_runtime();
+  bool going = true;
+  while (going && !awaited.done()) {
+    if (!batch_.empty()) {
+      run_one();
+      continue;
+    }
+    Inbox inbox;
+    runtime.leave();
+    {
+      std::unique_lock lock(mutex_);
+      const auto something = [&] { return stopping_ || !inbox_.empty() || awaited.done(); };
+      if (deadline == nullptr) {
+        wake_.wait(lock, something);
+      } else {
+        going = wake_.wait_until(lock, *deadline, something);
+      }
+      if (stopping_ && inbox_.empty()) going = false;
+      inbox = std::exchange(inbox_, {});
+    }
+    if (!runtime.enter()) break;
+    accept(std::move(inbox));
+  }
+  if (awaited.detach(waker)) waker->abandon();
+}
+
+void CallbackThread::stop() noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace cudafuture

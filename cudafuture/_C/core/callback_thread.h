@@ -1,0 +1,65 @@
+// The one thread that runs Python callbacks of futures which C++ threads complete.
+//
+// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down().
+// Lock: mutex_ guards the inbox and the state; nothing else is taken under it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/executor.h"
+
+namespace cudafuture {
+
+class CallbackThread final : public Executor {
+ public:
+  static CallbackThread& get() noexcept;
+
+  void post(Continuation* c) noexcept override;
+  void post_release(void* object) noexcept;        // drop a foreign reference there
+  void post_abandon(Continuation* list) noexcept;  // abandon continuations there
+
+  bool is_current() const noexcept;
+
+  // For a callback that waits on this very thread: runs others until `awaited` is done, the deadline has come (null:
+  // none) or the process is going away. Called, and returns, inside the interpreter. Does nothing at the deepest of the
+  // thread's queue.
+  void help(Future& awaited, const std::chrono::steady_clock::time_point* deadline) noexcept;
+
+  // Runs what was posted so far, then joins. What comes later does not run.
+  void stop() noexcept;
+
+  std::uint64_t callbacks_run() const noexcept { return callbacks_run_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Inbox {
+    ContinuationList due;
+    std::vector<Continuation*> abandoned;
+    std::vector<void*> released;
+    bool empty() const noexcept { return due.empty() && abandoned.empty() && released.empty(); }
+  };
+
+  class Waker;
+
+  template <class Put>
+  bool put(Put&& put) noexcept;
+  void loop() noexcept;
+  void accept(Inbox&& inbox) noexcept;
+  void run_one() noexcept;
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  Inbox inbox_;
+  ContinuationList batch_;  // of the thread itself: taken out of the inbox, not run yet
+  std::thread thread_;
+  bool stopping_ = false;
+  std::atomic<std::thread::id> id_{};
+  std::atomic<std::uint64_t> callbacks_run_{0};
+};
+
+}  // namespace cudafuture

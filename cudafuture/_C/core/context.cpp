@@ -1,0 +1,87 @@
+#include "core/context.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+
+namespace cudafuture {
+namespace {
+
+constexpr std::size_t kDevices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size();
+
+}  // namespace
+
+struct AutocastState {
+  struct PerDevice {
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  std::array<PerDevice, kDevices> devices;
+  bool cache_enabled;
+};
+
+namespace {
+
+bool autocast_is_off() {
+  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  return excluded.has_all(c10::autocast_dispatch_keyset);
+}
+
+std::shared_ptr<const AutocastState> capture_autocast() {
+  auto state = std::make_shared<AutocastState>();
+  for (std::size_t i = 0; i < kDevices; ++i) {
+    const at::DeviceType type = at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i];
+    state->devices[i] = {at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)};
+  }
+  state->cache_enabled = at::autocast::is_autocast_cache_enabled();
+  return state;
+}
+
+// Null switches it off everywhere, and leaves the dtypes and the cache alone.
+void apply_autocast(const AutocastState* state) {
+  for (std::size_t i = 0; i < kDevices; ++i) {
+    const at::DeviceType type = at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i];
+    at::autocast::set_autocast_enabled(type, state != nullptr && state->devices[i].enabled);
+    if (state != nullptr) at::autocast::set_autocast_dtype(type, state->devices[i].dtype);
+  }
+  if (state != nullptr) at::autocast::set_autocast_cache_enabled(state->cache_enabled);
+}
+
+}  // namespace
+
+CallerContext CallerContext::capture() {
+  CallerContext context;
+  const c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  context.grad_mode_ = autograd.get_grad_mode();
+  context.fw_grad_mode_ = autograd.get_fw_grad_mode();
+  context.inference_mode_ = autograd.get_inference_mode();
+  if (!autocast_is_off()) context.autocast_ = capture_autocast();
+  return context;
+}
+
+CallerContext::Scope::Scope(const CallerContext& context) {
+  c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  grad_mode_before_ = autograd.get_grad_mode();
+  fw_grad_mode_before_ = autograd.get_fw_grad_mode();
+  if (autograd.get_inference_mode() != context.inference_mode_) inference_mode_.emplace(context.inference_mode_);
+  autograd.set_grad_mode(context.grad_mode_);
+  autograd.set_fw_grad_mode(context.fw_grad_mode_);
+  if (context.autocast_ == nullptr && autocast_is_off()) return;
+  autocast_before_ = capture_autocast();
+  apply_autocast(context.autocast_.get());
+  at::autocast::increment_nesting();
+}
+
+CallerContext::Scope::~Scope() {
+  if (autocast_before_ != nullptr) {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    apply_autocast(autocast_before_.get());
+  }
+  c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  autograd.set_grad_mode(grad_mode_before_);
+  autograd.set_fw_grad_mode(fw_grad_mode_before_);
+}
+
+}  // namespace cudafuture

@@ -1,0 +1,90 @@
+// What happens next: one link in the list that a future keeps until it is done.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+
+#include "core/foreign.h"
+
+namespace cudafuture {
+
+class Executor;
+class Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+class Continuation {
+ public:
+  enum Flags : std::uint8_t {
+    none = 0,
+    foreign = 1,     // runs code of the embedding language: never on a thread that is outside the interpreter
+    when_ready = 2,  // runs when the device work behind the parent's events has finished, not when the parent is done
+  };
+
+  explicit Continuation(std::uint8_t flags = none, Executor* executor = nullptr) noexcept;
+  Continuation(const Continuation&) = delete;
+  Continuation& operator=(const Continuation&) = delete;
+
+  // Exactly one of the two is called, once, and is the last call: the continuation then owns itself no longer.
+  virtual void run(Future& parent) noexcept = 0;
+  virtual void abandon() noexcept = 0;  // the parent was dropped while pending, or the process is going away
+
+  // Shows the foreign references that this continuation owns.
+  virtual int visit(ForeignVisitor) const { return 0; }
+
+  Continuation* next = nullptr;  // in the parent's list, then in a queue
+  FuturePtr parent;              // set while it stands in a queue
+  Executor* executor;            // where it runs; null: where the future is completed
+  std::uint8_t flags;
+
+ protected:
+  virtual ~Continuation();
+};
+
+// A first-in-first-out list that owns nothing and never allocates.
+class ContinuationList {
+ public:
+  bool empty() const noexcept { return head_ == nullptr; }
+  Continuation* head() const noexcept { return head_; }
+
+  void push(Continuation* c) noexcept {
+    c->next = nullptr;
+    (tail_ == nullptr ? head_ : tail_->next) = c;
+    tail_ = c;
+  }
+
+  Continuation* pop() noexcept {
+    Continuation* c = head_;
+    if (c == nullptr) return nullptr;
+    head_ = c->next;
+    if (head_ == nullptr) tail_ = nullptr;
+    c->next = nullptr;
+    return c;
+  }
+
+  Continuation* take_all() noexcept {
+    Continuation* list = head_;
+    head_ = tail_ = nullptr;
+    return list;
+  }
+
+  // Removes the first one for which the predicate holds, or returns null.
+  template <class Predicate>
+  Continuation* remove_if(Predicate&& predicate) {
+    Continuation* before = nullptr;
+    for (Continuation* c = head_; c != nullptr; before = c, c = c->next) {
+      if (!predicate(*c)) continue;
+      (before == nullptr ? head_ : before->next) = c->next;
+      if (tail_ == c) tail_ = before;
+      c->next = nullptr;
+      return c;
+    }
+    return nullptr;
+  }
+
+ private:
+  Continuation* head_ = nullptr;
+  Continuation* tail_ = nullptr;
+};
+
+}  // namespace cudafuture

@@ -1,0 +1,65 @@
+// Device events: recorded by whoever completes a future, shared by all who wait for it, given back to a pool.
+//
+// Making an event can cost a driver call and destroying one can block when the device's queue is full, so events are
+// kept per device. An event is only ever destroyed with its own device current: without that CUDA makes a context on
+// device 0. The pool is never destroyed, so it cannot dangle at the exit of a thread or of the process.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace cudafuture {
+
+// One recording of an event on one device. Immutable once it is shared.
+class DeviceEvent final : public c10::intrusive_ptr_target {
+ public:
+  static c10::intrusive_ptr<DeviceEvent> record(const c10::Stream& stream);
+  ~DeviceEvent() override;
+
+  c10::Device device() const noexcept { return device_; }
+  void block(const c10::Stream& stream) const { event_.block(stream); }
+  bool query() const;        // has the device got there? throws what the device has to say
+  void synchronize() const;  // blocks the calling thread
+
+  DeviceEvent(c10::Event&& event, c10::Device device) : event_(std::move(event)), device_(device) {}
+
+ private:
+  c10::Event event_;
+  c10::Device device_;
+};
+using DeviceEventPtr = c10::intrusive_ptr<DeviceEvent>;
+
+// Lock: mutex_ guards the free lists; no device call is made under it.
+class EventPool {
+ public:
+  struct Statistics {
+    std::uint64_t made = 0;
+    std::uint64_t reused = 0;
+    std::uint64_t destroyed = 0;
+    std::size_t idle = 0;
+  };
+
+  static EventPool& get() noexcept;
+
+  c10::Event acquire(c10::Device device);
+  void give_back(c10::Event&& event, c10::Device device) noexcept;
+  Statistics statistics() const;
+
+ private:
+  static constexpr std::size_t kMaxIdlePerDevice = 1024;
+
+  mutable std::mutex mutex_;
+  std::unordered_map<c10::Device, std::vector<c10::Event>> idle_;
+  Statistics statistics_;
+};
+
+}  // namespace cudafuture

@@ -1,0 +1,33 @@
+// The device events of one future: at most one per device.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+#include "core/event_pool.h"
+
+namespace cudafuture {
+
+class EventSet {
+ public:
+  // Records one event per device: on the stream of `streams` that lives there, else on the device's current stream.
+  static EventSet record(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams = {});
+
+  // One set that is ordered after all of `parts`: where several have an event on a device, they are joined on one pool
+  // stream of the priority and one event is recorded there.
+  static EventSet join(c10::ArrayRef<const EventSet*> parts, int priority);
+
+  bool empty() const noexcept { return events_.empty(); }
+  const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
+  std::vector<c10::Device> devices() const;
+
+  void block(const c10::Stream& stream) const;  // the stream waits for the event of its own device
+  void block_current_streams() const;
+  bool query() const;  // has all the device work finished? throws what a device has to say
+
+ private:
+  std::vector<DeviceEventPtr> events_;
+};
+
+}  // namespace cudafuture

@@ -1,0 +1,23 @@
+#include "core/executor.h"
+
+#include "core/callback_thread.h"
+#include "core/completion_queue.h"
+
+namespace cudafuture {
+
+InlineExecutor& InlineExecutor::get() noexcept {
+  static auto* executor = new InlineExecutor;
+  return *executor;
+}
+
+void InlineExecutor::post(Continuation* c) noexcept {
+  if ((c->flags & Continuation::foreign) != 0 && !foreign_runtime().inside()) {
+    CallbackThread::get().post(c);
+    return;
+  }
+  CompletionQueue& queue = CompletionQueue::current();
+  queue.push(c);
+  if (!queue.draining()) queue.drain();
+}
+
+}  // namespace cudafuture

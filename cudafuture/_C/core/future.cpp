@@ -1,0 +1,332 @@
+#include "core/future.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <time.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/callback_thread.h"
+#include "core/completion_queue.h"
+#include "core/process.h"
+#include "core/reaper.h"
+#include "core/stream_pool.h"
+#include "core/trace.h"
+
+namespace cudafuture {
+namespace {
+
+constexpr std::chrono::milliseconds kProducerSlice{50};
+
+UnseenFailureHook unseen_failure = nullptr;
+
+std::uint64_t coarse_now() noexcept {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
+}
+
+// Continuations that nobody will run. Those of the embedding language are taken apart inside it.
+void abandon_all(Continuation* list) noexcept {
+  if (list == nullptr) return;
+  if (foreign_runtime().inside()) {
+    reap_continuations(list);
+  } else {
+    CallbackThread::get().post_abandon(list);
+  }
+}
+
+// Outside the interpreter: who wakes up wants it at once.
+void release_all(Waiter* waiters) noexcept {
+  const ForeignRuntime& runtime = foreign_runtime();
+  void* const state = runtime.step_out();
+  while (waiters != nullptr) {
+    Waiter* const next = waiters->next;
+    waiters->release();
+    waiters = next;
+  }
+  runtime.step_in(state);
+}
+
+}  // namespace
+
+// What most futures do not have.
+struct Future::Rare {
+  std::string name;
+  std::vector<c10::Device> bounding_set;
+  bool bounded = false;
+  Executor* executor = nullptr;
+  std::shared_ptr<Producer> producer;
+  std::exception_ptr late_error;
+  FuturePtr released;
+  std::vector<at::Tensor> named_tensors;
+};
+
+const char* name_of(State state) noexcept {
+  switch (state) {
+    case State::pending:
+      return "pending";
+    case State::completed:
+      return "completed";
+    case State::failed:
+      return "failed";
+    case State::cancelled:
+      return "cancelled";
+  }
+  return "?";
+}
+
+void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure = hook; }
+
+Future::Future(int priority, Lifetime lifetime) noexcept
+    : lifetime_(lifetime), priority_(priority), born_(coarse_now()) {
+  mark_used();
+  trace(TraceEvent::created, *this);
+}
+
+Future::~Future() {
+  if (state() == State::failed && !seen_.load(std::memory_order_relaxed) && unseen_failure != nullptr) {
+    unseen_failure(std::move(value_), name());
+  }
+  abandon_all(continuations_.take_all());
+}
+
+Future::Rare& Future::rare() {
+  if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
+  return *rare_;
+}
+
+// ---- facts
+
+const std::string& Future::name() const noexcept {
+  static const std::string none;
+  return rare_ == nullptr ? none : rare_->name;
+}
+
+void Future::set_name(std::string name) { rare().name = std::move(name); }
+
+bool Future::is_bounded() const noexcept { return rare_ != nullptr && rare_->bounded; }
+
+const std::vector<c10::Device>& Future::bounding_set() const noexcept {
+  static const std::vector<c10::Device> none;
+  return rare_ == nullptr ? none : rare_->bounding_set;
+}
+
+void Future::set_bounding_set(std::vector<c10::Device> devices) {
+  const auto key = [](c10::Device d) { return std::pair(static_cast<int>(d.type()), d.index()); };
+  std::sort(devices.begin(), devices.end(), [&](auto a, auto b) { return key(a) < key(b); });
+  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
+  rare().bounding_set = std::move(devices);
+  rare().bounded = true;
+}
+
+Executor* Future::default_executor() const noexcept { return rare_ == nullptr ? nullptr : rare_->executor; }
+void Future::set_default_executor(Executor* executor) { rare().executor = executor; }
+void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
+FuturePtr Future::released() const { return rare_ == nullptr ? FuturePtr() : rare_->released; }
+void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
+
+std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_now() - born_); }
+
+// ---- consumer
+
+bool Future::wait_until(const Clock::time_point* deadline) {
+  if (done() || wait_in_producer(deadline)) return true;
+  Waiter waiter;
+  {
+    std::lock_guard lock(mutex_);
+    if (done()) return true;
+    waiter.next = waiters_;
+    waiters_ = &waiter;
+  }
+  if (waiter.wait(deadline)) return true;
+  unlink(waiter);
+  return done();
+}
+
+bool Future::wait_in_producer(const Clock::time_point* deadline) {
+  std::shared_ptr<Producer> producer;
+  {
+    std::lock_guard lock(mutex_);
+    if (rare_ != nullptr) producer = rare_->producer;
+  }
+  // In slices: somebody else may complete the future, and the producer would not know.
+  while (producer != nullptr && !done()) {
+    Clock::time_point slice = Clock::now() + kProducerSlice;
+    if (deadline != nullptr) slice = std::min(slice, *deadline);
+    if (!producer->wait(slice)) break;
+    if (Clock::now() < slice || (deadline != nullptr && slice == *deadline)) break;
+  }
+  return done();
+}
+
+void Future::unlink(Waiter& waiter) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    for (Waiter** link = &waiters_; *link != nullptr; link = &(*link)->next) {
+      if (*link == &waiter) {
+        *link = waiter.next;
+        return;
+      }
+    }
+  }
+  // Whoever completes the future has the waiter in hand: it must be signalled before its stack may go.
+  waiter.wait(nullptr);
+}
+
+void Future::attach(Continuation* c) {
+  if (!done()) {
+    std::lock_guard lock(mutex_);
+    if (!done()) {
+      continuations_.push(c);
+      return;
+    }
+  }
+  c->next = nullptr;
+  CompletionQueue::dispatch(*this, c);
+}
+
+bool Future::detach(const Continuation* c) noexcept {
+  return detach_if([c](const Continuation& other) { return &other == c; }) != nullptr;
+}
+
+// ---- once done
+
+std::vector<c10::Device> Future::devices() const { return is_bounded() ? bounding_set() : events_.devices(); }
+
+const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
+  static const std::vector<at::Tensor> none;
+  return rare_ == nullptr ? none : rare_->named_tensors;
+}
+
+bool Future::device_work_finished() noexcept {
+  if (!done()) return false;
+  if (events_.empty()) return true;
+  try {
+    return events_.query();
+  } catch (...) {
+    set_late_error(std::current_exception());
+    return true;
+  }
+}
+
+std::exception_ptr Future::late_error() const {
+  std::lock_guard lock(mutex_);
+  return rare_ == nullptr ? nullptr : rare_->late_error;
+}
+
+void Future::set_late_error(std::exception_ptr error) noexcept {
+  std::lock_guard lock(mutex_);
+  if (rare().late_error == nullptr) rare().late_error = std::move(error);
+}
+
+// ---- producer
+
+bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named) {
+  Continuation* list;
+  Waiter* waiters;
+  std::shared_ptr<Producer> producer;  // dropped when the lock is free
+  {
+    std::lock_guard lock(mutex_);
+    if (done() || (outcome == State::cancelled && started_)) return false;
+    value_ = std::move(value);
+    events_ = std::move(events);
+    if (!named.empty()) rare().named_tensors = std::move(named);
+    if (rare_ != nullptr) producer = std::move(rare_->producer);
+    list = continuations_.take_all();
+    waiters = std::exchange(waiters_, nullptr);
+    state_.store(outcome, std::memory_order_release);
+  }
+  if (waiters != nullptr) release_all(waiters);
+  if (producer != nullptr) producer->finished(*this);
+  trace(TraceEvent::done, *this);
+  if (list != nullptr) CompletionQueue::dispatch(*this, list);
+  return true;
+}
+
+bool Future::complete(Value&& value, EventSet&& events, std::vector<at::Tensor>&& named) {
+  return finish(State::completed, std::move(value), std::move(events), std::move(named));
+}
+
+bool Future::fail(Value&& error, EventSet&& events) {
+  return finish(State::failed, std::move(error), std::move(events), {});
+}
+
+bool Future::start() noexcept {
+  std::lock_guard lock(mutex_);
+  if (done()) return false;
+  started_ = true;
+  return true;
+}
+
+void Future::give_back() noexcept {
+  std::lock_guard lock(mutex_);
+  started_ = false;
+}
+
+bool Future::cancel() {
+  std::shared_ptr<Producer> producer;
+  {
+    std::lock_guard lock(mutex_);
+    if (done() || started_) return false;
+    if (rare_ != nullptr) producer = rare_->producer;
+  }
+  if (producer != nullptr && !producer->cancel(*this)) return false;
+  return finish(State::cancelled, {}, {}, {}) || state() == State::cancelled;
+}
+
+// ---- for the binding
+
+int Future::visit(ForeignVisitor visitor) {
+  std::lock_guard lock(mutex_);
+  for (Continuation* c = continuations_.head(); c != nullptr; c = c->next) {
+    if (const int stop = c->visit(visitor)) return stop;
+  }
+  if (rare_ != nullptr && rare_->producer != nullptr) {
+    if (const int stop = rare_->producer->visit(visitor)) return stop;
+  }
+  if (const int stop = visitor(value_.object.get())) return stop;
+  return visitor(value_.traceback.get());
+}
+
+void Future::clear() noexcept {
+  Continuation* list;
+  std::shared_ptr<Producer> producer;
+  Foreign object;
+  Foreign traceback;
+  {
+    std::lock_guard lock(mutex_);
+    list = continuations_.take_all();
+    if (rare_ != nullptr) producer = std::move(rare_->producer);
+    object = std::move(value_.object);
+    traceback = std::move(value_.traceback);
+    seen_ = true;
+  }
+  reap_continuations(list);
+}
+
+// ---- streams
+
+std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Device device = tensor.device();
+    if (has_streams(device) && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  }
+  return devices;
+}
+
+void order_current_streams(const Future& future, c10::ArrayRef<at::Tensor> tensors) {
+  future.events().block_current_streams();
+  if (future.lifetime() == Lifetime::hold) return;
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Device device = tensor.device();
+    if (!has_streams(device) || !tensor.has_storage()) continue;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(device));
+  }
+}
+
+}  // namespace cudafuture

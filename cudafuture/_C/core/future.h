@@ -1,0 +1,170 @@
+// The future: one value, one outcome, one event per device.
+//
+//                    start()                     complete() / fail()
+//     pending ─────────────────► started ─────────────────────────────► completed | failed
+//        │  ▲                       │
+//        │  └──── give_back() ──────┘          complete() and fail() also go straight from pending
+//        │
+//        └── cancel(), if the producer agrees ──► cancelled
+//
+// "started" is pending to the outside; it only means that cancel() is refused, because an engine or a device owns the
+// user's memory or a callback is running. Done is for ever: completed, failed or cancelled.
+//
+// Who owns what
+//   while pending   producers and consumers own the future; the future owns its continuations (run by whoever completes
+//                   it) and its Producer; waiters live on the stacks of the threads that wait.
+//   once done       the future owns its value and its events. Nothing of it changes any more, but for late_error.
+//
+// Completing publishes the state, then releases the waiters, then hands out the continuations in the order in which
+// they were attached.
+//
+// Lock: mutex_ guards the continuations, the waiters, the rare fields and the step from pending to done. Nothing is
+// allocated in the embedding language, dropped or called under it, and nobody takes the interpreter's lock under it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/continuation.h"
+#include "core/event_set.h"
+#include "core/executor.h"
+#include "core/value.h"
+#include "core/waiter.h"
+
+namespace cudafuture {
+
+enum class State : std::uint8_t { pending, completed, failed, cancelled };
+const char* name_of(State state) noexcept;
+
+// Whether waiting tells the allocator (`record_stream`), or relies on the future to hold the memory.
+enum class Lifetime : std::uint8_t { record, hold };
+
+// Who will complete a future, as far as the future needs to know: asked before it is cancelled, dropped once it is
+// done.
+class Producer {
+ public:
+  virtual ~Producer() = default;
+  virtual bool cancel(Future&) { return true; }  // may be asked twice; false: it is too late
+  // Blocks in the producer's own wait, which can be quicker than being told; at most until the deadline. False: it has
+  // none. That the future is done afterwards is likely, not certain.
+  virtual bool wait(Waiter::Clock::time_point) noexcept { return false; }
+  virtual void finished(Future&) noexcept {}  // the future is done, however it came about
+  virtual int visit(ForeignVisitor) const { return 0; }
+};
+
+class Future final : public c10::intrusive_ptr_target {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Future(int priority = 0, Lifetime lifetime = Lifetime::record) noexcept;
+  ~Future() override;
+
+  // ---- facts, set by who makes the future, before anybody else sees it
+  int priority() const noexcept { return priority_; }
+  Lifetime lifetime() const noexcept { return lifetime_; }
+  const std::string& name() const noexcept;
+  void set_name(std::string name);
+  // The bounding set: sorted, without duplicates. Not bounded: taken from the value.
+  bool is_bounded() const noexcept;
+  const std::vector<c10::Device>& bounding_set() const noexcept;
+  void set_bounding_set(std::vector<c10::Device> devices);
+  Executor* default_executor() const noexcept;
+  void set_default_executor(Executor* executor);
+  void set_producer(std::shared_ptr<Producer> producer);
+  FuturePtr released() const;
+  void set_released(FuturePtr released);
+  std::chrono::nanoseconds age() const noexcept;
+
+  // ---- consumer
+  State state() const noexcept { return state_.load(std::memory_order_acquire); }
+  bool done() const noexcept { return state() != State::pending; }
+
+  // Blocks until the future is done or the deadline (null: none) has come. Returns done().
+  bool wait_until(const Clock::time_point* deadline);
+
+  // Runs `c` once the future is done: now, if it is.
+  void attach(Continuation* c);
+  // Takes back a continuation that has not been handed out. True: it belongs to the caller again.
+  bool detach(const Continuation* c) noexcept;
+  template <class Predicate>
+  Continuation* detach_if(Predicate&& predicate) {
+    std::lock_guard lock(mutex_);
+    return continuations_.remove_if(predicate);
+  }
+
+  // ---- once done
+  Value& value() noexcept { return value_; }
+  const Value& value() const noexcept { return value_; }
+  const EventSet& events() const noexcept { return events_; }
+  // The devices that the value uses or may use: the bounding set, else those of the events.
+  std::vector<c10::Device> devices() const;
+  // Tensors that the producer named because they cannot be found in the value.
+  const std::vector<at::Tensor>& named_tensors() const noexcept;
+  // Has the device work behind every event finished? What a device reports instead becomes the late error, and counts
+  // as finished: nothing more will come. False while pending.
+  bool device_work_finished() noexcept;
+  std::exception_ptr late_error() const;
+  void set_late_error(std::exception_ptr error) noexcept;
+  // Somebody has seen how it ended. A failure that nobody has seen is reported when the future dies.
+  bool is_unseen_failure() const noexcept { return state() == State::failed && !seen_.load(std::memory_order_relaxed); }
+  void mark_seen() noexcept { seen_.store(true, std::memory_order_relaxed); }
+
+  // ---- producer
+  // Each makes the future done and returns true, or returns false when it was done already.
+  bool complete(Value&& value, EventSet&& events = {}, std::vector<at::Tensor>&& named = {});
+  bool fail(Value&& error, EventSet&& events = {});
+  // From here on cancel() is refused. False when the future is done (cancelled, as a rule): do not begin.
+  bool start() noexcept;
+  void give_back() noexcept;  // undoes start()
+  bool cancel();              // true when the future is cancelled now
+
+  // ---- for the binding
+  // The object of the embedding language that stands for this future, not owned; guarded by the interpreter's lock.
+  void* wrapper = nullptr;
+  // Shows every foreign reference that this future owns.
+  int visit(ForeignVisitor visitor);
+  // Gives up what keeps reference cycles alive: continuations (abandoned without a word), producer, value.
+  void clear() noexcept;
+
+ private:
+  struct Rare;
+
+  bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
+  Rare& rare();
+  bool wait_in_producer(const Clock::time_point* deadline);
+  void unlink(Waiter& waiter) noexcept;
+
+  mutable std::mutex mutex_;
+  std::atomic<State> state_{State::pending};
+  std::atomic<bool> seen_{false};
+  bool started_ = false;
+  Lifetime lifetime_;
+  std::int32_t priority_;
+  ContinuationList continuations_;
+  Waiter* waiters_ = nullptr;
+  Value value_;
+  EventSet events_;
+  std::unique_ptr<Rare> rare_;
+  std::uint64_t born_;  // CLOCK_MONOTONIC_COARSE, nanoseconds
+};
+
+// Called with a failed future that dies before anybody has seen its error.
+using UnseenFailureHook = void (*)(Value&& error, const std::string& name);
+void set_unseen_failure_hook(UnseenFailureHook hook) noexcept;
+
+// The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
+// `tensors` (unless the future holds them).
+void order_current_streams(const Future& future, c10::ArrayRef<at::Tensor> tensors);
+
+// The devices of `tensors` that have streams, without duplicates.
+std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
+
+}  // namespace cudafuture

@@ -1,0 +1,48 @@
+#include "core/process.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+
+#include "core/callback_thread.h"
+#include "core/error.h"
+#include "core/watcher.h"
+
+namespace cudafuture {
+namespace {
+
+std::atomic<bool> used{false};
+std::atomic<bool> forked{false};
+std::atomic<bool> down{false};
+std::atomic<int> used_in{0};
+
+}  // namespace
+
+void mark_used() noexcept {
+  if (used.load(std::memory_order_relaxed)) return;
+  if (used.exchange(true)) return;
+  used_in = static_cast<int>(getpid());
+  pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+}
+
+bool is_forked_child() noexcept { return forked.load(std::memory_order_relaxed); }
+
+void refuse_after_fork() {
+  if (!is_forked_child()) return;
+  throw Error(ErrorKind::invalid_state,
+              "cudafuture was used in process " + std::to_string(used_in.load()) +
+                  " before it forked; threads and locks do not survive a fork. Start this process with the 'spawn' or "
+                  "'forkserver' method, or fork before the first future is made");
+}
+
+void shut_down() noexcept {
+  if (is_forked_child() || down.exchange(true)) return;
+  Watcher::get().stop();
+  CallbackThread::get().stop();
+}
+
+bool is_shut_down() noexcept { return down.load(std::memory_order_acquire); }
+
+}  // namespace cudafuture

@@ -1,0 +1,124 @@
+#include "core/stream_pool.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "core/error.h"
+
+namespace cudafuture {
+namespace {
+
+using c10::impl::DeviceGuardImplInterface;
+using c10::impl::VirtualGuardImpl;
+
+// Device types whose guard has streams and events in torch.
+constexpr c10::DeviceType kTypes[] = {c10::DeviceType::CUDA,        c10::DeviceType::XPU, c10::DeviceType::HIP,
+                                      c10::DeviceType::PrivateUse1, c10::DeviceType::HPU, c10::DeviceType::MTIA};
+
+const DeviceGuardImplInterface* guard_of(c10::DeviceType type) noexcept {
+  return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+}
+
+// `isStreamCapturing` is not in the guard interface of every torch that is supported.
+template <class Guard>
+bool is_capturing(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
+  } else {
+    return false;
+  }
+}
+
+}  // namespace
+
+bool has_streams(c10::Device device) noexcept {
+  if (std::find(std::begin(kTypes), std::end(kTypes), device.type()) == std::end(kTypes)) return false;
+  const DeviceGuardImplInterface* guard = guard_of(device.type());
+  return guard != nullptr && device.index() < guard->deviceCount();
+}
+
+bool any_device_with_streams() noexcept {
+  static std::atomic<bool> seen{false};
+  if (seen.load(std::memory_order_relaxed)) return true;
+  for (c10::DeviceType type : kTypes) {
+    const DeviceGuardImplInterface* guard = guard_of(type);
+    if (guard != nullptr && guard->deviceCount() > 0) {
+      seen = true;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::vector<c10::Device> all_devices_with_streams() {
+  std::vector<c10::Device> devices;
+  for (c10::DeviceType type : kTypes) {
+    const DeviceGuardImplInterface* guard = guard_of(type);
+    const c10::DeviceIndex count = guard == nullptr ? 0 : guard->deviceCount();
+    for (c10::DeviceIndex i = 0; i < count; ++i) devices.emplace_back(type, i);
+  }
+  return devices;
+}
+
+c10::Stream pool_stream(c10::Device device, int priority) {
+  return VirtualGuardImpl(device.type()).getNewStream(device, priority);
+}
+
+std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority) {
+  std::vector<c10::Stream> streams;
+  streams.reserve(devices.size());
+  for (c10::Device device : devices) streams.push_back(pool_stream(device, priority));
+  return streams;
+}
+
+c10::Stream current_stream(c10::Device device) { return VirtualGuardImpl(device.type()).getStream(device); }
+
+std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices) {
+  std::vector<c10::Stream> streams;
+  streams.reserve(devices.size());
+  for (c10::Device device : devices) streams.push_back(current_stream(device));
+  return streams;
+}
+
+void refuse_while_capturing(c10::Device device) {
+  c10::DeviceGuard guard(device);
+  const DeviceGuardImplInterface* impl = c10::impl::getDeviceGuardImpl(device.type());
+  if (!is_capturing(*impl, current_stream(device))) return;
+  throw Error(ErrorKind::invalid_state,
+              "a blocking wait() inside the stream capture of " + device.str() +
+                  " would break the graph; use wait(non_blocking=True), which only orders the streams");
+}
+
+StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
+  before_.reserve(streams.size());
+  try {
+    for (const c10::Stream& stream : streams) enter(stream);
+  } catch (...) {
+    leave();
+    throw;
+  }
+}
+
+StreamScope::~StreamScope() { leave(); }
+
+void StreamScope::enter(const c10::Stream& stream) {
+  const VirtualGuardImpl guard(stream.device_type());
+  const auto same_type = [&](c10::Device d) { return d.type() == stream.device_type(); };
+  if (std::none_of(devices_before_.begin(), devices_before_.end(), same_type)) {
+    devices_before_.push_back(guard.getDevice());
+  }
+  before_.push_back(guard.exchangeStream(stream));
+}
+
+void StreamScope::leave() noexcept {
+  for (auto stream = before_.rbegin(); stream != before_.rend(); ++stream) {
+    VirtualGuardImpl(stream->device_type()).exchangeStream(*stream);
+  }
+  for (c10::Device device : devices_before_) VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+}
+
+}  // namespace cudafuture
