@@ -1,0 +1,267 @@
+// gather, collect_all and collect_any: one future out of many.
+//
+//     part ── Link ──┐
+//     part ── Link ──┼──► Combined (counts down) ──► the future of all
+//     part ── Link ──┘
+//
+// Links hold the future of all, and the Combined holds the parts, as Python objects: the collector sees every edge.
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/forward.h"
+#include "bind/future.h"
+#include "core/callback_thread.h"
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+enum class How { gather, all, any };
+
+class Combined;
+
+class Link final : public Continuation {
+ public:
+  void run(Future& part) noexcept override;
+  void abandon() noexcept override;
+  int visit(ForeignVisitor visitor) const override;
+
+  std::shared_ptr<Combined> combined;
+  PyObject* whole = nullptr;  // owned
+  std::size_t index = 0;
+
+ private:
+  void let_go() noexcept;
+};
+
+// Cancels futures one after the other: parts that are gathers themselves add theirs to the list of the outermost call.
+void cancel_in_turn(std::vector<nb::object> futures) {
+  static thread_local std::vector<nb::object>* outermost = nullptr;
+  if (outermost != nullptr) {
+    std::move(futures.begin(), futures.end(), std::back_inserter(*outermost));
+    return;
+  }
+  outermost = &futures;
+  while (!futures.empty()) {
+    const nb::object future = std::move(futures.back());
+    futures.pop_back();
+    core_of(future).cancel();
+  }
+  outermost = nullptr;
+}
+
+class Combined final : public Producer, public std::enable_shared_from_this<Combined> {
+ public:
+  Combined(How how, std::vector<PyObject*> parts, bool cancel_parts)
+      : links(parts.size()), how_(how), cancel_parts_(cancel_parts), parts_(std::move(parts)), left_(parts_.size()) {}
+
+  ~Combined() override { let_go_of_parts(); }
+
+  // The links of parts that are still pending keep this object; it must not keep the parts. They are cancelled only
+  // when the whole is cancelled for good: a callback of a part may still complete the whole.
+  void finished(Future& whole) noexcept override {
+    if (cancel_parts_ && whole.state() == State::cancelled) {
+      std::vector<nb::object> parts;
+      for (PyObject* part : parts_) parts.push_back(nb::borrow(nb::handle(part)));
+      cancel_in_turn(std::move(parts));
+    }
+    let_go_of_parts();
+  }
+
+  int visit(ForeignVisitor visitor) const override {
+    for (PyObject* part : parts_) {
+      if (const int stop = visitor(part)) return stop;
+    }
+    return 0;
+  }
+
+  // One part is done. Returns false when that decides about the whole in a way that needs the interpreter, and this
+  // thread is outside it.
+  bool part_done(Future& whole, std::size_t index, Future& part) noexcept {
+    const bool last = left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    const bool completed = part.state() == State::completed;
+    if (how_ == How::gather && completed) {
+      if (!last || whole.done()) return true;
+      return foreign_runtime().inside() && finish_whole(whole, index, part);
+    }
+    if (how_ == How::all && !last) return true;
+    if (how_ == How::any && !completed && !last) return true;
+    if (whole.done()) return true;
+    return foreign_runtime().inside() && finish_whole(whole, index, part);
+  }
+
+  bool finish_whole(Future& whole, std::size_t index, Future& part) noexcept {
+    if (whole.done()) return true;
+    const std::shared_ptr<Combined> alive = shared_from_this();  // completing the whole drops its producer
+    try {
+      switch (how_) {
+        case How::gather:
+          finish_gather(whole, part);
+          break;
+        case How::all:
+          whole.complete(Value::of_object(foreign(as_list())), joined(whole.priority()));
+          break;
+        case How::any:
+          finish_any(whole, index, part);
+          break;
+      }
+    } catch (...) {
+      fail(whole, exception_of(std::current_exception()));
+    }
+    return true;
+  }
+
+  nb::object as_list() const {
+    nb::list list;
+    for (PyObject* part : parts_) list.append(nb::handle(part));
+    return list;
+  }
+
+  std::vector<Link> links;  // the nodes that stand in the parts' lists; never resized
+
+ private:
+  void let_go_of_parts() noexcept {
+    for (PyObject* part : std::exchange(parts_, {})) release_foreign(part);
+  }
+
+  EventSet joined(int priority) const {
+    std::vector<const EventSet*> sets;
+    for (PyObject* part : parts_) {
+      const EventSet& events = core_of(part).events();
+      if (!events.empty()) sets.push_back(&events);
+    }
+    return sets.empty() ? EventSet() : EventSet::join(sets, priority);
+  }
+
+  void finish_gather(Future& whole, Future& part) {
+    if (part.state() != State::completed) {
+      fail(whole, exception_of(part));
+      return;
+    }
+    const nb::object parts = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(parts_.size())));
+    if (!parts.is_valid()) throw nb::python_error();
+    std::vector<at::Tensor> named;
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      PyTuple_SET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(parts_[i]));
+      const auto& more = core_of(parts_[i]).named_tensors();
+      named.insert(named.end(), more.begin(), more.end());
+    }
+    whole.complete(Value::of_parts(foreign(parts)), joined(whole.priority()), std::move(named));
+  }
+
+  void finish_any(Future& whole, std::size_t index, Future& part) {
+    if (part.state() == State::completed) {
+      const nb::object value = result_of(part);
+      whole.complete(Value::of_object(foreign(nb::make_tuple(index, value))), EventSet(part.events()),
+                     std::vector<at::Tensor>(part.named_tensors()));
+      return;
+    }
+    nb::list errors;
+    for (PyObject* p : parts_) errors.append(exception_of(core_of(p)));
+    const nb::object type = nb::module_::import_("cudafuture.errors").attr("AllFailedError");
+    fail(whole, type("all " + std::to_string(parts_.size()) + " futures given to collect_any failed", errors));
+  }
+
+  How how_;
+  bool cancel_parts_;
+  std::vector<PyObject*> parts_;  // owned
+  std::atomic<std::size_t> left_;
+};
+
+// Finishes the whole on the callback thread.
+class Finish final : public Continuation {
+ public:
+  // Takes over the link's reference to the whole. A reference to its core would not do: the core's count must never
+  // rise from one outside the interpreter, or the collector sees two different graphs.
+  Finish(std::shared_ptr<Combined> combined, Foreign whole, std::size_t index)
+      : Continuation(foreign), combined_(std::move(combined)), whole_(std::move(whole)), index_(index) {}
+  void run(Future& part) noexcept override {
+    combined_->finish_whole(core_of(future()), index_, part);
+    delete this;
+  }
+  void abandon() noexcept override {
+    break_promise(nb::borrow(future()));
+    delete this;
+  }
+
+ private:
+  nb::handle future() const { return static_cast<PyObject*>(whole_.get()); }
+
+  std::shared_ptr<Combined> combined_;
+  Foreign whole_;
+  std::size_t index_;
+};
+
+void Link::run(Future& part) noexcept {
+  Future& future = core_of(whole);
+  if (!combined->part_done(future, index, part)) {
+    auto* finish = new Finish(combined, Foreign(std::exchange(whole, nullptr)), index);
+    finish->parent = FuturePtr::unsafe_reclaim_from_nonowning(&part);
+    CallbackThread::get().post(finish);
+  }
+  let_go();
+}
+
+void Link::abandon() noexcept { let_go(); }
+
+int Link::visit(ForeignVisitor visitor) const { return visitor(whole); }
+
+// The link lives in the Combined, which may die here.
+void Link::let_go() noexcept {
+  PyObject* const future = std::exchange(whole, nullptr);
+  const std::shared_ptr<Combined> last = std::move(combined);
+  if (future != nullptr) release_foreign(future);
+}
+
+nb::object combine(How how, nb::handle futures, bool cancel_parts) {
+  refuse_after_fork();
+  std::vector<PyObject*> parts;
+  const nb::object sequence = nb::steal(PySequence_Fast(futures.ptr(), "an iterable of CUDAFutures"));
+  if (!sequence.is_valid()) throw nb::python_error();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+  parts.reserve(static_cast<std::size_t>(count));
+  int priority = 0;  // that of the most urgent part
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Future& part = expect_future(PySequence_Fast_GET_ITEM(sequence.ptr(), i), "combining");
+    priority = i == 0 ? part.priority() : std::min(priority, part.priority());
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) parts.push_back(Py_NewRef(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
+
+  auto core = c10::make_intrusive<Future>(priority);
+  Future& whole = *core;
+  const nb::object wrapper = wrap(core);
+  core.reset();
+  auto combined = std::make_shared<Combined>(how, parts, cancel_parts);
+  if (parts.empty()) {
+    if (how == How::any) throw nb::value_error("collect_any() needs at least one future: none can be the first");
+    whole.complete(Value::of_object(foreign(nb::list())));
+    return wrapper;
+  }
+  whole.set_producer(combined);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    Link& link = combined->links[i];
+    link.combined = combined;
+    link.whole = wrapper.inc_ref().ptr();
+    link.index = i;
+  }
+  for (std::size_t i = 0; i < parts.size(); ++i) core_of(parts[i]).attach(&combined->links[i]);
+  raise_kept_interrupt();
+  return wrapper;
+}
+
+}  // namespace
+
+void bind_combine(nb::module_& m) {
+  m.def(
+      "gather", [](nb::handle f, bool cancel_parts) { return combine(How::gather, f, cancel_parts); },
+      nb::arg("futures"), nb::arg("cancel_parts") = false);
+  m.def("collect_all", [](nb::handle f) { return combine(How::all, f, false); }, nb::arg("futures"));
+  m.def("collect_any", [](nb::handle f) { return combine(How::any, f, false); }, nb::arg("futures"));
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,130 @@
+#include "bind/errors.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "bind/torch_future.h"
+#include "core/error.h"
+
+namespace cudafuture::bind {
+namespace {
+
+const char* class_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::invalid_state:
+      return "InvalidStateError";
+    case ErrorKind::device_mismatch:
+      return "DeviceMismatchError";
+    case ErrorKind::cancelled:
+      return "CancelledError";
+  }
+  return "CUDAFutureError";
+}
+
+nb::object make(PyObject* type, const char* message) {
+  PyObject* object = PyObject_CallFunction(type, "s", message);
+  if (object == nullptr) throw nb::python_error();
+  return nb::steal(object);
+}
+
+template <class T>
+bool is(const c10::Error& error) {
+  return dynamic_cast<const T*>(&error) != nullptr;
+}
+
+// The same classes that torch's own binding raises; those of its own are found by name, since it does not export them.
+nb::object of_c10(const c10::Error& error) {
+  const auto torch_class = [](const char* name) { return nb::object(nb::module_::import_("torch._C").attr(name)); };
+  nb::object type = nb::borrow(nb::handle(PyExc_RuntimeError));
+  if (is<c10::IndexError>(error)) type = nb::borrow(nb::handle(PyExc_IndexError));
+  if (is<c10::ValueError>(error)) type = nb::borrow(nb::handle(PyExc_ValueError));
+  if (is<c10::TypeError>(error)) type = nb::borrow(nb::handle(PyExc_TypeError));
+  if (is<c10::NotImplementedError>(error)) type = nb::borrow(nb::handle(PyExc_NotImplementedError));
+  if (is<c10::LinAlgError>(error)) type = torch_class("_LinAlgError");
+  if (is<c10::OutOfMemoryError>(error)) type = torch_class("OutOfMemoryError");
+  if (is<c10::DistError>(error)) type = torch_class("_DistError");
+  if (is<c10::DistBackendError>(error)) type = torch_class("_DistBackendError");
+  if (is<c10::DistNetworkError>(error)) type = torch_class("_DistNetworkError");
+  if (is<c10::DistStoreError>(error)) type = torch_class("_DistStoreError");
+  return make(type.ptr(), error.what_without_backtrace());
+}
+
+}  // namespace
+
+nb::object make_error(const char* type, const std::string& message) {
+  return make(nb::module_::import_("cudafuture.errors").attr(type).ptr(), message.c_str());
+}
+
+void raise(nb::handle exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  throw nb::python_error();
+}
+
+void raise_error(const char* type, const std::string& message) { raise(make_error(type, message)); }
+
+nb::object exception_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    return make_error(class_of(e.kind()), e.what());
+  } catch (nb::python_error& e) {
+    return nb::borrow(e.value());
+  } catch (const python_error& e) {  // torch's own
+    if (e.value != nullptr) return nb::borrow(e.value);
+    return make(PyExc_RuntimeError, e.what());
+  } catch (const c10::Error& e) {
+    return of_c10(e);
+  } catch (...) {
+    if (nb::object exception = exception_of_pybind(std::current_exception())) return exception;
+    try {
+      throw;
+    } catch (const std::exception& e) {
+      return make(PyExc_RuntimeError, e.what());
+    } catch (...) {
+      return make(PyExc_RuntimeError, "a C++ exception of an unknown type");
+    }
+  }
+}
+
+nb::object take_current_exception() noexcept {
+#if PY_VERSION_HEX >= 0x030c0000
+  return nb::steal(PyErr_GetRaisedException());
+#else
+  PyObject* type;
+  PyObject* value;
+  PyObject* traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+#endif
+}
+
+void log_error(const char* what, nb::handle subject, nb::handle exception) noexcept {
+  if (is_finalizing()) return;
+  static Imported log{"cudafuture._log", "error"};
+  try {
+    log()(what, subject, exception);
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable(what);
+  } catch (...) {
+  }
+}
+
+void install_translators() {
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const Error& e) {
+      const nb::object exception = make_error(class_of(e.kind()), e.what());
+      PyErr_SetObject(exception.type().ptr(), exception.ptr());
+    } catch (const c10::Error&) {
+      const nb::object exception = exception_of(p);
+      PyErr_SetObject(exception.type().ptr(), exception.ptr());
+    }
+  });
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,77 @@
+// The events of a future, read-only.
+#include <algorithm>
+
+#include "bind/errors.h"
+#include "bind/events.h"
+#include "bind/future.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+struct EventView {
+  DeviceEventPtr event;
+};
+
+void wait_on_stream(const EventView& view, nb::handle stream) {
+  const c10::Device device = view.event->device();
+  if (stream.is_none()) {
+    view.event->block(current_stream(device));
+    return;
+  }
+  for (const c10::Stream& s : streams_from(stream)) {
+    if (s.device().type() == device.type()) {
+      view.event->block(s);
+      continue;
+    }
+    raise_error("DeviceMismatchError",
+                "a stream on " + s.device().str() + " cannot wait for an event of " + device.str());
+  }
+}
+
+// An event of torch's that is reached when this one is: recorded on a pool stream that waits for it.
+nb::object to_torch_event(const EventView& view) {
+  static Imported event_class{"torch", "Event"};
+  const c10::Device device = view.event->device();
+  const c10::Stream stream = pool_stream(device, 0);
+  view.event->block(stream);
+  nb::object event = event_class()(device_object(device));
+  event.attr("record")(stream_object(stream));
+  return event;
+}
+
+}  // namespace
+
+nb::object events_of(const Future& future) {
+  nb::dict views;
+  for (const DeviceEventPtr& event : future.events().events()) {
+    views[device_object(event->device())] = nb::cast(EventView{event});
+  }
+  return nb::steal(PyDictProxy_New(views.ptr()));
+}
+
+void bind_events(nb::module_& m) {
+  nb::class_<EventView>(m, "EventView", "The device event of a future on one device; read-only.")
+      .def_prop_ro(
+          "device", [](const EventView& v) { return device_object(v.event->device()); },
+          "The device on which the event was recorded.")
+      .def(
+          "query", [](const EventView& v) { return v.event->query(); },
+          "Whether the device has got past the event. Raises what the device has to say instead.")
+      .def(
+          "synchronize",
+          [](const EventView& v) {
+            refuse_while_capturing(v.event->device());
+            const WithoutGil released;
+            v.event->synchronize();
+          },
+          "Block the calling thread until the device has got past the event.")
+      .def("wait", wait_on_stream, nb::arg("stream") = nb::none(),
+           "Make `stream` (default: the device's current one) wait for the event; the host goes on.")
+      .def("to_torch_event", to_torch_event, "A new torch.Event that is reached when this event is.")
+      .def("__repr__", [](const EventView& v) {
+        return "<EventView of " + v.event->device().str() + (v.event->query() ? ": reached>" : ": pending>");
+      });
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,77 @@
+#include "bind/forward.h"
+
+#include <string>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+class Forward final : public Continuation {
+ public:
+  explicit Forward(nb::object child) : Continuation(foreign), child_(std::move(child)) {}
+
+  void run(Future& inner) noexcept override {
+    Future& child = core_of(child_);
+    try {
+      forward(inner, child);
+    } catch (...) {
+      fail(child, exception_of(std::current_exception()));
+    }
+    delete this;
+  }
+
+  void abandon() noexcept override {
+    break_promise(child_);
+    delete this;
+  }
+
+  int visit(ForeignVisitor visitor) const override { return visitor(child_.ptr()); }
+
+ private:
+  static void forward(Future& inner, Future& child) {
+    if (inner.state() == State::cancelled) {
+      inner.mark_seen();
+      child.cancel();
+      return;
+    }
+    if (inner.state() == State::failed) {
+      fail(child, exception_of(inner));
+      return;
+    }
+    if (const std::string message = outside_bounding_set(child, inner.events().devices()); !message.empty()) {
+      fail(child, make_error("DeviceMismatchError", message));
+      return;
+    }
+    child.complete(Value::of_object(bind::foreign(result_of(inner))), EventSet(inner.events()),
+                   std::vector<at::Tensor>(inner.named_tensors()));
+  }
+
+  nb::object child_;
+};
+
+}  // namespace
+
+Continuation* make_forward(nb::object child) { return new Forward(std::move(child)); }
+
+void break_promise(const nb::object& child) noexcept {
+  if (Py_REFCNT(child.ptr()) <= 1 || nb::inst_ptr<PyFuture>(child)->is_garbage) return;
+  if (is_finalizing() || is_forked_child()) return;
+  const nb::error_scope raised_already;  // this may be inside the unwinding of any error
+  try {
+    const FuturePtr future = nb::inst_ptr<PyFuture>(child)->core;
+    nb::object error = make_error(
+        "InvalidStateError",
+        is_shut_down() ? "the process is exiting: the callback that would complete this future does not run any more"
+                       : "the future that this one waits for was dropped before anybody completed it; keep the "
+                         "producer's future alive until it is done");
+    future->mark_seen();  // nobody raised it: no report if nobody looks
+    future->fail(Value::of_error(foreign(std::move(error)), Foreign()));
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable("cudafuture");
+  }
+}
+
+}  // namespace cudafuture::bind

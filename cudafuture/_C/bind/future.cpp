@@ -1,0 +1,341 @@
+// The class itself: arguments in, the core, results out.
+#include "bind/future.h"
+
+#include <nanobind/typing.h>
+
+#include <cstdio>
+
+#include "bind/docs.h"
+#include "bind/errors.h"
+#include "bind/events.h"
+#include "bind/torch_future.h"
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+PyTypeObject* future_type = nullptr;
+
+void log_unseen_failure(Future& future) noexcept {
+  if (is_finalizing() || is_forked_child()) return;
+  const nb::error_scope raised_already;
+  try {
+    log_error("the failure of CUDAFuture %r was never looked at", nb::str(future.name().c_str()), exception_of(future));
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable("cudafuture");
+  }
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self) || is_forked_child()) return 0;
+  const FuturePtr& core = nb::inst_ptr<PyFuture>(self)->core;
+  if (core.use_count() != 1) return 0;  // an engine owns it too, and will complete it
+  const ForeignVisitor visitor{reinterpret_cast<int (*)(void*, void*)>(visit), arg};
+  return core->visit(visitor);
+}
+
+int clear(PyObject* self) {
+  if (!nb::inst_ready(self)) return 0;
+  const FuturePtr& core = nb::inst_ptr<PyFuture>(self)->core;
+  if (core.use_count() == 1) core->clear();
+  return 0;
+}
+
+// The collector calls this for a whole island of garbage before it takes the first object apart.
+void finalize(PyObject* self) {
+  if (!nb::inst_ready(self)) return;
+  PyFuture* const future = nb::inst_ptr<PyFuture>(self);
+  future->is_garbage = true;
+  if (future->core.use_count() == 1 && future->core->is_unseen_failure()) log_unseen_failure(*future->core);
+}
+
+PyType_Slot future_slots[] = {
+    {Py_tp_finalize, reinterpret_cast<void*>(finalize)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_am_await, reinterpret_cast<void*>(await_slot)},
+    {0, nullptr},
+};
+
+Lifetime lifetime_from(const char* lifetime) {
+  const std::string_view word = lifetime;
+  if (word == "record") return Lifetime::record;
+  if (word == "hold") return Lifetime::hold;
+  throw nb::value_error("lifetime is 'record' or 'hold'");
+}
+
+void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const char* name,
+          const char* lifetime) {
+  refuse_after_fork();
+  auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
+  if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
+  if (*name != '\0') core->set_name(name);
+  new (self.p) PyFuture(std::move(core), self.h.ptr());
+}
+
+void expect_exception(nb::handle exc, const char* who) {
+  if (PyExceptionInstance_Check(exc.ptr())) return;
+  const std::string message = std::string(who) + " takes an exception object, not " + nb::repr(exc).c_str();
+  throw nb::type_error(message.c_str());
+}
+
+nb::object completed(nb::object value) {
+  refuse_after_fork();
+  nb::object future = wrap(c10::make_intrusive<Future>());
+  complete(core_of(future), std::move(value));
+  return future;
+}
+
+nb::object failed(nb::object exc) {
+  refuse_after_fork();
+  expect_exception(exc, "failed()");
+  nb::object future = wrap(c10::make_intrusive<Future>());
+  fail(core_of(future), std::move(exc));
+  return future;
+}
+
+// ---- consumer
+
+bool ready(PyFuture& self) {
+  Future& future = *self.core;
+  if (!future.device_work_finished()) return false;
+  if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
+  return true;
+}
+
+nb::object wait_with(Future& future, bool non_blocking, nb::handle timeout) {
+  const Deadline deadline = deadline_in(timeout);
+  wait_until_done(future, deadline);
+  wait_for_devices(future, non_blocking, deadline);
+  return value_or_raise(future);
+}
+
+nb::object wait(PyFuture& self, bool non_blocking, nb::handle timeout) {
+  const FuturePtr future = self.core;
+  return wait_with(*future, non_blocking, timeout);
+}
+
+nb::object result(PyFuture& self, nb::handle timeout) {
+  const FuturePtr future = self.core;
+  return wait_with(*future, false, timeout);
+}
+
+nb::object value(PyFuture& self) {
+  if (!self.core->done()) {
+    raise_error("InvalidStateError", "value(): the future is pending; wait() for it, or ask done() first");
+  }
+  return value_or_raise(*self.core);
+}
+
+nb::object exception(PyFuture& self, nb::handle timeout) {
+  const FuturePtr future = self.core;
+  const Deadline deadline = deadline_in(timeout);
+  wait_until_done(*future, deadline);
+  wait_for_devices(*future, false, deadline);
+  if (future->state() == State::cancelled) raise_outcome(*future);
+  return future->state() == State::failed ? exception_of(*future) : nb::none();
+}
+
+bool wait_done(PyFuture& self, nb::handle timeout) {
+  const FuturePtr future = self.core;
+  try {
+    wait_until_done(*future, deadline_in(timeout));
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_TimeoutError)) throw;
+  }
+  return future->done();
+}
+
+bool cancel(PyFuture& self) {
+  refuse_after_fork();
+  const FuturePtr future = self.core;
+  const bool cancelled = future->cancel();
+  raise_kept_interrupt();
+  return cancelled;
+}
+
+// ---- producer
+
+void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle tensors) {
+  refuse_after_fork();
+  const FuturePtr future = self.core;
+  bool first;
+  if (stream.is_none() && tensors.is_none()) {
+    first = complete(*future, std::move(value));
+  } else {
+    const std::vector<c10::Stream> streams = streams_from(stream);
+    if (const std::string message = outside_bounding_set(*future, devices_of_streams(streams)); !message.empty()) {
+      raise_error("DeviceMismatchError", "set_result(stream=): " + message);
+    }
+    std::vector<at::Tensor> named;
+    if (!tensors.is_none()) {
+      for (nb::handle tensor : nb::iter(tensors)) named.push_back(tensor_from(tensor));
+    }
+    first = complete(*future, std::move(value), streams, std::move(named));
+  }
+  if (!first) raise_done_already(*future, "set_result()");
+  raise_kept_interrupt();
+}
+
+void set_exception(PyFuture& self, nb::object exc) {
+  refuse_after_fork();
+  expect_exception(exc, "set_exception()");
+  const FuturePtr future = self.core;
+  if (!fail(*future, std::move(exc))) raise_done_already(*future, "set_exception()");
+  raise_kept_interrupt();
+}
+
+// ---- facts
+
+nb::object devices(PyFuture& self) {
+  nb::list list;
+  for (c10::Device device : self.core->devices()) list.append(device_object(device));
+  return nb::tuple(list);
+}
+
+nb::object late_error(PyFuture& self) {
+  refuse_after_fork();
+  const std::exception_ptr late = self.core->late_error();
+  return late == nullptr ? nb::none() : exception_of(late);
+}
+
+nb::object released(PyFuture& self) {
+  FuturePtr released = self.core->released();
+  return released == nullptr ? nb::none() : wrap(std::move(released));
+}
+
+std::string repr(PyFuture& self) {
+  const Future& future = *self.core;
+  char age[32];
+  std::snprintf(age, sizeof age, "%.3gs", std::chrono::duration<double>(future.age()).count());
+  std::string text = "<CUDAFuture";
+  if (!future.name().empty()) text += " '" + future.name() + "'";
+  text += std::string(" ") + name_of(future.state());
+  const std::vector<c10::Device> devices = future.devices();
+  if (!devices.empty()) text += " on " + device_set(devices);
+  return text + ", " + age + " old>";
+}
+
+void report_unseen_failure(Value&& error, const std::string& name) {
+  if (is_finalizing() || is_forked_child()) return;
+  // Reported where Python is; a future that dies on an engine's thread has its error carried to the callback thread.
+  class Report final : public Continuation {
+   public:
+    Report(Value&& error, std::string name) : Continuation(foreign), error_(std::move(error)), name_(std::move(name)) {}
+    void run(Future&) noexcept override { report(); }
+    void abandon() noexcept override { delete this; }
+    void report() noexcept {
+      PyObject *type, *value, *traceback;  // this may be inside the destructor of any object
+      PyErr_Fetch(&type, &value, &traceback);
+      try {
+        const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))
+                                                   : exception_of(error_.error);
+        log_error("the failure of CUDAFuture %r was never looked at", nb::str(name_.c_str()), exception);
+      } catch (nb::python_error& e) {
+        e.discard_as_unraisable("cudafuture");
+      }
+      PyErr_Restore(type, value, traceback);
+      delete this;
+    }
+
+   private:
+    Value error_;
+    std::string name_;
+  };
+  auto* report = new Report(std::move(error), name);
+  if (foreign_runtime().inside()) {
+    report->report();
+    return;
+  }
+  report->parent = c10::make_intrusive<Future>();
+  InlineExecutor::get().post(report);
+}
+
+}  // namespace
+
+// ---- identity
+
+nb::object wrap(FuturePtr core) {
+  auto* known = static_cast<PyObject*>(core->wrapper);
+  if (known != nullptr && Py_REFCNT(known) > 0) return nb::borrow(nb::handle(known));
+  nb::object object = nb::inst_alloc(reinterpret_cast<PyObject*>(future_type));
+  new (nb::inst_ptr<PyFuture>(object)) PyFuture(std::move(core), object.ptr());
+  nb::inst_mark_ready(object);
+  return object;
+}
+
+Future& core_of(nb::handle future) { return *nb::inst_ptr<PyFuture>(future)->core; }
+
+Future* core_of_or_null(nb::handle object) noexcept {
+  return Py_TYPE(object.ptr()) == future_type && nb::inst_ready(object) ? &core_of(object) : nullptr;
+}
+
+Future& expect_future(nb::handle object, const char* who) {
+  if (Future* future = core_of_or_null(object)) return *future;
+  const std::string message = std::string(who) + " takes CUDAFutures, not " + nb::repr(object).c_str() +
+                              "; CUDAFuture.from_torch() makes one of torch's handles";
+  throw nb::type_error(message.c_str());
+}
+
+void bind_future(nb::module_& m) {
+  set_unseen_failure_hook(report_unseen_failure);
+  auto c = nb::class_<PyFuture>(m, "CUDAFuture", nb::type_slots(future_slots), nb::is_generic(), nb::is_final(),
+                                nb::is_weak_referenceable(), docs::future);
+  future_type = reinterpret_cast<PyTypeObject*>(c.ptr());
+  c.def("__init__", init, nb::arg("devices") = nb::none(), nb::kw_only(), nb::arg("priority") = 0, nb::arg("name") = "",
+        nb::arg("lifetime") = "record");
+  c.def_static("completed", completed, nb::arg("value").none(), docs::completed);
+  c.def_static("failed", failed, nb::arg("exc"), docs::failed);
+  c.def_static("from_torch", from_torch, nb::arg("source").none(), docs::from_torch);
+  c.def("to_torch", [](nb::handle self) { return to_torch(self); }, docs::to_torch);
+
+  c.def("done", [](PyFuture& self) { return self.core->done(); }, docs::done);
+  c.def("ready", ready, docs::ready);
+  c.def("wait", wait, nb::kw_only(), nb::arg("non_blocking") = false, nb::arg("timeout") = nb::none(), docs::wait);
+  c.def("result", result, nb::arg("timeout") = nb::none(), docs::result);
+  c.def("value", value, docs::value);
+  c.def("exception", exception, nb::arg("timeout") = nb::none(), docs::exception);
+  const auto def_then = [&](const char* name, bool async, const char* doc) {
+    c.def(
+        name,
+        [async](nb::handle self, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
+                bool non_blocking) { return then(self, fn, priority, stream, executor, non_blocking, async); },
+        nb::arg("fn").none(), nb::kw_only(), nb::arg("priority") = nb::none(),
+        nb::arg("stream") = nb::steal<nb::str>(PyUnicode_InternFromString("pool")), nb::arg("executor") = nb::none(),
+        nb::arg("non_blocking") = true, doc);
+  };
+  def_then("then", false, docs::then);
+  def_then("then_async", true, docs::then_async);
+  c.def(
+      "add_done_callback",
+      [](nb::handle self, nb::object fn, nb::handle executor) {
+        add_done_callback(self, std::move(fn), executor, false);
+      },
+      nb::arg("fn").none(), nb::kw_only(), nb::arg("executor") = nb::none(), docs::add_done_callback);
+  c.def("cancel", cancel, docs::cancel);
+  c.def("cancelled", [](PyFuture& self) { return self.core->state() == State::cancelled; }, docs::cancelled);
+
+  c.def("set_result", set_result, nb::arg("value").none(), nb::kw_only(), nb::arg("stream") = nb::none(),
+        nb::arg("tensors") = nb::none(), docs::set_result);
+  c.def("set_exception", set_exception, nb::arg("exc").none(), docs::set_exception);
+
+  c.def_prop_ro("devices", devices, docs::devices);
+  c.def_prop_ro("events", [](PyFuture& self) { return events_of(*self.core); }, docs::events);
+  c.def_prop_ro("priority", [](PyFuture& self) { return self.core->priority(); }, docs::priority);
+  c.def_prop_ro("name", [](PyFuture& self) { return self.core->name(); }, docs::name);
+  c.def_prop_ro("late_error", late_error, docs::late_error);
+  c.def_prop_ro("released", released, docs::released);
+  c.def("__repr__", repr);
+
+  m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
+  m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
+  m.def(
+      "add_ready_callback",
+      [](nb::handle future, nb::object fn) { add_done_callback(future, std::move(fn), nb::none(), true); },
+      nb::arg("future"), nb::arg("fn"));
+  m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
+  m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
+}
+
+}  // namespace cudafuture::bind

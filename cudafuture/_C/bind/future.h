@@ -1,0 +1,101 @@
+// The Python class CUDAFuture: one wrapper object for each core future.
+//
+// Whatever a future keeps for Python (callbacks, children, parts, value) it keeps as references to Python objects, and
+// shows them to the cyclic collector when nothing but its wrapper owns the core future. An engine that also owns it
+// will complete it, so then it counts as reachable.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/python.h"
+#include "core/context.h"
+
+namespace cudafuture::bind {
+
+struct PyFuture {
+  FuturePtr core;
+  PyObject* self;
+  bool is_garbage = false;  // the collector found nobody who could ever look at it
+
+  PyFuture(FuturePtr core, PyObject* self) : core(std::move(core)), self(self) { this->core->wrapper = self; }
+  ~PyFuture() {
+    if (core->wrapper == self) core->wrapper = nullptr;
+  }
+  PyFuture(const PyFuture&) = delete;
+  PyFuture& operator=(const PyFuture&) = delete;
+};
+
+// The Python object of a future: always the same one while it lives.
+nb::object wrap(FuturePtr core);
+Future& core_of(nb::handle future);                         // of a CUDAFuture
+Future* core_of_or_null(nb::handle object) noexcept;        // null when it is none
+Future& expect_future(nb::handle object, const char* who);  // TypeError when it is none
+
+// ---- once done
+nb::object result_of(Future& future);     // of a completed one
+nb::object exception_of(Future& future);  // of a failed or cancelled one; marks it seen
+[[noreturn]] void raise_outcome(Future& future);
+nb::object value_or_raise(Future& future);
+
+// ---- completing, with the events of the value's devices recorded on `streams` or on the current ones
+// Both return false when the future was done already. A value outside the bounding set fails the future.
+bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
+              std::vector<at::Tensor> named = {});
+bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {});
+// What is wrong with `used` for a future with a bounding set; empty: nothing.
+std::string outside_bounding_set(const Future& future, const std::vector<c10::Device>& used);
+[[noreturn]] void raise_done_already(const Future& future, const char* verb);
+
+// ---- waiting
+void wait_until_done(Future& future, const Deadline& deadline);  // TimeoutError
+void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline);
+
+// A callback of which a thread is inside, so that waiting for its own child is an error and not a deadlock.
+class RunningChild {
+ public:
+  explicit RunningChild(const Future& child) noexcept;
+  ~RunningChild();
+  static bool is_on_this_thread(const Future& future) noexcept;
+
+ private:
+  const Future& child_;
+  RunningChild* outer_;
+};
+
+// KeyboardInterrupt and SystemExit out of a callback wait here until the outermost completion of the main thread
+// returns to Python, and are raised there.
+void keep_interrupt(nb::object exception);
+void raise_kept_interrupt();
+
+// ---- Python arguments
+std::vector<c10::Device> devices_from(nb::handle devices);
+std::vector<c10::Stream> streams_from(nb::handle streams);
+std::vector<c10::Device> devices_of_streams(const std::vector<c10::Stream>& streams);
+at::Tensor tensor_from(nb::handle object);
+nb::object device_object(c10::Device device);
+nb::object stream_object(const c10::Stream& stream);
+std::string device_set(c10::ArrayRef<c10::Device> devices);
+
+// ---- tensors of a value that live on devices with streams
+void find_tensors(nb::handle value, std::vector<at::Tensor>& found);
+std::vector<at::Tensor> tensors_of(Future& future);
+
+// ---- the rest of the binding, each in the file of its name
+nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
+                bool non_blocking, bool async);
+nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name);
+void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready);
+int remove_done_callback(nb::handle future, nb::handle fn);
+PyObject* await_slot(PyObject* self) noexcept;
+
+void bind_future(nb::module_& m);
+void bind_events(nb::module_& m);
+void bind_streams(nb::module_& m);
+void bind_executors(nb::module_& m);
+void bind_combine(nb::module_& m);
+void bind_await(nb::module_& m);
+
+}  // namespace cudafuture::bind

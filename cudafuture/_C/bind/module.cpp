@@ -1,0 +1,63 @@
+// cudafuture._C: what the native module offers to the Python files of the package.
+#include <chrono>
+
+#include "bind/errors.h"
+#include "bind/executors.h"
+#include "bind/future.h"
+#include "core/callback_thread.h"
+#include "core/process.h"
+#include "core/watcher.h"
+
+namespace cudafuture::bind {
+namespace {
+
+nb::dict statistics() {
+  const EventPool::Statistics events = EventPool::get().statistics();
+  const Watcher::Statistics watcher = Watcher::get().statistics();
+  nb::dict d;
+  d["callbacks_run_on_callback_thread"] = CallbackThread::get().callbacks_run();
+  d["events_made"] = events.made;
+  d["events_reused"] = events.reused;
+  d["events_idle"] = events.idle;
+  d["watcher_polls"] = watcher.polls;
+  d["watcher_watched"] = watcher.watched;
+  d["watcher_pending"] = watcher.pending;
+  return d;
+}
+
+void shut_down_at_exit() {
+  keep_threads_from_unwinding();
+  const WithoutGil released;  // the threads may need it to finish what they are doing
+  shut_down();
+}
+
+}  // namespace
+}  // namespace cudafuture::bind
+
+NB_MODULE(_C, m) {
+  using namespace cudafuture;        // NOLINT
+  using namespace cudafuture::bind;  // NOLINT
+  nb::set_leak_warnings(false);      // futures that live until the end of the process are no error
+  install_runtime();
+  install_translators();
+  bind_future(m);
+  bind_events(m);
+  bind_streams(m);
+  bind_executors(m);
+  bind_combine(m);
+  bind_await(m);
+  m.attr("inline_executor") = cudafuture::bind::HostExecutor{"inline", &InlineExecutor::get()};
+  m.attr("callback_thread") = cudafuture::bind::HostExecutor{"callback_thread", &CallbackThread::get()};
+  m.def("statistics", statistics);
+  m.def(
+      "set_watcher_pauses",
+      [](double first, double longest) {
+        using seconds = std::chrono::duration<double>;
+        using std::chrono::duration_cast;
+        using std::chrono::microseconds;
+        Watcher::get().set_pauses(duration_cast<microseconds>(seconds(first)),
+                                  duration_cast<microseconds>(seconds(longest)));
+      },
+      nb::arg("first"), nb::arg("longest"));
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(shut_down_at_exit));
+}

@@ -1,0 +1,174 @@
+// How a future ends, and what comes out of it afterwards.
+#include <algorithm>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "bind/torch_future.h"
+#include "core/completion_queue.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// Says which operation failed in the exception itself, once.
+void add_note(nb::handle exception, const std::string& name) {
+  if (name.empty()) return;
+  const nb::str note(("in CUDAFuture '" + name + "'").c_str());
+  try {
+    if (!nb::hasattr(exception, "__notes__")) {
+      exception.attr("__notes__") = nb::list();
+    } else if (nb::cast<bool>(exception.attr("__notes__").attr("__contains__")(note))) {
+      return;
+    }
+    exception.attr("__notes__").attr("append")(note);
+  } catch (...) {  // an exception class that takes no attributes, or odd ones, keeps its silence
+  }
+}
+
+nb::object list_of_values(nb::handle parts) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(parts.ptr());
+  nb::object values = nb::steal(PyList_New(count));
+  if (!values.is_valid()) throw nb::python_error();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyList_SET_ITEM(values.ptr(), i, result_of(core_of(PyTuple_GET_ITEM(parts.ptr(), i))).release().ptr());
+  }
+  return values;
+}
+
+// Turns the parts of a gather into the list of their values. A gather of gathers of gathers is unfolded from the inside
+// out, one after the other: nesting may be as deep as memory allows.
+void unfold(Future& whole) {
+  const auto is_folded = [](nb::handle f) { return core_of(f).value().form == Value::Form::parts; };
+  std::vector<nb::object> stack{wrap(FuturePtr::unsafe_reclaim_from_nonowning(&whole))};
+  while (!stack.empty()) {
+    const nb::object top = stack.back();
+    Value& value = core_of(top).value();
+    if (value.form != Value::Form::parts) {  // another thread was quicker, or it stood here twice
+      stack.pop_back();
+      continue;
+    }
+    const nb::object parts = nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
+    const std::size_t before = stack.size();
+    for (nb::handle part : nb::borrow<nb::tuple>(parts)) {
+      if (is_folded(part)) stack.push_back(nb::borrow(part));
+    }
+    if (stack.size() > before) continue;
+    nb::object values = list_of_values(parts);  // may let another thread in
+    if (value.form == Value::Form::parts) {
+      value.form = Value::Form::object;
+      value.object = foreign(std::move(values));
+    }
+    stack.pop_back();
+  }
+}
+
+thread_local PyObject* kept_interrupt = nullptr;
+
+}  // namespace
+
+nb::object result_of(Future& future) {
+  Value& value = future.value();
+  if (value.form == Value::Form::parts) {
+    unfold(future);
+  } else if (value.form == Value::Form::native && !value.object) {
+    nb::object made = object_of(value.native);
+    if (!value.object) value.object = foreign(std::move(made));
+  }
+  if (!value.object) return nb::none();
+  return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
+}
+
+nb::object exception_of(Future& future) {
+  future.mark_seen();
+  Value& value = future.value();
+  if (!value.object) {
+    nb::object made =
+        future.state() == State::cancelled
+            ? make_error("CancelledError",
+                         future.name().empty() ? "the future was cancelled" : "'" + future.name() + "' was cancelled")
+            : exception_of(value.error);
+    if (future.state() == State::failed) add_note(made, future.name());
+    if (!value.object) value.object = foreign(std::move(made));
+  }
+  return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
+}
+
+// The traceback is set back to what it was when the future failed, or it would grow with every wait().
+void raise_outcome(Future& future) {
+  const nb::object exception = exception_of(future);
+  auto* traceback = static_cast<PyObject*>(future.value().traceback.get());
+  PyException_SetTraceback(exception.ptr(), traceback != nullptr ? traceback : Py_None);
+  raise(exception);
+}
+
+nb::object value_or_raise(Future& future) {
+  if (future.state() == State::completed) return result_of(future);
+  raise_outcome(future);
+}
+
+std::string outside_bounding_set(const Future& future, const std::vector<c10::Device>& used) {
+  if (!future.is_bounded()) return {};
+  const std::vector<c10::Device>& bound = future.bounding_set();
+  const auto is_inside = [&](c10::Device d) { return std::find(bound.begin(), bound.end(), d) != bound.end(); };
+  if (std::all_of(used.begin(), used.end(), is_inside)) return {};
+  return "the value has tensors on " + device_set(used) + ", but the future's devices are " + device_set(bound) +
+         "; make the future with all the devices that its value may use, or without devices";
+}
+
+bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams,
+              std::vector<at::Tensor> named) {
+  std::vector<at::Tensor> tensors;
+  find_tensors(value, tensors);
+  tensors.insert(tensors.end(), named.begin(), named.end());
+  if (tensors.empty()) return future.complete(Value::of_object(foreign(std::move(value))));
+  if (future.done()) return false;
+  const std::vector<c10::Device> used = devices_of(tensors);
+  if (const std::string message = outside_bounding_set(future, used); !message.empty()) {
+    return fail(future, make_error("DeviceMismatchError", message), streams);
+  }
+  return future.complete(Value::of_object(foreign(std::move(value))), EventSet::record(used, streams),
+                         std::move(named));
+}
+
+// Device work may be pending behind a failure: whoever recovers from it is ordered after that work. A device that
+// cannot even record an event adds a late error, and never hides the failure itself.
+bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams) {
+  if (future.done()) return false;
+  add_note(exception, future.name());
+  Foreign traceback(PyException_GetTraceback(exception.ptr()));
+  EventSet events;
+  std::exception_ptr late;
+  try {
+    std::vector<c10::Device> devices = devices_of_streams(streams);
+    for (c10::Device device : future.bounding_set()) {
+      const bool listed = std::find(devices.begin(), devices.end(), device) != devices.end();
+      if (!listed && has_streams(device)) devices.push_back(device);
+    }
+    events = EventSet::record(devices, streams);
+  } catch (...) {
+    late = std::current_exception();
+  }
+  const bool first =
+      future.fail(Value::of_error(foreign(std::move(exception)), std::move(traceback)), std::move(events));
+  if (first && late != nullptr) future.set_late_error(late);
+  return first;
+}
+
+void raise_done_already(const Future& future, const char* verb) {
+  const std::string who = future.name().empty() ? "the future" : "'" + future.name() + "'";
+  raise_error("InvalidStateError", std::string(verb) + ": " + who + " is " + name_of(future.state()) +
+                                       " already, and a future is completed once; ask done() first where a "
+                                       "cancellation or another producer can be quicker");
+}
+
+void keep_interrupt(nb::object exception) {
+  if (!is_main_thread() || kept_interrupt != nullptr) return;
+  kept_interrupt = exception.release().ptr();
+}
+
+void raise_kept_interrupt() {
+  if (kept_interrupt == nullptr || CompletionQueue::current().draining()) return;
+  raise(nb::steal(std::exchange(kept_interrupt, nullptr)));
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,117 @@
+#include "bind/python.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <exception>
+#include <string>
+
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// The callback thread keeps one thread state for its life, so that threading.local works in callbacks.
+thread_local PyThreadState* kept_state = nullptr;
+
+bool enter() noexcept {
+  if (is_finalizing()) return false;
+  if (kept_state != nullptr) {
+    take_gil(std::exchange(kept_state, nullptr));
+  } else {
+    PyGILState_Ensure();
+  }
+  return true;
+}
+
+void leave() noexcept { kept_state = PyEval_SaveThread(); }
+
+// What is dropped while Python finalizes is leaked: its type may be gone already.
+void release(void* object) noexcept {
+  if (!is_finalizing()) Py_DECREF(static_cast<PyObject*>(object));
+}
+
+pthread_t main_thread;
+
+// PyGILState_Check says yes to everybody once the interpreter is gone.
+bool is_inside() noexcept {
+  if (Py_IsInitialized() == 0 || (is_finalizing() && !is_main_thread())) return false;
+  return PyGILState_Check() != 0;
+}
+
+// The process is about to end, and takes this thread with it.
+[[noreturn]] void park() noexcept {
+  for (;;) pause();
+}
+
+}  // namespace
+
+WithoutGil::~WithoutGil() { take_gil(state_); }
+
+// CPython before 3.14 ends a thread that asks for the GIL while the interpreter finalizes, by unwinding its stack. A
+// function that may not be unwound stops that here, in `park`.
+void take_gil(PyThreadState* state) noexcept {
+  if (is_finalizing() && !is_main_thread()) park();
+  PyEval_RestoreThread(state);
+}
+
+void keep_threads_from_unwinding() noexcept {
+  static std::terminate_handler usual = nullptr;
+  usual = std::set_terminate([] {
+    if (is_finalizing() && !is_main_thread() && std::current_exception() == nullptr) park();
+    usual();
+  });
+}
+
+PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
+  return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
+}
+
+bool is_finalizing() noexcept {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+bool is_main_thread() noexcept { return pthread_equal(pthread_self(), main_thread) != 0; }
+
+void install_runtime() {
+  const nb::object ident = nb::module_::import_("threading").attr("main_thread")().attr("ident");
+  main_thread = static_cast<pthread_t>(nb::cast<unsigned long>(ident));
+  set_foreign_runtime({
+      .inside = is_inside,
+      .enter = enter,
+      .leave = leave,
+      .step_out = []() noexcept -> void* { return is_inside() ? PyEval_SaveThread() : nullptr; },
+      .step_in =
+          [](void* state) noexcept {
+            if (state != nullptr) take_gil(static_cast<PyThreadState*>(state));
+          },
+      .release = release,
+  });
+  pthread_atfork(nullptr, nullptr, [] { main_thread = pthread_self(); });
+}
+
+nb::handle Imported::get() {
+  if (object_ == nullptr) object_ = nb::object(nb::module_::import_(module_).attr(name_)).release().ptr();
+  return object_;
+}
+
+Deadline deadline_in(nb::handle timeout) {
+  if (timeout.is_none()) return std::nullopt;
+  const double seconds = PyFloat_AsDouble(timeout.ptr());
+  if (seconds == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (std::isnan(seconds) || seconds < 0) {
+    const std::string message =
+        "timeout is None (wait for ever) or seconds >= 0, not " + std::string(nb::repr(timeout).c_str());
+    throw nb::value_error(message.c_str());
+  }
+  if (seconds > 1e9) return std::nullopt;
+  return Future::Clock::now() +
+         std::chrono::duration_cast<Future::Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace cudafuture::bind

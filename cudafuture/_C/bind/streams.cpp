@@ -1,0 +1,57 @@
+// Streams for Python: from the pool, the current ones, and making some current for a scope.
+#include <memory>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// A context manager around the core's scope.
+struct UseStreams {
+  explicit UseStreams(std::vector<c10::Stream> streams) : streams(std::move(streams)) {}
+  UseStreams(const UseStreams&) = delete;
+  UseStreams& operator=(const UseStreams&) = delete;
+
+  std::vector<c10::Stream> streams;
+  std::vector<std::unique_ptr<StreamScope>> scopes;
+};
+
+c10::Device device_with_streams(nb::handle device) {
+  const nb::object list = nb::steal(PyList_New(0));
+  if (PyList_Append(list.ptr(), device.ptr()) != 0) throw nb::python_error();
+  const std::vector<c10::Device> devices = devices_from(list);
+  if (devices.size() == 1 && has_streams(devices.front())) return devices.front();
+  const std::string message = "no streams on " + std::string(nb::str(device).c_str()) +
+                              ": they belong to accelerators that are there, and the host has none";
+  throw nb::value_error(message.c_str());
+}
+
+}  // namespace
+
+void bind_streams(nb::module_& m) {
+  m.def(
+      "pool_stream",
+      [](nb::handle device, int priority) { return stream_object(pool_stream(device_with_streams(device), priority)); },
+      nb::arg("device"), nb::arg("priority"));
+  m.def(
+      "current_streams",
+      [](nb::handle devices) {
+        nb::list streams;
+        for (const c10::Stream& s : current_streams(devices_from(devices))) streams.append(stream_object(s));
+        return streams;
+      },
+      nb::arg("devices"));
+  nb::class_<UseStreams>(m, "UseStreams")
+      .def(
+          "__init__", [](UseStreams* self, nb::handle streams) { new (self) UseStreams(streams_from(streams)); },
+          nb::arg("streams"))
+      .def("__enter__", [](UseStreams& self) { self.scopes.push_back(std::make_unique<StreamScope>(self.streams)); })
+      .def("__exit__", [](UseStreams& self, const nb::args&) {
+        if (!self.scopes.empty()) self.scopes.pop_back();
+      });
+  m.def("any_device_with_streams", any_device_with_streams);
+}
+
+}  // namespace cudafuture::bind

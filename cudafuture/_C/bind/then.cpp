@@ -1,0 +1,328 @@
+// Callbacks: then(), then_async(), add_done_callback() and submit().
+//
+//     parent done ──► CompletionQueue (or an executor) ──► Then::run
+//                                                            │  executor=: submit a Job, which comes back to ──┐
+//                                                            ▼                                                 │
+//                                               child.start(), the caller's context, streams  ◄────────────────┘
+//                                                            │
+//                                                            ▼
+//                                             fn(parent) ──► child done  (then_async: when fn's future is)
+#include <string>
+
+#include "bind/errors.h"
+#include "bind/executors.h"
+#include "bind/forward.h"
+#include "bind/future.h"
+#include "bind/stream_choice.h"
+#include "core/completion_queue.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+#include "core/trace.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// contextvars, for a scope.
+class EnteredContext {
+ public:
+  explicit EnteredContext(PyObject* context) : context_(context) {
+    if (context_ != nullptr && PyContext_Enter(context_) != 0) throw nb::python_error();
+  }
+  ~EnteredContext() {
+    if (context_ != nullptr) PyContext_Exit(context_);
+  }
+  EnteredContext(const EnteredContext&) = delete;
+  EnteredContext& operator=(const EnteredContext&) = delete;
+
+ private:
+  PyObject* context_;
+};
+
+// A callback with a child future (then), or without one (add_done_callback).
+class Then final : public Continuation {
+ public:
+  Then(nb::object fn, nb::object child) : Continuation(foreign), fn_(std::move(fn)), child_(std::move(child)) {}
+
+  void capture_context() {
+    caller_ = CallerContext::capture();
+    contextvars_ = nb::steal(PyContext_CopyCurrent());
+    if (!contextvars_.is_valid()) throw nb::python_error();
+  }
+
+  void run(Future& parent) noexcept override {
+    if (python_executor.is_valid()) {
+      hand_over(parent);
+      return;
+    }
+    execute(parent);
+    delete this;
+  }
+
+  void abandon() noexcept override {
+    if (child_.is_valid()) break_promise(child_);
+    delete this;
+  }
+
+  int visit(ForeignVisitor visitor) const override {
+    for (PyObject* o : {fn_.ptr(), child_.ptr(), contextvars_.ptr(), python_executor.ptr()}) {
+      if (const int stop = visitor(o)) return stop;
+    }
+    return 0;
+  }
+
+  // By identity: nothing of Python runs under the future's lock.
+  bool is_callback_of(nb::handle fn) const { return !child_.is_valid() && fn_.is(fn); }
+
+  // The callback itself, in whatever thread.
+  void execute(Future& parent) noexcept {
+    Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
+    if (child != nullptr && !child->start()) return;  // cancelled before it began
+    const FuturePtr traced = child != nullptr ? wrapped_core(child_) : FuturePtr();
+    trace(TraceEvent::callback_begin, child != nullptr ? *child : parent);
+    try {
+      call(parent, child);
+    } catch (nb::python_error& e) {
+      failed(parent, child, nb::borrow(e.value()), {});
+    } catch (...) {
+      failed(parent, child, exception_of(std::current_exception()), {});
+    }
+    trace(TraceEvent::callback_end, child != nullptr ? *child : parent);
+  }
+
+  void dispose() noexcept { delete this; }
+
+  // Its executor will not run it: it was shut down.
+  void refuse() noexcept {
+    if (child_.is_valid()) core_of(child_).cancel();
+  }
+
+  nb::object python_executor;
+  StreamChoice choice;
+  bool async = false;
+  bool plain_call = false;  // submit(): call fn(), not fn(parent)
+
+ private:
+  static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
+
+  void call(Future& parent, Future* child) {
+    std::optional<CallerContext::Scope> caller;
+    if (contextvars_.is_valid()) caller.emplace(caller_);
+    const EnteredContext context(contextvars_.ptr());
+    std::vector<c10::Stream> streams;
+    if (!parent.events().empty() || !choice.pool || parent.is_bounded()) {
+      streams = streams_for(parent, choice, child != nullptr ? child->priority() : parent.priority());
+    }
+    const StreamScope scope(streams);
+    if (!parent.events().empty()) order_current_streams(parent, tensors_of(parent));
+    nb::object result = invoke(parent, child);
+    if (result.is_valid()) {
+      deliver(parent, child, std::move(result));
+    } else {
+      failed(parent, child, take_current_exception(), streams);
+    }
+  }
+
+  nb::object invoke(Future& parent, Future* child) {
+    std::optional<RunningChild> running;
+    if (child != nullptr) running.emplace(*child);
+    if (plain_call) return nb::steal(call_python(fn_.ptr(), nullptr));
+    const nb::object argument = wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent));
+    return nb::steal(call_python(fn_.ptr(), argument.ptr()));
+  }
+
+  void deliver(Future& parent, Future* child, nb::object result) {
+    if (child == nullptr) return;
+    if (!async) {
+      complete(*child, std::move(result));
+      return;
+    }
+    Future* inner = core_of_or_null(result);
+    if (inner == nullptr) {
+      const std::string message = "the callback of then_async() returns a CUDAFuture, not " +
+                                  std::string(nb::repr(result).c_str()) + "; use then() for a plain value";
+      PyErr_SetString(PyExc_TypeError, message.c_str());
+      failed(parent, child, take_current_exception(), {});
+      return;
+    }
+    if (inner == child) {
+      failed(parent, child,
+             make_error("InvalidStateError",
+                        "the callback of then_async() returned the future that waits for it: it "
+                        "would wait for itself"),
+             {});
+      return;
+    }
+    child->give_back();  // nothing of it runs any more: it may be cancelled while it waits
+    inner->attach(make_forward(child_));
+  }
+
+  void failed(Future& parent, Future* child, nb::object exception, const std::vector<c10::Stream>& streams) noexcept {
+    try {
+      const bool is_exit = PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0 ||
+                           PyErr_GivenExceptionMatches(exception.ptr(), PyExc_SystemExit) != 0;
+      if (is_exit) keep_interrupt(exception);
+      if (child != nullptr) {
+        if (!fail(*child, exception, streams)) log_error("a callback of %r raised", child_, exception);
+      } else if (!is_exit || !is_main_thread()) {
+        log_error("a callback of %r raised", wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent)), exception);
+      }
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable("cudafuture");
+    } catch (...) {
+      log_error("a failure could not be delivered to %r", child_, exception_of(std::current_exception()));
+    }
+  }
+
+  void hand_over(Future& parent) noexcept {
+    try {
+      const nb::object executor = std::move(python_executor);
+      python_executor.reset();
+      const nb::object job =
+          make_job(this, FuturePtr::unsafe_reclaim_from_nonowning(&parent));  // owns this from now on
+      try {
+        executor.attr("submit")(job);
+      } catch (nb::python_error& e) {
+        failed(parent, child_.is_valid() ? &core_of(child_) : nullptr, nb::borrow(e.value()), {});
+      }
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable("cudafuture");
+    }
+  }
+
+  static nb::object make_job(Then* then, FuturePtr parent);
+
+  nb::object fn_;
+  nb::object child_;
+  nb::object contextvars_;
+  CallerContext caller_;
+};
+
+// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come.
+class Job {
+ public:
+  Job(Then* then, FuturePtr parent) : then_(then), parent_(std::move(parent)) {}
+  ~Job() {
+    if (then_ == nullptr) return;
+    then_->refuse();
+    finish();
+  }
+  void operator()() {
+    if (then_ == nullptr) return;
+    then_->execute(*parent_);
+    finish();
+  }
+
+ private:
+  void finish() {
+    std::exchange(then_, nullptr)->dispose();
+    parent_.reset();
+  }
+
+  Then* then_;
+  FuturePtr parent_;
+};
+
+nb::object Then::make_job(Then* then, FuturePtr parent) {
+  return nb::cast(new Job(then, std::move(parent)), nb::rv_policy::take_ownership);
+}
+
+void expect_callable(nb::handle fn, const char* who) {
+  if (PyCallable_Check(fn.ptr()) != 0) return;
+  const std::string message = std::string(who) + " takes a callable that takes the future, not " + nb::repr(fn).c_str();
+  throw nb::type_error(message.c_str());
+}
+
+// executor=: ours goes into the continuation, one of concurrent.futures into the callback.
+void choose_executor(Then& then, nb::handle executor) {
+  if (executor.is_none()) return;
+  if (HostExecutor* host = host_executor_or_null(executor)) {
+    then.executor = host->executor;
+    return;
+  }
+  if (!nb::hasattr(executor, "submit")) {
+    const std::string message =
+        "executor is None, cudafuture.executors.inline or .callback_thread, or a "
+        "concurrent.futures.Executor, not " +
+        std::string(nb::repr(executor).c_str());
+    throw nb::type_error(message.c_str());
+  }
+  then.python_executor = nb::borrow(executor);
+}
+
+FuturePtr make_child(const Future& parent, int priority) {
+  auto child = c10::make_intrusive<Future>(priority, parent.lifetime());
+  if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());
+  if (Executor* executor = parent.default_executor()) child->set_default_executor(executor);
+  if (!parent.name().empty()) child->set_name(parent.name());
+  return child;
+}
+
+}  // namespace
+
+nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
+                bool non_blocking, bool async) {
+  Future& parent = expect_future(future, async ? "then_async()" : "then()");
+  refuse_after_fork();
+  expect_callable(fn, async ? "then_async()" : "then()");
+  nb::object child = wrap(make_child(parent, priority.value_or(parent.priority())));
+  auto then = std::make_unique<Then>(nb::borrow(fn), child);
+  then->choice = stream_choice_from(parent, stream);
+  then->async = async;
+  choose_executor(*then, executor);
+  then->capture_context();
+  if (!non_blocking) then->flags |= Continuation::when_ready;
+  parent.attach(then.release());
+  raise_kept_interrupt();
+  return child;
+}
+
+nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
+  refuse_after_fork();
+  auto parent = c10::make_intrusive<Future>(priority);
+  auto core = c10::make_intrusive<Future>(priority);
+  core->set_name(name);
+  nb::object child = wrap(std::move(core));
+  auto then = std::make_unique<Then>(std::move(call), child);
+  then->plain_call = true;
+  choose_executor(*then, executor);
+  then->capture_context();
+  parent->complete({});
+  parent->attach(then.release());
+  raise_kept_interrupt();
+  return child;
+}
+
+void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready) {
+  Future& parent = expect_future(future, "add_done_callback()");
+  refuse_after_fork();
+  expect_callable(fn, "add_done_callback()");
+  auto then = std::make_unique<Then>(std::move(fn), nb::object());
+  choose_executor(*then, executor);
+  if (when_ready) then->flags |= Continuation::when_ready;
+  parent.attach(then.release());
+  raise_kept_interrupt();
+}
+
+int remove_done_callback(nb::handle future, nb::handle fn) {
+  if (is_forked_child()) return 0;  // nothing will ever run it
+  int removed = 0;
+  const auto calls_fn = [&](const Continuation& c) {
+    const auto* then = dynamic_cast<const Then*>(&c);
+    return then != nullptr && then->is_callback_of(fn);
+  };
+  Future& parent = expect_future(future, "remove_done_callback()");
+  while (Continuation* c = parent.detach_if(calls_fn)) {
+    c->abandon();
+    ++removed;
+  }
+  return removed;
+}
+
+void bind_executors(nb::module_& m) {
+  nb::class_<Job>(m, "_Job").def("__call__", &Job::operator());
+  nb::class_<HostExecutor>(m, "HostExecutor")
+      .def_ro("name", &HostExecutor::name)
+      .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });
+}
+
+}  // namespace cudafuture::bind

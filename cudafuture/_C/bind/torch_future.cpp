@@ -1,0 +1,277 @@
+// The only file that looks behind torch's pybind11 objects, through pybind11's conduit.
+#include "bind/torch_future.h"
+
+#include <pybind11/conduit/pybind11_conduit_v1.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <string>
+#include <thread>
+
+#include "bind/errors.h"
+#include "bind/forward.h"
+#include "bind/future.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using TorchFuture = c10::ivalue::Future;
+using TorchFuturePtr = c10::intrusive_ptr<TorchFuture>;
+using torch::jit::PythonFutureWrapper;
+
+// The C++ object behind a pybind11 one, which is of the class.
+template <class T>
+T* behind(nb::handle object) {
+  T* found = pybind11_conduit_v1::get_type_pointer_ephemeral<T>(object.ptr());
+  if (found == nullptr) throw nb::python_error();
+  return found;
+}
+
+// Asked before the conduit: a conduit that leads nowhere costs more than all the rest.
+bool is_torch_future(nb::handle object) {
+  static Imported future_class{"torch._C", "Future"};
+  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(future_class().ptr())) != 0;
+}
+
+bool is_work(nb::handle object) {
+  static Imported is_available{"torch.distributed", "is_available"};
+  static const bool available = nb::cast<bool>(is_available()());
+  if (!available) return false;
+  static Imported work_class{"torch._C._distributed_c10d", "Work"};
+  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(work_class().ptr())) != 0;
+}
+
+// Runs inside torch's callback: the current streams are ordered after the value.
+EventSet record_devices(const TorchFuture& source) {
+  return source.devices().empty() ? EventSet() : EventSet::record(source.devices());
+}
+
+// The value stays as it is in C++; no interpreter is needed.
+void follow_natively(const TorchFuturePtr& source, FuturePtr future) {
+  source->addCallback([future = std::move(future)](TorchFuture& done) {
+    if (done.hasError()) {
+      future->fail(Value::of_error(done.exception_ptr()), record_devices(done));
+    } else {
+      future->complete(Value::of_native(done.constValue()), record_devices(done));
+    }
+  });
+}
+
+// A torch.futures.Future can carry an unwrap function, which turns a value into the exception that it stands for. RPC
+// sets it at once, set_exception() only when it completes the future. It is Python, so it runs where Python runs.
+class Unwrap final : public Continuation {
+ public:
+  using UnwrapFunction = PythonFutureWrapper::UnwrapFunc;
+
+  Unwrap(std::optional<UnwrapFunction> unwrap, TorchFuturePtr source, EventSet events)
+      : Continuation(foreign, &InlineExecutor::get()),
+        unwrap_(std::move(unwrap)),
+        source_(std::move(source)),
+        events_(std::move(events)) {}
+
+  // The future that it completes stands in the place of the parent.
+  void run(Future& future) noexcept override {
+    try {
+      outcome(future);
+    } catch (nb::python_error& e) {
+      fail(future, nb::borrow(e.value()));
+    } catch (...) {
+      fail(future, exception_of(std::current_exception()));
+    }
+    delete this;
+  }
+  void abandon() noexcept override {
+    break_promise(wrap(parent));
+    delete this;
+  }
+
+ private:
+  void outcome(Future& future) {
+    if (source_->hasError()) {
+      future.fail(Value::of_error(source_->exception_ptr()), std::move(events_));
+      return;
+    }
+    nb::object value = object_of(source_->constValue());
+    if (unwrap_.has_value()) (*unwrap_)(pybind11::reinterpret_borrow<pybind11::object>(value.ptr()));
+    future.complete(Value::of_object(bind::foreign(std::move(value))), std::move(events_));
+  }
+
+  std::optional<UnwrapFunction> unwrap_;
+  TorchFuturePtr source_;
+  EventSet events_;
+};
+
+void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future) {
+  const TorchFuturePtr source = wrapper.fut;
+  source->addCallback(
+      [weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, future = std::move(future)](TorchFuture& done) {
+        // Here the wrapper that completes it is still alive; later, on the callback thread, it may be gone.
+        const auto alive = weak.lock();
+        auto* c = new Unwrap(alive != nullptr ? alive->unwrap_func : unwrap,
+                             TorchFuturePtr::unsafe_reclaim_from_nonowning(&done), record_devices(done));
+        c->parent = future;
+        InlineExecutor::get().post(c);
+      });
+}
+
+// A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
+// thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future) {
+  std::thread([work = std::move(work), future = std::move(future)] {
+    try {
+      work->wait();
+      std::vector<at::Tensor> result;
+      try {
+        result = work->result();
+      } catch (const c10::Error&) {  // it has none to show
+      }
+      future->complete(Value::of_native(c10::IValue(std::move(result))));
+    } catch (...) {
+      future->fail(Value::of_error(std::current_exception()));
+    }
+  }).detach();
+}
+
+// Lets a thread that waits for the future wait for the Work itself. Gloo completes a Work's future first and the Work
+// last; who is woken by the future competes with Gloo's thread for the core (measured: some microseconds).
+class WorkProducer final : public Producer {
+ public:
+  explicit WorkProducer(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+
+  bool wait(Waiter::Clock::time_point deadline) noexcept override {
+    const auto left = deadline - Waiter::Clock::now();
+    try {
+      work_->wait(std::max(std::chrono::ceil<std::chrono::milliseconds>(left), std::chrono::milliseconds(1)));
+    } catch (...) {  // over time, or failed: the future says which
+    }
+    return true;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+void follow_work(c10d::Work& work, FuturePtr future) {
+  future->start();  // it owns the tensors: too late to cancel
+  auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
+  TorchFuturePtr native;
+  try {
+    native = owned->getFuture();
+  } catch (const c10::Error&) {  // not implemented for this kind of work
+  }
+  if (native == nullptr) {
+    follow_by_waiting(std::move(owned), std::move(future));
+  } else {
+    // Not where devices are: there a Work's wait() means something else.
+    if (native->devices().empty()) future->set_producer(std::make_shared<WorkProducer>(std::move(owned)));
+    follow_natively(native, std::move(future));
+  }
+}
+
+// Completes torch's future when ours is done.
+class Deliver final : public Continuation {
+ public:
+  explicit Deliver(nb::object target) : Continuation(foreign), target_(std::move(target)) {}
+
+  void run(Future& source) noexcept override {
+    try {
+      deliver(source);
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable("CUDAFuture.to_torch");
+    } catch (...) {
+      log_error("to_torch() could not complete %r", target_, exception_of(std::current_exception()));
+    }
+    delete this;
+  }
+  void abandon() noexcept override { delete this; }
+  int visit(ForeignVisitor visitor) const override { return visitor(target_.ptr()); }
+
+ private:
+  void deliver(Future& source) {
+    const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
+    if (source.state() == State::completed) {
+      order_current_streams(source, tensors_of(source));
+      target_.attr("set_result")(result_of(source));
+      return;
+    }
+    source.events().block_current_streams();
+    TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
+    python_error error;
+    const nb::object exception = exception_of(source);
+    PyErr_SetObject(exception.type().ptr(), exception.ptr());
+    error.persist();
+    const std::exception_ptr carried = std::make_exception_ptr(std::move(error));
+    const WithoutGil released;
+    native->setError(carried);
+  }
+
+  nb::object target_;
+};
+
+}  // namespace
+
+nb::object from_torch(nb::handle source) {
+  refuse_after_fork();
+  if (core_of_or_null(source) != nullptr) return nb::borrow(source);
+  if (is_torch_future(source)) {
+    auto* wrapper = behind<PythonFutureWrapper>(source);
+    const TorchFuturePtr native = wrapper->fut;
+    auto future = c10::make_intrusive<Future>();
+    if (!native->devices().empty()) future->set_bounding_set(native->devices());
+    nb::object result = wrap(future);
+    follow_wrapper(*wrapper, std::move(future));
+    return result;
+  }
+  if (is_work(source)) {
+    auto* work = behind<c10d::Work>(source);
+    auto future = c10::make_intrusive<Future>();
+    nb::object result = wrap(future);
+    follow_work(*work, std::move(future));
+    return result;
+  }
+  const std::string message =
+      "from_torch() takes a torch.futures.Future or a c10d Work (what async_op=True returns), not " +
+      std::string(nb::repr(source).c_str());
+  throw nb::type_error(message.c_str());
+}
+
+nb::object to_torch(nb::handle future) {
+  static Imported future_class{"torch.futures", "Future"};
+  refuse_after_fork();
+  Future& core = expect_future(future, "to_torch()");
+  nb::list devices;
+  const bool known = core.done() || core.is_bounded();
+  for (c10::Device device : known ? core.devices() : all_devices_with_streams()) {
+    if (has_streams(device)) devices.append(device_object(device));
+  }
+  nb::object target = future_class()(nb::arg("devices") = devices);
+  core.attach(new Deliver(target));
+  raise_kept_interrupt();
+  return target;
+}
+
+nb::object object_of(const c10::IValue& value) {
+  if (value.isNone()) return nb::none();
+  if (value.isTensor()) return nb::steal(THPVariable_Wrap(value.toTensor()));
+  if (value.isTensorList()) return nb::steal(THPVariable_WrapList(value.toTensorVector()));
+  return nb::steal(torch::jit::toPyObject(value).release().ptr());
+}
+
+nb::object exception_of_pybind(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const pybind11::error_already_set& e) {
+    return nb::borrow(nb::handle(e.value().ptr()));
+  } catch (const pybind11::builtin_exception& e) {  // value_error, type_error, ...
+    e.set_error();
+    return take_current_exception();
+  } catch (...) {
+    return {};
+  }
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,144 @@
+// Blocking until a future is done, and until its devices are.
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "core/callback_thread.h"
+#include "core/completion_queue.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using Clock = Future::Clock;
+
+constexpr milliseconds kSignalInterval{50};  // how long Ctrl-C may have to wait, at most
+constexpr microseconds kSpin{50};            // polling a device without pause pays for about this long
+constexpr microseconds kLongestPause{200};
+
+thread_local RunningChild* innermost = nullptr;
+
+bool expired(const Deadline& deadline) { return deadline && Clock::now() >= *deadline; }
+
+[[noreturn]] void raise_timeout(const Future& future, const char* what) {
+  const std::string who = future.name().empty() ? "the future" : "'" + future.name() + "'";
+  const std::string message = "timeout: " + who + what + "; it stays valid, so wait() may be called again";
+  PyErr_SetString(PyExc_TimeoutError, message.c_str());
+  throw nb::python_error();
+}
+
+void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// A wait that would never end because this very thread stands in the way.
+void refuse_deadlock(const Future& future) {
+  if (!RunningChild::is_on_this_thread(future)) return;
+  raise_error("InvalidStateError", "a callback waits for its own result" +
+                                       (future.name().empty() ? "" : " ('" + future.name() + "')") +
+                                       ", which can only come after it returns; return the value, or use then_async()");
+}
+
+// Threads that nothing interrupts sleep until they are woken; the main thread looks for signals now and then, and the
+// callback thread for the end of the process.
+bool block(Future& future, const Deadline& deadline) {
+  const bool callback_thread = CallbackThread::get().is_current();
+  if (!is_main_thread() && !callback_thread) {
+    WithoutGil released;
+    return future.wait_until(deadline ? &*deadline : nullptr);
+  }
+  for (;;) {
+    Clock::time_point slice = Clock::now() + kSignalInterval;
+    if (deadline) slice = std::min(slice, *deadline);
+    bool done;
+    {
+      WithoutGil released;
+      done = future.wait_until(&slice);
+    }
+    check_signals();
+    if (done) return true;
+    if (expired(deadline)) return false;
+    if (callback_thread && is_shut_down()) {
+      raise_error("InvalidStateError", "the process is exiting: a callback waited for a future that nobody completed");
+    }
+  }
+}
+
+// Polls, because a driver's own blocking call hears neither Ctrl-C nor a timeout.
+void poll_devices(Future& future, const Deadline& deadline) {
+  const Clock::time_point begin = Clock::now();
+  Clock::time_point signals_seen = begin;
+  microseconds pause{5};
+  bool finished = false;
+  while (!finished) {
+    {
+      WithoutGil released;
+      for (;;) {
+        finished = future.device_work_finished();
+        const Clock::time_point now = Clock::now();
+        if (finished || (deadline && now >= *deadline) || now - signals_seen >= kSignalInterval) break;
+        if (now - begin < kSpin) {
+          sched_yield();
+          continue;
+        }
+        const timespec t{0, std::chrono::nanoseconds(pause).count()};
+        nanosleep(&t, nullptr);
+        pause = std::min(pause * 2, kLongestPause);
+      }
+    }
+    signals_seen = Clock::now();
+    if (finished) break;
+    check_signals();
+    if (expired(deadline)) raise_timeout(future, " is complete but its device work has not finished");
+  }
+}
+
+}  // namespace
+
+RunningChild::RunningChild(const Future& child) noexcept : child_(child), outer_(innermost) { innermost = this; }
+RunningChild::~RunningChild() { innermost = outer_; }
+
+bool RunningChild::is_on_this_thread(const Future& future) noexcept {
+  for (const RunningChild* r = innermost; r != nullptr; r = r->outer_) {
+    if (&r->child_ == &future) return true;
+  }
+  return false;
+}
+
+void wait_until_done(Future& future, const Deadline& deadline) {
+  if (future.done()) return;
+  refuse_after_fork();
+  refuse_deadlock(future);
+  CompletionQueue& queue = CompletionQueue::current();
+  const bool on_callback_thread = CallbackThread::get().is_current();
+  if (queue.is_deepest() && (on_callback_thread || !queue.empty())) {
+    raise_error("InvalidStateError",
+                "too many callbacks wait inside one another on this thread, and those that could end it stand behind "
+                "them; give callbacks that wait an executor of their own, or use then_async()");
+  }
+  if (queue.draining() && !queue.empty()) {
+    queue.help(future);
+    raise_kept_interrupt();
+  }
+  if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);
+  if (future.done()) return;
+  if (expired(deadline) || !block(future, deadline)) raise_timeout(future, " is still pending");
+}
+
+void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline) {
+  if (future.events().empty()) return;
+  if (!non_blocking) {
+    for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
+    poll_devices(future, deadline);
+    if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
+  }
+  order_current_streams(future, tensors_of(future));
+}
+
+}  // namespace cudafuture::bind
