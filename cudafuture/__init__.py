@@ -1,0 +1,39 @@
+"""One future for every asynchronous thing in distributed PyTorch."""
+
+from cudafuture import _native as _native  # first: says in one sentence when the native module is missing
+from cudafuture import config as config
+from cudafuture import errors as errors
+from cudafuture import executors as executors
+from cudafuture._C import CUDAFuture, EventView
+from cudafuture.combine import as_completed, collect_all, collect_any, gather, wait, wait_all
+from cudafuture.errors import (
+    AllFailedError,
+    CancelledError,
+    CUDAFutureError,
+    DeviceMismatchError,
+    InvalidStateError,
+)
+from cudafuture.future import copy, submit
+from cudafuture.streams import current_streams, pool_stream, use_streams
+
+__version__ = "0.1.0"
+__all__ = [
+    "AllFailedError",
+    "CUDAFuture",
+    "CUDAFutureError",
+    "CancelledError",
+    "DeviceMismatchError",
+    "EventView",
+    "InvalidStateError",
+    "as_completed",
+    "collect_all",
+    "collect_any",
+    "copy",
+    "current_streams",
+    "gather",
+    "pool_stream",
+    "submit",
+    "use_streams",
+    "wait",
+    "wait_all",
+]

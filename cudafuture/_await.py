@@ -1,0 +1,49 @@
+"""`await future` where the event loop has to wait: called by the native ``__await__``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+from cudafuture import _C
+
+__all__ = ["through_loop"]
+
+T = TypeVar("T")
+
+
+def through_loop(future: _C.CUDAFuture[T]) -> Generator[Any, None, T]:
+    """Suspend the running task until `future` is done and its device work has finished; then end like ``wait()``.
+
+    Cancelling the task detaches it; the future goes on. The future's own cancellation arrives as asyncio's.
+    """
+    if not future.ready():
+        yield from _until_ready(future)
+    if future.cancelled():
+        name = f"'{future.name}' was cancelled" if future.name else "the future was cancelled"
+        raise asyncio.CancelledError(name)
+    return future.wait()
+
+
+def _until_ready(future: _C.CUDAFuture[Any]) -> Generator[Any, None, None]:
+    loop = asyncio.get_running_loop()
+    loop_thread = threading.get_ident()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def release() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake(_: object) -> None:
+        call = loop.call_soon if threading.get_ident() == loop_thread else loop.call_soon_threadsafe
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task is left to be woken
+            call(release)
+
+    _C.add_ready_callback(future, wake)
+    try:
+        yield from waiter
+    finally:
+        _C.remove_done_callback(future, wake)

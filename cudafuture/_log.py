@@ -1,0 +1,14 @@
+"""The library's logger, for the native core."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["error"]
+
+_logger = logging.getLogger("cudafuture.future")
+
+
+def error(message: str, subject: object, exception: BaseException) -> None:
+    """Log what nobody is there to receive; `message` has one place for the `subject`."""
+    _logger.error(message, subject, exc_info=exception)

@@ -1,0 +1,64 @@
+"""Every CUDAFUTURE_* variable of the environment, read once, in one table.
+
+=======================================  ========  ==================================================================
+variable                                 default   what it sets
+=======================================  ========  ==================================================================
+``CUDAFUTURE_WATCHER_FIRST_PAUSE_US``    5         microseconds between two polls of device events, right after one
+                                                   was reached or came to be watched
+``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  500       microseconds to which that pause grows while nothing happens
+``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
+                                         max. 32
+=======================================  ========  ==================================================================
+
+``config`` holds what was read when the library was imported. A value that does not parse raises ValueError then, with
+the variable's name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Config", "config", "read"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of this process. Times are in seconds."""
+
+    watcher_first_pause: float
+    watcher_longest_pause: float
+    submit_threads: int
+
+
+def read(environ: Mapping[str, str]) -> Config:
+    """Read the settings out of `environ`.
+
+    Raises:
+        ValueError: a variable that is no positive number.
+
+    >>> read({"CUDAFUTURE_SUBMIT_THREADS": "3"}).submit_threads
+    3
+    """
+    return Config(
+        watcher_first_pause=_positive(environ, "CUDAFUTURE_WATCHER_FIRST_PAUSE_US", 5) * 1e-6,
+        watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 500) * 1e-6,
+        submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
+    )
+
+
+def _positive(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 1e9:
+        raise ValueError(f"{name}={text!r}: a number of at least 1 is wanted (default: {default:g})")
+    return number
+
+
+config = read(os.environ)

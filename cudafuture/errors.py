@@ -1,0 +1,125 @@
+"""Every error that the library raises by itself.
+
+The tree::
+
+    CUDAFutureError (RuntimeError)
+    |-- InvalidStateError                                    asked of a future in the wrong state
+    |-- CancelledError      (concurrent.futures.CancelledError)
+    |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
+    |-- CollectiveError                                      a collective failed: a dead peer, a timeout
+    |-- RemoteError                                          an exception of another worker, of an unknown type
+    |-- AuthenticationError                                  a peer that cannot prove who it is
+    |-- AllFailedError                                       collect_any, when no future completed
+    |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
+    |   |-- ChecksumError                                    the bytes on disk are not those written
+    |   `-- QuotaError                                       the store is full
+    `-- NotFoundError       (KeyError)                       no such key in the store
+
+Timeouts are the builtin ``TimeoutError``, wrong arguments are ``TypeError`` and ``ValueError``, and an exception
+raised by a user's function comes out of ``wait()`` as the object it was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+
+__all__ = [
+    "AllFailedError",
+    "AuthenticationError",
+    "CUDAFutureError",
+    "CancelledError",
+    "ChecksumError",
+    "CollectiveError",
+    "DeviceMismatchError",
+    "InvalidStateError",
+    "NotFoundError",
+    "QuotaError",
+    "RemoteError",
+    "StorageError",
+]
+
+
+class CUDAFutureError(RuntimeError):
+    """The root of the tree. Catch it to catch whatever the library itself has to say."""
+
+
+class InvalidStateError(CUDAFutureError):
+    """The future is not in a state that allows the call.
+
+    Completed twice: let one producer own the future. Value asked while pending: ``wait()``, or test ``done()`` first.
+    Used after fork or at exit: make futures in the process, and in the part of its life, that uses them.
+    """
+
+
+class CancelledError(CUDAFutureError, concurrent.futures.CancelledError):
+    """The future was cancelled before its producer completed it. Ask ``cancelled()`` first where that is expected."""
+
+
+class DeviceMismatchError(CUDAFutureError, ValueError):
+    """A value, a stream or a set of devices does not fit the future's bounding set.
+
+    The message names both sets. Give the future all the devices that its values may use, or leave ``devices`` out.
+    """
+
+
+class CollectiveError(CUDAFutureError):
+    """A collective failed: a peer died, timed out, or issued something else. The group should be made anew."""
+
+
+class RemoteError(CUDAFutureError):
+    """An exception raised on another worker whose type cannot be imported here.
+
+    ``type_name`` is the remote type, ``remote_traceback`` its traceback as text, ``worker`` who raised it.
+    """
+
+    def __init__(self, message: str, *, type_name: str = "", remote_traceback: str = "", worker: str = "") -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+        self.worker = worker
+
+
+class AuthenticationError(CUDAFutureError):
+    """A peer did not prove that it knows the secret. Check that both sides were given the same one."""
+
+
+class AllFailedError(CUDAFutureError):
+    """Every future given to ``collect_any`` failed. ``exceptions`` holds their errors, in the order of the futures."""
+
+    def __init__(self, message: str, exceptions: Sequence[BaseException] = ()) -> None:
+        super().__init__(message)
+        self.exceptions: tuple[BaseException, ...] = tuple(exceptions)
+
+    def __str__(self) -> str:
+        parts = "".join(f"\n  [{i}] {type(e).__name__}: {e}" for i, e in enumerate(self.exceptions))
+        return f"{super().__str__()}{parts}"
+
+
+class StorageError(CUDAFutureError, OSError):
+    """A read or a write failed. ``path``, ``offset``, ``wanted`` and ``got`` (bytes) say where and by how much."""
+
+    def __init__(
+        self, message: str, *, errno: int | None = None, path: str = "", offset: int = 0, wanted: int = 0, got: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.path = path
+        self.offset = offset
+        self.wanted = wanted
+        self.got = got
+
+
+class ChecksumError(StorageError):
+    """What was read is not what was written. The data is not returned: write it again, and look at the disk."""
+
+
+class QuotaError(StorageError):
+    """The store's capacity does not hold the write; nothing was changed. Delete keys or raise ``capacity``."""
+
+
+class NotFoundError(CUDAFutureError, KeyError):
+    """The store has no such key."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return RuntimeError.__str__(self)

@@ -1,0 +1,49 @@
+"""Where host callbacks run.
+
+``inline``
+    In the thread that completes the future; on the callback thread where that is a C++ thread, which never takes the
+    GIL. This is the default, unless the future's producer chose another executor for its futures.
+``callback_thread``
+    On the library's one callback thread, in the order in which the futures were completed. Callbacks there should not
+    block: others wait behind them.
+any ``concurrent.futures.Executor``
+    For callbacks that block. ``default_executor()`` is the one that ``submit`` uses.
+
+>>> from concurrent.futures import ThreadPoolExecutor
+>>> from cudafuture import CUDAFuture, executors
+>>> with ThreadPoolExecutor() as pool:
+...     child = CUDAFuture.completed(2).then(lambda f: f.value() + 1, executor=pool)
+...     child.wait()
+3
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from cudafuture import _C
+from cudafuture.config import config
+
+__all__ = ["callback_thread", "default_executor", "inline"]
+
+inline: _C.HostExecutor = _C.inline_executor
+callback_thread: _C.HostExecutor = _C.callback_thread
+
+_lock = threading.Lock()  # guards _default
+_default: ThreadPoolExecutor | None = None
+
+
+def default_executor() -> Executor:
+    """Return the thread pool that ``submit`` uses.
+
+    It is made at the first call, with CUDAFUTURE_SUBMIT_THREADS threads, and joined at exit.
+
+    >>> default_executor().submit(divmod, 7, 2).result()
+    (3, 1)
+    """
+    global _default
+    with _lock:
+        if _default is None:
+            _default = ThreadPoolExecutor(config.submit_threads, thread_name_prefix="cudafuture-submit")
+        return _default

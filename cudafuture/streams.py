@@ -1,0 +1,52 @@
+"""Streams: from a device's pool by priority, those that are current, and making some current for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+from cudafuture import _C
+
+__all__ = ["current_streams", "pool_stream", "use_streams"]
+
+
+def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
+    """Return a stream of the device's own pool.
+
+    Args:
+        device: one that has streams, such as "cuda:0".
+        priority: lower is more urgent; 0 (default), -1 high.
+
+    The pool hands its streams out round-robin (CUDA: 32 per priority), so two callers can share one. Do not keep it.
+
+    Raises:
+        ValueError: a device without streams, such as the CPU.
+
+    >>> pool_stream("cpu")
+    Traceback (most recent call last):
+        ...
+    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
+    """
+    return _C.pool_stream(device, priority)
+
+
+def current_streams(devices: Iterable[torch.device | str | int]) -> list[torch.Stream]:
+    """Return the calling thread's current stream of each device, in their order; the CPU has none and is passed over.
+
+    >>> current_streams(["cpu"])
+    []
+    """
+    return _C.current_streams(devices)
+
+
+def use_streams(*streams: torch.Stream) -> AbstractContextManager[None]:
+    """Return a context manager that makes the streams current in this thread, each on its device.
+
+    On leaving, each device has its stream, and the thread its current device, back, whatever was changed in between.
+
+    >>> with use_streams():
+    ...     pass
+    """
+    return _C.UseStreams(streams)
