@@ -1,0 +1,330 @@
+// The thread that runs foreign callbacks for threads that may not: what it runs, drops, helps with, and how it ends.
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "callback.h"
+#include "core/callback_thread.h"
+#include "rules.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+// A continuation that can be posted: its parent is done.
+Callback* due(Callback::Run run, std::uint8_t flags = Continuation::foreign) {
+  Callback* c = call(std::move(run), flags);
+  c->parent = completed();
+  return c;
+}
+
+// What a thread that stopped leaks on purpose, so that the test can free it.
+class Leaked {
+ public:
+  Callback* operator()(Callback* c) {
+    all_.push_back(c);
+    return c;
+  }
+  ~Leaked() {
+    for (Callback* c : all_) delete c;
+  }
+
+ private:
+  std::vector<Callback*> all_;
+};
+
+// A callback thread and when it stopped.
+struct Round {
+  CallbackThread thread;
+  std::atomic<bool> stopped{false};
+};
+
+// Notes when it is dropped after the end.
+struct Probe final : Continuation {
+  void run(Future&) noexcept override {}
+  void abandon() noexcept override { late += round->stopped ? 1 : 0; }
+  Round* round = nullptr;
+  static inline std::atomic<int> late{0};
+};
+
+}  // namespace
+
+TEST_SUITE_BEGIN("callback_thread");
+
+TEST_CASE_FIXTURE(Rules, "callbacks of futures that engines complete run in order, in one thread, inside") {
+  constexpr int kFutures = 100;
+  std::vector<int> order;
+  std::vector<std::thread::id> threads;
+  std::string name(16, '\0');
+  on_engine_thread([&] {
+    for (int i = 0; i < kFutures; ++i) {
+      const FuturePtr future = pending();
+      future->attach(call_inside([&, i](Future&) {
+        order.push_back(i);
+        threads.push_back(std::this_thread::get_id());
+        pthread_getname_np(pthread_self(), name.data(), name.size());
+      }));
+      future->complete({});
+    }
+  });
+  settle_callback_thread();
+  REQUIRE(order.size() == kFutures);
+  CHECK(std::is_sorted(order.begin(), order.end()));
+  CHECK(std::equal(threads.begin() + 1, threads.end(), threads.begin()));
+  CHECK(threads.front() != std::this_thread::get_id());
+  CHECK_FALSE(CallbackThread::get().is_current());
+  CHECK(std::string(name.c_str()) == "cudafuture-cb");
+}
+
+TEST_CASE_FIXTURE(Rules, "every callback that it runs is counted") {
+  CallbackThread thread;
+  for (int i = 0; i < 5; ++i) thread.post(due({}));
+  thread.stop();
+  CHECK(thread.callbacks_run() == 5);
+}
+
+TEST_CASE_FIXTURE(Rules, "an object dropped outside dies inside, on the callback thread") {
+  std::thread::id died_in;
+  bool inside = false;
+  const auto dies = [&] {
+    died_in = std::this_thread::get_id();
+    inside = Runtime::inside();
+  };
+  SUBCASE("by its owner") {
+    on_engine_thread([&] { object(dies); });
+  }
+  SUBCASE("with the future that holds it") {
+    on_engine_thread([&] {
+      const FuturePtr future = pending();
+      future->complete(Value::of_object(object(dies)));
+    });
+  }
+  SUBCASE("as a value that came too late") {
+    const FuturePtr future = completed();
+    on_engine_thread([&] { future->complete(Value::of_object(object(dies))); });
+  }
+  settle_callback_thread();
+  CHECK(inside);
+  CHECK(died_in != std::thread::id());
+  CHECK(died_in != std::this_thread::get_id());
+}
+
+TEST_CASE_FIXTURE(Rules, "an object dropped inside dies there and then") {
+  std::thread::id died_in;
+  Inside inside;
+  object([&] { died_in = std::this_thread::get_id(); });
+  CHECK(died_in == std::this_thread::get_id());
+}
+
+TEST_CASE_FIXTURE(Rules, "callbacks posted by callbacks run after those that stand before them") {
+  CallbackThread& thread = CallbackThread::get();
+  std::vector<int> order;
+  Signal both_posted;
+  thread.post(due([&](Future&) {
+    both_posted.wait();
+    thread.post(due([&](Future&) { order.push_back(3); }));
+    order.push_back(1);
+  }));
+  thread.post(due([&](Future&) { order.push_back(2); }));
+  both_posted.send();
+  settle_callback_thread();
+  CHECK(order == std::vector{1, 2, 3});
+}
+
+TEST_CASE_FIXTURE(Rules, "it gives the runtime back while it has nothing to do") {
+  settle_callback_thread();
+  Inside inside;  // would wait for ever
+  CHECK(Runtime::inside());
+}
+
+TEST_CASE_FIXTURE(Rules, "a callback that waits for one behind it helps, and both run") {
+  CallbackThread& thread = CallbackThread::get();
+  const FuturePtr awaited = pending();
+  std::vector<int> order;
+  Signal both_posted;
+  thread.post(due([&](Future&) {
+    order.push_back(1);
+    both_posted.wait();
+    thread.help(*awaited, nullptr);
+    CHECK(awaited->done());
+    CHECK(Runtime::inside());
+    order.push_back(3);
+  }));
+  thread.post(due([&](Future&) {
+    order.push_back(2);
+    awaited->complete({});
+  }));
+  both_posted.send();
+  settle_callback_thread();
+  CHECK(order == std::vector{1, 2, 3});
+}
+
+TEST_CASE_FIXTURE(Rules,
+                  "helping wakes when an engine completes the awaited future, and lets others inside meanwhile") {
+  CallbackThread& thread = CallbackThread::get();
+  const FuturePtr awaited = pending();
+  Signal helping;
+  Signal helped;
+  thread.post(due([&](Future&) {
+    helping.send();
+    thread.help(*awaited, nullptr);
+    CHECK(awaited->done());
+    helped.send();
+  }));
+  helping.wait();
+  {
+    Inside inside;
+  }  // the helper gave the lock back to sleep
+  on_engine_thread([&] { awaited->complete({}); });
+  helped.wait();
+}
+
+TEST_CASE_FIXTURE(Rules, "helping ends at its deadline, and loses nothing that was posted") {
+  CallbackThread& thread = CallbackThread::get();
+  const FuturePtr never = pending();
+  Signal helped;
+  int ran = 0;
+  thread.post(due([&](Future&) {
+    const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(2);
+    thread.help(*never, &deadline);
+    CHECK(Clock::now() >= deadline);
+    CHECK(Runtime::inside());
+    helped.send();
+  }));
+  for (int i = 0; i < 10; ++i) thread.post(due([&](Future&) { ++ran; }));
+  helped.wait();
+  settle_callback_thread();
+  CHECK(ran == 10);
+}
+
+TEST_CASE_FIXTURE(Rules, "helping for a done future returns at once") {
+  CallbackThread& thread = CallbackThread::get();
+  std::vector<int> order;
+  Signal both_posted;
+  thread.post(due([&](Future&) {
+    both_posted.wait();
+    thread.help(*completed(), nullptr);
+    order.push_back(1);
+  }));
+  thread.post(due([&](Future&) { order.push_back(2); }));
+  both_posted.send();
+  settle_callback_thread();
+  CHECK(order == std::vector{1, 2});
+}
+
+TEST_CASE_FIXTURE(Rules, "helpers that help end at a depth, and everything still runs") {
+  constexpr int kMany = 300;
+  CallbackThread& thread = CallbackThread::get();
+  const FuturePtr awaited = pending();
+  Signal all_posted;
+  int depth = 0;
+  int deepest = 0;
+  int ran = 0;
+  for (int i = 0; i < kMany; ++i) {
+    thread.post(due([&](Future&) {
+      all_posted.wait();
+      deepest = std::max(deepest, ++depth);
+      thread.help(*awaited, nullptr);
+      --depth;
+      if (++ran == 1) awaited->complete({});  // the deepest, which could not help
+    }));
+  }
+  all_posted.send();
+  settle_callback_thread();
+  CHECK(ran == kMany);
+  CHECK(deepest > 1);
+  CHECK(deepest <= 100);
+}
+
+TEST_CASE_FIXTURE(Rules, "stop runs what was posted; what comes later is abandoned inside, and leaked outside") {
+  CallbackThread thread;
+  Leaked leaked;
+  int ran = 0;
+  int died = 0;
+  for (int i = 0; i < 100; ++i) thread.post(due([&](Future&) { ++ran; }));
+  Foreign dies = object([&] { ++died; });
+  thread.post_release(dies.take());
+  thread.post_abandon(new Callback({}, Continuation::foreign, nullptr, [&] { ++died; }));
+  thread.stop();
+  CHECK(ran == 100);
+  CHECK(died == 2);
+
+  thread.post(leaked(due([&](Future&) { ++ran; })));
+  Foreign kept = object();
+  thread.post_release(kept.get());
+  thread.post_abandon(leaked(call({})));
+  int abandoned = 0;
+  {
+    const Inside inside;
+    auto* const late = new Callback({}, Continuation::foreign, nullptr, [&] { ++abandoned; });
+    late->parent = completed();
+    thread.post(late);
+  }
+  thread.stop();
+  CHECK(abandoned == 1);
+  CHECK(ran == 100);
+  CHECK(thread.callbacks_run() == 100);
+}
+
+TEST_CASE_FIXTURE(Rules, "a thread that never started stops, and then does not start") {
+  CallbackThread thread;
+  Leaked leaked;
+  thread.stop();
+  thread.post(leaked(due([](Future&) { FAIL_CHECK("ran after stop()"); })));
+}
+
+TEST_CASE_FIXTURE(Rules, "stopping ends a helper whose future nobody will complete") {
+  auto thread = std::make_unique<CallbackThread>();
+  const FuturePtr never = pending();
+  Signal helping;
+  thread->post(due([&](Future&) {
+    helping.send();
+    thread->help(*never, nullptr);
+    CHECK_FALSE(never->done());
+  }));
+  helping.wait();
+  thread->stop();
+}
+
+TEST_CASE_FIXTURE(Rules, "nothing runs once stop has returned, however posts and stop interleave") {
+  // Kept until the process ends: a thread that started too late would still use them, and could not be destroyed.
+  static auto* const rounds = new std::vector<std::unique_ptr<Round>>;
+  static auto* const probes = new std::vector<std::unique_ptr<Probe>>;
+
+  for (int n = 0; n < 1000; ++n) {
+    Round& round = *rounds->emplace_back(std::make_unique<Round>());
+    std::vector<Probe*> mine;
+    for (int k = 0; k < 4; ++k) {
+      mine.push_back(probes->emplace_back(std::make_unique<Probe>()).get());
+      mine.back()->round = &round;
+    }
+    together(2, [&](int i) {
+      if (i == 0) {
+        round.thread.stop();
+        round.stopped = true;
+      } else {
+        for (Probe* probe : mine) round.thread.post_abandon(probe);
+      }
+    });
+  }
+  CHECK(Probe::late == 0);
+}
+
+TEST_CASE_FIXTURE(Rules, "when the runtime refuses, what was posted is leaked and the thread ends") {
+  CallbackThread thread;
+  Leaked leaked;
+  Runtime::set_finalizing(true);
+  thread.post(leaked(due([](Future&) { FAIL_CHECK("ran without the runtime"); })));
+  thread.stop();
+  Runtime::set_finalizing(false);
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,453 @@
+// The state machine: every transition, what comes with it, and who is told.
+#include <ostream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "callback.h"
+#include "core/trace.h"
+#include "rules.h"
+#include "threads.h"
+
+// How the test framework shows them.
+namespace cudafuture {
+std::ostream& operator<<(std::ostream& out, State state) { return out << name_of(state); }
+std::ostream& operator<<(std::ostream& out, TraceEvent event) { return out << static_cast<int>(event); }
+}  // namespace cudafuture
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+namespace {
+
+Value error(const char* what) { return Value::of_error(std::make_exception_ptr(std::runtime_error(what))); }
+
+// Writes down what it is asked and told.
+struct Watched final : Producer {
+  bool cancel(Future& future) override {
+    ++asked;
+    if (on_cancel) on_cancel(future);
+    return agrees;
+  }
+  void finished(Future& future) noexcept override {
+    ++told;
+    if (on_finished) on_finished(future);
+  }
+  int visit(ForeignVisitor visitor) const override { return visitor(kept.get()); }
+
+  bool agrees = true;
+  int asked = 0;
+  int told = 0;
+  std::function<void(Future&)> on_cancel;
+  std::function<void(Future&)> on_finished;
+  Foreign kept;
+};
+
+std::vector<TraceEvent> traced;
+std::vector<std::string> unseen;
+
+}  // namespace
+
+TEST_SUITE_BEGIN("future");
+
+TEST_CASE_FIXTURE(Rules, "a new future is pending and has nothing") {
+  const FuturePtr future = pending(-1);
+  CHECK(future->state() == State::pending);
+  CHECK_FALSE(future->done());
+  CHECK(future->priority() == -1);
+  CHECK(future->lifetime() == Lifetime::record);
+  CHECK(future->name().empty());
+  CHECK_FALSE(future->is_bounded());
+  CHECK(future->bounding_set().empty());
+  CHECK(future->devices().empty());
+  CHECK(future->default_executor() == nullptr);
+  CHECK_FALSE(future->released());
+  CHECK(future->late_error() == nullptr);
+  CHECK(future->named_tensors().empty());
+  CHECK(future->age().count() >= 0);
+}
+
+TEST_CASE_FIXTURE(Rules, "facts are kept as they were given, devices sorted and once") {
+  const FuturePtr future = c10::make_intrusive<Future>(3, Lifetime::hold);
+  const c10::Device one(c10::DeviceType::PrivateUse1, 1);
+  const c10::Device two(c10::DeviceType::PrivateUse1, 2);
+  future->set_name("all_reduce of bucket 3");
+  future->set_bounding_set({two, one, two});
+  future->set_default_executor(&InlineExecutor::get());
+  const FuturePtr released = pending();
+  future->set_released(released);
+  CHECK(future->priority() == 3);
+  CHECK(future->lifetime() == Lifetime::hold);
+  CHECK(future->name() == "all_reduce of bucket 3");
+  CHECK(future->is_bounded());
+  CHECK(future->bounding_set() == std::vector{one, two});
+  CHECK(future->devices() == std::vector{one, two});
+  CHECK(future->default_executor() == &InlineExecutor::get());
+  CHECK(future->released().get() == released.get());
+}
+
+TEST_CASE_FIXTURE(Rules, "an empty bounding set is a bound") {
+  const FuturePtr future = pending();
+  future->set_bounding_set({});
+  CHECK(future->is_bounded());
+  CHECK(future->bounding_set().empty());
+}
+
+TEST_CASE_FIXTURE(Rules, "every state has its name") {
+  CHECK(std::string(name_of(State::pending)) == "pending");
+  CHECK(std::string(name_of(State::completed)) == "completed");
+  CHECK(std::string(name_of(State::failed)) == "failed");
+  CHECK(std::string(name_of(State::cancelled)) == "cancelled");
+}
+
+TEST_CASE_FIXTURE(Rules, "the first outcome is the outcome for ever") {
+  const FuturePtr future = pending();
+  bool first = false;
+  State outcome = State::pending;
+  SUBCASE("completed") {
+    first = future->complete(Value::of_native(7));
+    outcome = State::completed;
+  }
+  SUBCASE("completed after it was started") {
+    CHECK(future->start());
+    first = future->complete(Value::of_native(7));
+    outcome = State::completed;
+  }
+  SUBCASE("failed") {
+    first = future->fail(error("no"));
+    future->mark_seen();
+    outcome = State::failed;
+  }
+  SUBCASE("failed after it was started") {
+    CHECK(future->start());
+    first = future->fail(error("no"));
+    future->mark_seen();
+    outcome = State::failed;
+  }
+  SUBCASE("cancelled") {
+    first = future->cancel();
+    outcome = State::cancelled;
+  }
+  CHECK(first);
+  CHECK(future->state() == outcome);
+  CHECK(future->done());
+  CHECK_FALSE(future->complete(Value::of_native(8)));
+  CHECK_FALSE(future->fail(error("too late")));
+  CHECK_FALSE(future->start());
+  future->give_back();
+  future->cancel();
+  CHECK(future->state() == outcome);
+  CHECK((future->value().native.isInt() && future->value().native.toInt() == 7) == (outcome == State::completed));
+  CHECK((future->value().error != nullptr) == (outcome == State::failed));
+}
+
+TEST_CASE_FIXTURE(Rules, "cancelling succeeds once") {
+  const FuturePtr future = pending();
+  CHECK(future->cancel());
+  CHECK_FALSE(future->cancel());
+  CHECK(future->state() == State::cancelled);
+}
+
+TEST_CASE_FIXTURE(Rules, "a started future cannot be cancelled until it is given back") {
+  const FuturePtr future = pending();
+  CHECK(future->start());
+  CHECK_FALSE(future->cancel());
+  CHECK_FALSE(future->done());
+  future->give_back();
+  CHECK(future->cancel());
+  CHECK(future->state() == State::cancelled);
+}
+
+TEST_CASE_FIXTURE(Rules, "a value that comes too late is dropped") {
+  const FuturePtr future = completed();
+  bool died = false;
+  {
+    Inside inside;
+    CHECK_FALSE(future->complete(Value::of_object(object([&] { died = true; }))));
+  }
+  CHECK(died);
+}
+
+TEST_CASE_FIXTURE(Rules, "the producer is asked before a future is cancelled, and can refuse") {
+  const FuturePtr future = pending();
+  const auto producer = std::make_shared<Watched>();
+  producer->agrees = false;
+  future->set_producer(producer);
+  CHECK_FALSE(future->cancel());
+  CHECK(future->state() == State::pending);
+  producer->agrees = true;
+  CHECK(future->cancel());
+  CHECK(producer->asked == 2);
+  CHECK(producer->told == 1);
+}
+
+TEST_CASE_FIXTURE(Rules, "the producer is not asked once the future has started or is done") {
+  const FuturePtr future = pending();
+  const auto producer = std::make_shared<Watched>();
+  future->set_producer(producer);
+  future->start();
+  CHECK_FALSE(future->cancel());
+  future->complete({});
+  CHECK_FALSE(future->cancel());
+  CHECK(producer->asked == 0);
+}
+
+TEST_CASE_FIXTURE(Rules, "a producer that completes the future when it is asked to cancel wins") {
+  const FuturePtr future = pending();
+  const auto producer = std::make_shared<Watched>();
+  producer->on_cancel = [](Future& f) { f.complete(Value::of_native(1)); };
+  future->set_producer(producer);
+  CHECK_FALSE(future->cancel());
+  CHECK(future->state() == State::completed);
+}
+
+TEST_CASE_FIXTURE(Rules, "a producer that starts the future when it is asked to cancel wins") {
+  const FuturePtr future = pending();
+  const auto producer = std::make_shared<Watched>();
+  producer->on_cancel = [](Future& f) { CHECK(f.start()); };
+  future->set_producer(producer);
+  CHECK_FALSE(future->cancel());
+  CHECK(future->state() == State::pending);
+  CHECK(producer->told == 0);
+  CHECK(future->complete({}));
+}
+
+TEST_CASE_FIXTURE(Rules, "the producer is told once, without the future's lock, and dropped") {
+  const FuturePtr future = pending();
+  auto producer = std::make_shared<Watched>();
+  const std::weak_ptr<Watched> alive = producer;
+  int told = 0;
+  bool told_before_callbacks = false;
+  producer->on_finished = [&](Future& f) {
+    CHECK(&f == future.get());
+    CHECK(f.done());
+    CHECK(f.late_error() == nullptr);  // takes the lock
+    ++told;
+  };
+  future->attach(call([&](Future&) { told_before_callbacks = told == 1; }));
+  future->set_producer(std::move(producer));
+  SUBCASE("completed") { future->complete({}); }
+  SUBCASE("failed") {
+    future->fail(error("no"));
+    future->mark_seen();
+  }
+  SUBCASE("cancelled") { future->cancel(); }
+  CHECK(told == 1);
+  CHECK(told_before_callbacks);
+  CHECK(alive.expired());
+}
+
+TEST_CASE_FIXTURE(Rules, "a producer whose future is dropped pending is told nothing") {
+  const auto producer = std::make_shared<Watched>();
+  {
+    const FuturePtr future = pending();
+    future->set_producer(producer);
+  }
+  CHECK(producer->told == 0);
+  CHECK(producer.use_count() == 1);
+}
+
+TEST_CASE_FIXTURE(Rules, "a continuation runs once, with its parent done, whatever the outcome") {
+  FuturePtr future = pending();
+  std::vector<State> seen;
+  future->attach(call([&](Future& parent) { seen.push_back(parent.state()); }));
+  SUBCASE("completed") {
+    future->complete({});
+    CHECK(seen == std::vector{State::completed});
+  }
+  SUBCASE("failed") {
+    future->fail(error("no"));
+    future->mark_seen();
+    CHECK(seen == std::vector{State::failed});
+  }
+  SUBCASE("cancelled") {
+    future->cancel();
+    CHECK(seen == std::vector{State::cancelled});
+  }
+  future.reset();
+  CHECK(seen.size() == 1);
+}
+
+TEST_CASE_FIXTURE(Rules, "a continuation of a done future runs at once, in the thread that attaches it") {
+  const FuturePtr future = completed();
+  std::thread::id ran_in;
+  future->attach(call([&](Future&) { ran_in = std::this_thread::get_id(); }));
+  CHECK(ran_in == std::this_thread::get_id());
+}
+
+TEST_CASE_FIXTURE(Rules, "a detached continuation belongs to the caller, and those around it keep their order") {
+  const FuturePtr future = pending();
+  std::vector<int> ran;
+  Callback* callbacks[5];
+  for (int i = 0; i < 5; ++i) {
+    callbacks[i] = call([&, i](Future&) { ran.push_back(i); });
+    future->attach(callbacks[i]);
+  }
+  for (const int i : {0, 2, 4}) {  // first, middle, last
+    CHECK(future->detach(callbacks[i]));
+    CHECK_FALSE(future->detach(callbacks[i]));
+    callbacks[i]->abandon();
+  }
+  future->attach(call([&](Future&) { ran.push_back(5); }));
+  future->complete({});
+  CHECK(ran == std::vector{1, 3, 5});
+  CHECK_FALSE(future->detach(callbacks[1]));
+}
+
+TEST_CASE_FIXTURE(Rules, "detach_if takes the first that fits") {
+  const FuturePtr future = pending();
+  Callback* const one = call({});
+  Callback* const two = call({}, Continuation::foreign);
+  Callback* const three = call({}, Continuation::foreign);
+  for (Callback* c : {one, two, three}) future->attach(c);
+  const auto is_foreign = [](const Continuation& c) { return (c.flags & Continuation::foreign) != 0; };
+  CHECK(future->detach_if(is_foreign) == two);
+  CHECK(future->detach_if(is_foreign) == three);
+  CHECK(future->detach_if(is_foreign) == nullptr);
+  Inside inside;
+  two->abandon();
+  three->abandon();
+  CHECK(future->detach(one));
+  one->abandon();
+}
+
+TEST_CASE_FIXTURE(Rules, "continuations of a future that dies pending are abandoned in order, in the runtime") {
+  FuturePtr future = pending();
+  std::vector<int> abandoned;
+  bool all_inside = true;
+  for (int i = 0; i < 3; ++i) {
+    future->attach(new Callback({}, Continuation::none, nullptr, [&, i] {
+      abandoned.push_back(i);
+      all_inside = all_inside && Runtime::inside();
+    }));
+  }
+  SUBCASE("here, when this thread is inside") {
+    Inside inside;
+    future.reset();
+    CHECK(abandoned.size() == 3);
+  }
+  SUBCASE("on the callback thread, when it is not") {
+    future.reset();
+    settle_callback_thread();
+  }
+  CHECK(abandoned == std::vector{0, 1, 2});
+  CHECK(all_inside);
+}
+
+TEST_CASE_FIXTURE(Rules, "clear gives up callbacks, producer and objects, and keeps quiet about it") {
+  Inside inside;
+  set_unseen_failure_hook([](Value&&, const std::string& name) { unseen.push_back(name); });
+  unseen.clear();
+  int abandoned = 0;
+  int died = 0;
+  {
+    const FuturePtr future = pending();
+    future->attach(new Callback({}, Continuation::foreign, nullptr, [&] { ++abandoned; }));
+    const auto producer = std::make_shared<Watched>();
+    future->set_producer(producer);
+    future->clear();
+    CHECK(abandoned == 1);
+    CHECK(producer.use_count() == 1);
+
+    const FuturePtr failed = pending();
+    // Dropping an object can run any code: it must not happen under the future's lock.
+    const auto dies = [&died, f = failed.get()] {
+      ++died;
+      CHECK(f->late_error() == nullptr);
+    };
+    failed->fail(Value::of_error(object(dies), object(dies)));
+    failed->clear();
+    CHECK(died == 2);
+    CHECK(failed->state() == State::failed);
+  }
+  CHECK(unseen.empty());
+  set_unseen_failure_hook(nullptr);
+}
+
+TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and stops when it is told to") {
+  Inside inside;
+  const FuturePtr future = pending();
+  const auto producer = std::make_shared<Watched>();
+  producer->kept = object();
+  void* const of_producer = producer->kept.get();
+  future->set_producer(producer);
+  Callback* const callback = call_inside({});
+  callback->kept = object();
+  void* const of_callback = callback->kept.get();
+  future->attach(callback);
+
+  using Seen = std::vector<void*>;
+  Seen seen;
+  const ForeignVisitor all{[](void* one, void* into) {
+                             static_cast<Seen*>(into)->push_back(one);
+                             return 0;
+                           },
+                           &seen};
+  CHECK(future->visit(all) == 0);
+  CHECK(seen == Seen{of_callback, of_producer});
+
+  seen.clear();
+  const ForeignVisitor first{[](void* one, void* into) {
+                               static_cast<Seen*>(into)->push_back(one);
+                               return 42;
+                             },
+                             &seen};
+  CHECK(future->visit(first) == 42);
+  CHECK(seen == Seen{of_callback});
+
+  Foreign exception = object();
+  Foreign traceback = object();
+  const Seen outcome{exception.get(), traceback.get()};
+  future->fail(Value::of_error(std::move(exception), std::move(traceback)));
+  future->mark_seen();
+  seen.clear();
+  CHECK(future->visit(all) == 0);
+  CHECK(seen == outcome);  // the callback has run, the producer is gone
+}
+
+TEST_CASE_FIXTURE(Rules, "a failure that nobody has seen is reported once, with its name, when the future dies") {
+  set_unseen_failure_hook([](Value&& value, const std::string& name) {
+    CHECK(value.error != nullptr);
+    unseen.push_back(name);
+  });
+  unseen.clear();
+  const auto fails = [](const char* name) {
+    FuturePtr future = pending();
+    future->set_name(name);
+    future->fail(error("no"));
+    return future;
+  };
+  fails("nobody looked");
+  CHECK(unseen == std::vector<std::string>{"nobody looked"});
+  fails("somebody looked")->mark_seen();
+  completed();
+  pending()->cancel();
+  pending();
+  CHECK(unseen.size() == 1);
+  set_unseen_failure_hook(nullptr);
+}
+
+TEST_CASE_FIXTURE(Rules, "the first late error stays") {
+  const FuturePtr future = completed();
+  const auto first = std::make_exception_ptr(std::runtime_error("first"));
+  future->set_late_error(first);
+  future->set_late_error(std::make_exception_ptr(std::runtime_error("second")));
+  CHECK(future->late_error() == first);
+  CHECK(future->state() == State::completed);
+}
+
+TEST_CASE_FIXTURE(Rules, "the tracer hears of the birth and of the end, without the future's lock") {
+  traced.clear();
+  trace_hook = [](TraceEvent event, const Future& future) {
+    traced.push_back(event);
+    if (event == TraceEvent::done) CHECK(future.late_error() == nullptr);  // takes the lock
+  };
+  const FuturePtr future = pending();
+  CHECK(traced == std::vector{TraceEvent::created});
+  future->complete({});
+  future->complete({});
+  CHECK(traced == std::vector{TraceEvent::created, TraceEvent::done});
+  trace_hook = nullptr;
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,222 @@
+// The life of the process: a fork after use is refused, and shutting down with everything pending ends.
+//
+// What cannot be undone happens in a process of its own, in a test case that is skipped otherwise.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "callback.h"
+#include "core/callback_thread.h"
+#include "core/error.h"
+#include "core/process.h"
+#include "core/watcher.h"
+#include "fake_device.h"
+#include "rules.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+namespace {
+
+Accelerator& accelerator = Accelerator::get();
+
+// Runs `body` in a forked child; true when it says so.
+template <class Body>
+bool in_forked_child(Body&& body) {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) _exit(body() ? 0 : 1);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("process");
+
+TEST_CASE_FIXTURE(Rules, "the parent of a forked child goes on as before") {
+  completed();
+  CHECK(in_forked_child([] { return true; }));
+  CHECK_FALSE(is_forked_child());
+  refuse_after_fork();
+  const FuturePtr future = pending();
+  Signal ran;
+  future->attach(call_inside([&](Future&) { ran.send(); }));
+  on_engine_thread([&] { future->complete({}); });
+  ran.wait();
+}
+
+TEST_CASE_FIXTURE(Rules, "a child forked after use knows it, and is refused with the reason") {
+  completed();
+  CHECK(in_forked_child([parent = std::to_string(getpid())] {
+    if (!is_forked_child()) return false;
+    try {
+      refuse_after_fork();
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      return error.kind() == ErrorKind::invalid_state && what.find(parent) != std::string::npos &&
+             what.find("'spawn'") != std::string::npos;
+    }
+    return false;
+  }));
+}
+
+TEST_CASE_FIXTURE(Rules, "in such a child futures can be dropped, and nothing is run, dropped or waited for") {
+  FreshAccelerator fresh;
+  settle_callback_thread();
+  static int ran = 0;
+  FuturePtr with_callback = pending();
+  with_callback->attach(new Callback({}, Continuation::foreign, nullptr, [] { ++ran; }));
+  FuturePtr with_object = pending();
+  with_object->complete(Value::of_object(object([] { ++ran; })));
+  accelerator.launch(stream(0, 0));
+  FuturePtr with_event = completed(EventSet::record(device(0)));
+  CHECK(in_forked_child([&] {
+    const int alive = accelerator.events_alive();
+    with_event->attach(call([](Future&) { ++ran; }, Continuation::when_ready));
+    with_callback.reset();
+    with_object.reset();
+    with_event.reset();
+    shut_down();
+    return ran == 0 && accelerator.events_alive() == alive && !is_shut_down();
+  }));
+}
+
+TEST_CASE("alone: a child forked before the first future may use the library" * doctest::skip()) {
+  const bool good = in_forked_child([] {
+    if (is_forked_child()) return false;
+    refuse_after_fork();
+    const FuturePtr future = pending();
+    bool ran = false;
+    future->attach(call([&](Future&) { ran = true; }));
+    return future->complete({}) && ran;
+  });
+  CHECK(good);
+  CHECK_FALSE(is_forked_child());
+}
+
+TEST_CASE_FIXTURE(Rules, "a child forked before the first future may use the library") {
+  run_alone("alone: a child forked before the first future may use the library");
+}
+
+TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
+  accelerator.launch(stream(0, 0));
+  const auto count = [](std::atomic<int>& n) { return [&n](Future&) { ++n; }; };
+  std::atomic<int> posted{0};
+  std::atomic<int> late{0};
+  std::vector<Callback*> leaked;
+
+  const FuturePtr busy = completed(EventSet::record(device(0)));
+  leaked.push_back(call(count(late), Continuation::when_ready));
+  busy->attach(leaked.back());  // watched, and never due
+  const FuturePtr never = pending();
+  never->attach(call_inside(count(late)));
+  on_engine_thread([&] {
+    for (int i = 0; i < 1000; ++i) {
+      const FuturePtr future = pending();
+      future->attach(call_inside(count(posted)));
+      future->complete({});
+    }
+  });
+  CHECK_FALSE(is_shut_down());
+  shut_down();
+  CHECK(is_shut_down());
+  CHECK(posted == 1000);  // what was posted before has run
+  shut_down();
+
+  // Engines do not know, and go on: nothing runs, nothing hangs.
+  on_engine_thread([&] {
+    for (int i = 0; i < 10; ++i) {
+      const FuturePtr future = pending();
+      leaked.push_back(call_inside(count(late)));
+      future->attach(leaked.back());
+      future->complete({});
+    }
+  });
+  leaked.push_back(call(count(late), Continuation::when_ready));
+  busy->attach(leaked.back());
+  const FuturePtr plain = pending();
+  std::atomic<int> here{0};
+  plain->attach(call(count(here)));
+  CHECK(plain->complete({}));
+  CHECK(here == 1);  // the core's own continuations run where they always did
+  {
+    Inside inside;
+    never->clear();
+  }
+  CHECK(late == 0);
+  CHECK(Runtime::take_broken().empty());
+  for (Callback* c : leaked) delete c;
+}
+
+TEST_CASE_FIXTURE(Rules, "shutting down with things pending runs what was posted, and ends") {
+  run_alone("alone: shutting down with things pending");
+}
+
+TEST_CASE("alone: shutting down while engines complete futures" * doctest::skip()) {
+  // Callbacks that are posted too late leak on purpose, so they own nothing and are kept here.
+  struct Counted final : Continuation {
+    Counted() : Continuation(foreign) {}
+    void run(Future&) noexcept override { ++runs; }
+    void abandon() noexcept override {}
+    std::atomic<int> runs{0};
+  };
+  constexpr int kThreads = 4;
+  constexpr int kEach = 2000;
+  std::vector<Counted> callbacks(kThreads * kEach);
+  std::atomic<int> begun{0};
+  together(kThreads + 1, [&](int thread) {
+    if (thread == kThreads) {
+      while (begun < kThreads * 10) std::this_thread::yield();
+      shut_down();
+      return;
+    }
+    EngineThread engine;
+    for (int i = 0; i < kEach; ++i) {
+      const FuturePtr future = pending();
+      future->attach(&callbacks[static_cast<std::size_t>(thread * kEach + i)]);
+      future->complete({});
+      ++begun;
+    }
+  });
+  int ran = 0;
+  int twice = 0;
+  for (const Counted& c : callbacks) {
+    ran += c.runs;
+    twice += c.runs > 1;
+  }
+  CHECK(twice == 0);
+  CHECK(static_cast<int>(CallbackThread::get().callbacks_run()) == ran);
+}
+
+TEST_CASE_FIXTURE(Rules, "shutting down while engines complete futures runs each callback once or not at all") {
+  run_alone("alone: shutting down while engines complete futures");
+}
+
+TEST_CASE("alone: shutting down after the interpreter is gone" * doctest::skip()) {
+  Runtime::set_finalizing(true);
+  Callback* const callback = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); });
+  Foreign kept = object();
+  on_engine_thread([&] {
+    const FuturePtr future = pending();
+    future->attach(callback);
+    future->complete({});
+    release_foreign(kept.get());
+  });
+  shut_down();
+  Runtime::set_finalizing(false);
+  CHECK(Object::alive == 1);
+  Inside inside;
+  kept = Foreign();
+  delete callback;
+}
+
+TEST_CASE_FIXTURE(Rules, "shutting down after the interpreter is gone leaks, and ends") {
+  run_alone("alone: shutting down after the interpreter is gone");
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,94 @@
+"""A file is one noun, of a size that can be read in one sitting, and says what it offers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from layout.tree import NATIVE, PACKAGE, ROOT, cpp_files, python_files
+
+MOST_LINES = 400
+NOT_NOUNS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+
+PYTHON = python_files("cudafuture", "rpc_ext")
+PUBLIC = [f for f in PYTHON if not any(p.startswith("_") and p != "__init__.py" for p in f.relative_to(ROOT).parts)]
+OURS = [*PYTHON, *cpp_files()]
+
+
+def ids(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", OURS, ids=ids)
+def test_no_file_is_over_400_lines(file: Path) -> None:
+    lines = len(file.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES, f"{lines} lines: a file this long is asking to be two"
+
+
+@pytest.mark.parametrize("file", OURS, ids=ids)
+def test_every_name_is_a_noun(file: Path) -> None:
+    for part in file.relative_to(ROOT).with_suffix("").parts:
+        assert not NOT_NOUNS & set(part.strip("_").split("_")), f"{part} says nothing about what is in it"
+
+
+def declared_all(tree: ast.Module) -> list[str] | None:
+    """Return ``__all__`` as it is written, or None where there is none."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            names: list[str] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            return names
+    return None
+
+
+def bound_names(body: list[ast.stmt]) -> set[str]:
+    """Return the names that a module's top level binds, also in its ifs and trys."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+        for inner in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                for part in getattr(node, inner, []):
+                    names |= bound_names(part.body if isinstance(part, ast.ExceptHandler) else [part])
+    return names
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """Constants, then classes, then the rest: the order in which ruff sorts ``__all__``."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name
+
+
+@pytest.mark.parametrize("file", PUBLIC, ids=ids)
+def test_public_modules_say_what_they_offer(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = declared_all(tree)
+    assert names is not None, "a public module has an __all__"
+    assert names == sorted(set(names), key=isort_key), "__all__ is sorted and names a thing once"
+    missing = set(names) - bound_names(tree.body)
+    assert not missing, f"{sorted(missing)} in __all__ but not in the module"
+
+
+@pytest.mark.parametrize("file", PUBLIC, ids=ids)
+def test_public_modules_have_a_docstring(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+
+
+def test_the_cpp_folder_is_no_package() -> None:
+    assert not list(NATIVE.rglob("*.py"))
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "_C.pyi").is_file()
+
+
+def test_the_stub_parses() -> None:
+    ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8"))

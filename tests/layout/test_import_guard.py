@@ -1,0 +1,64 @@
+"""A checkout that is not built, and a build for another torch, say so when they are imported."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layout.tree import PACKAGE
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a folder with an unbuilt copy of the package and a torch that is only a version."""
+    ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "cudafuture", ignore=ignored)
+    # Whoever writes the front door imports the guard first; what comes after it needs more than a fake torch.
+    (tmp_path / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
+    return tmp_path
+
+
+def build(checkout: Path, *, torch: str) -> None:
+    """Leave what a build leaves, as far as the guard looks at it."""
+    package = checkout / "cudafuture"
+    package.joinpath("_build_info.py").write_text(f'torch_version = "{torch}"\n')
+    package.joinpath("_C.py").write_text("")
+
+
+def error_of(checkout: Path, statement: str = "import cudafuture") -> str:
+    """Run a statement in an interpreter that sees the copy and the standard library only; return its last line."""
+    code = f"import sys; sys.path.insert(0, {str(checkout)!r})\n{statement}"
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=checkout)
+    return run.stderr.strip().splitlines()[-1] if run.returncode else ""
+
+
+def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path) -> None:
+    error = error_of(checkout)
+    assert error.startswith("ImportError: ")
+    assert "not built" in error
+    assert "make setup" in error
+
+
+def test_a_build_without_its_native_module_counts_as_unbuilt(checkout: Path) -> None:
+    build(checkout, torch="2.13.0")
+    (checkout / "cudafuture" / "_C.py").unlink()
+    assert "not built" in error_of(checkout)
+
+
+def test_another_torch_minor_is_refused_by_both_names(checkout: Path) -> None:
+    build(checkout, torch="2.12.1+cpu")
+    error = error_of(checkout)
+    assert error.startswith("ImportError: ")
+    assert "2.12.1+cpu" in error
+    assert "2.13.0+cpu" in error
+
+
+@pytest.mark.parametrize("built", ["2.13.0+cpu", "2.13.0+cu130", "2.13.1"])
+def test_the_same_torch_minor_is_accepted(checkout: Path, built: str) -> None:
+    build(checkout, torch=built)
+    (checkout / "cudafuture" / "__init__.py").write_text("")
+    assert error_of(checkout, "import cudafuture._native") == ""

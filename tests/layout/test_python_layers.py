@@ -1,0 +1,100 @@
+"""An import only points down the layers, or stays inside its package."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_name, python_files
+
+# Lowest first. The modules of one row do not import each other.
+ROWS = (
+    ("errors", "config", "_build_info", "_log", "_tensors"),
+    ("_native",),
+    ("_C",),
+    ("streams", "executors", "_await"),
+    ("future",),
+    ("combine", "trace"),
+    ("distributed", "storage", "prefetch", "pipeline", "data"),
+    ("swap",),
+    ("testing",),
+    ("cli",),
+)
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+
+# What the native module imports by name while it runs. No arrow, as long as these know nothing of what is above.
+CALLED_BY_NATIVE = {"errors", "_log", "_tensors", "_await"}
+
+FILES = python_files("cudafuture")
+BELOW_THE_FRONT_DOOR = [f for f in FILES if f != PACKAGE / "__init__.py"]
+
+
+def room(module: str) -> str:
+    """Return the part of a module's name that has a row: ``storage`` for ``cudafuture.storage.engine``."""
+    return module.split(".")[1]
+
+
+def own_imports(file: Path) -> list[str]:
+    return sorted(i for i in imports(file) if i.split(".")[0] == "cudafuture")
+
+
+def ids(file: Path) -> str:
+    return module_name(file)
+
+
+@pytest.mark.parametrize("file", BELOW_THE_FRONT_DOOR, ids=ids)
+def test_every_module_has_a_row(file: Path) -> None:
+    assert room(module_name(file)) in ROW_OF, f"give {module_name(file)} a row in {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("file", BELOW_THE_FRONT_DOOR, ids=ids)
+def test_imports_point_down(file: Path) -> None:
+    here = room(module_name(file))
+    for target in own_imports(file):
+        assert target != "cudafuture", "import the module that has the name, not the front door, which imports it all"
+        there = room(target)
+        assert there == here or ROW_OF[there] < ROW_OF[here], f"{target} is not below {module_name(file)}"
+
+
+@pytest.mark.parametrize("file", cpp_files(), ids=lambda f: f.name)
+def test_the_native_module_calls_what_it_may(file: Path) -> None:
+    for name in re.findall(r'"cudafuture\.(\w+)"', file.read_text(encoding="utf-8")):
+        assert name in CALLED_BY_NATIVE, f"the native module may not import cudafuture.{name}"
+        assert is_module(f"cudafuture.{name}"), f"there is no cudafuture.{name}"
+
+
+def test_the_front_door_imports_no_tool() -> None:
+    door = PACKAGE / "__init__.py"
+    rooms = {room(i) for i in own_imports(door) if i != "cudafuture"} if door.exists() else set()
+    assert not rooms & {"testing", "cli"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_private_modules_stay_in_their_folder(file: Path) -> None:
+    importer = module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
+    for target in own_imports(file):
+        parts = target.split(".")
+        for depth, part in enumerate(parts):
+            folder = ".".join(parts[:depth])
+            if part.startswith("_") and folder != "cudafuture":
+                assert (importer + ".").startswith(folder + "."), f"{target} is private to {folder}"
+
+
+@pytest.mark.parametrize("file", python_files("rpc_ext"), ids=ids)
+def test_rpc_ext_uses_the_public_api_only(file: Path) -> None:
+    for target in own_imports(file):
+        assert not any(part.startswith("_") for part in target.split(".")), f"{target} is private to cudafuture"
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_importing_needs_the_declared_dependencies_only(file: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    assert declared is not None
+    allowed = {re.match(r"\w+", d)[0] for d in re.findall(r'"([^"]+)"', declared[1])}  # type: ignore[index]
+    for target in imports(file, top_level_only=True):
+        top = target.split(".")[0]
+        assert top in allowed | {"cudafuture"} or top in sys.stdlib_module_names, f"{top} is not in dependencies"

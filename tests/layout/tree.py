@@ -1,0 +1,73 @@
+"""What the layout tests know of the checkout: its files, and what they import and include. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "cudafuture"
+NATIVE = PACKAGE / "_C"
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def python_files(*packages: str) -> list[Path]:
+    """Return the Python files of the named packages of this checkout; a package need not exist yet."""
+    return sorted(f for p in packages for f in (ROOT / p).rglob("*.py") if "__pycache__" not in f.parts)
+
+
+def cpp_files(*folders: str) -> list[Path]:
+    """Return the C++ files in the named folders of cudafuture/_C, or in all of it."""
+    below = [NATIVE / f for f in folders] or [NATIVE]
+    return sorted(f for folder in below for f in folder.rglob("*") if f.suffix in {".h", ".cpp"})
+
+
+def module_name(file: Path) -> str:
+    """Turn the path of a Python file into the name that it is imported by."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    """Say whether a dotted name is a module of this checkout; the native one is, built or not."""
+    path = ROOT.joinpath(*name.split("."))
+    return (
+        name in {"cudafuture._C", "cudafuture._build_info"}
+        or path.with_suffix(".py").is_file()
+        or (path / "__init__.py").is_file()
+    )
+
+
+def imports(file: Path, *, top_level_only: bool = False) -> set[str]:
+    """Return the dotted names that a Python file imports, down to the module: not the names taken out of it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    package = module_name(file) if file.name == "__init__.py" else module_name(file).rpartition(".")[0]
+    found: set[str] = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(_from(node, package))
+    return found
+
+
+def _from(node: ast.ImportFrom, package: str) -> Iterator[str]:
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*above, base] if base else above)
+    for alias in node.names:
+        inside = f"{base}.{alias.name}"
+        yield inside if is_module(inside) else base
+
+
+def includes(file: Path) -> list[tuple[str, Path | None]]:
+    """Return what a C++ file includes: the name as written, and the file where it is one of ours."""
+    found: list[tuple[str, Path | None]] = []
+    for _, name in INCLUDE.findall(file.read_text(encoding="utf-8")):
+        ours = next((p.resolve() for p in (NATIVE / name, file.parent / name) if p.is_file()), None)
+        found.append((name, ours))
+    return found

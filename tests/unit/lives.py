@@ -1,0 +1,376 @@
+"""What futures go through, one function for each kind of life; see test_leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cudafuture import (
+    AllFailedError,
+    CUDAFuture,
+    InvalidStateError,
+    as_completed,
+    collect_all,
+    collect_any,
+    executors,
+    gather,
+    submit,
+    wait,
+    wait_all,
+)
+
+
+class Probe:
+    """Something to look for afterwards: a value, a cell, a callback."""
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self, *_: object) -> Probe:
+        return self
+
+
+probe = Probe()  # its reference count says how many hold it
+
+
+def error() -> ValueError:
+    return ValueError(probe)
+
+
+def raising(_: object) -> None:
+    raise error()
+
+
+# ---- one of each kind
+
+
+def completed() -> None:
+    CUDAFuture.completed(probe)
+
+
+def made_and_dropped() -> None:
+    CUDAFuture(["cpu"], name="dropped")
+
+
+def completed_and_waited_for() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture(name="waited for")
+    future.set_result(probe)
+    assert future.wait() is future.result() is future.value() is probe
+
+
+def failed_and_looked_at() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture(name="looked at")
+    future.set_exception(error())
+    with suppress(ValueError):
+        future.wait()
+    assert isinstance(future.exception(), ValueError)
+
+
+def failed_with_a_traceback() -> None:
+    """The traceback holds a frame that holds the future that holds the exception."""
+    future: CUDAFuture[Probe] = CUDAFuture()
+    held = probe
+    try:
+        raise KeyError(held)
+    except KeyError as e:
+        future.set_exception(e)
+    with suppress(KeyError):
+        future.wait()
+
+
+def failed_in_a_callback() -> None:
+    child = CUDAFuture.completed(probe).then(raising)
+    assert child.exception() is not None
+
+
+def cancelled() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    future.add_done_callback(probe)
+    child = future.then(probe)
+    future.cancel()
+    with suppress(ValueError, RuntimeError):
+        future.value()
+    assert child.value() is probe
+
+
+def cancelled_child() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    future.then(probe).cancel()
+    future.set_result(probe)
+
+
+def completed_twice() -> None:
+    future = CUDAFuture.completed(probe)
+    with suppress(InvalidStateError):
+        future.set_result(probe)
+    with suppress(InvalidStateError):
+        future.set_exception(error())
+
+
+def timed_out() -> None:
+    with suppress(TimeoutError):
+        CUDAFuture().wait(timeout=0)
+
+
+def chained() -> None:
+    first: CUDAFuture[Probe] = CUDAFuture()
+    last = first.then(lambda f: f.value()).then(probe).then_async(lambda f: CUDAFuture.completed(f.value()))
+    first.add_done_callback(probe)
+    first.set_result(probe)
+    assert last.value() is probe
+
+
+def chained_and_dropped() -> None:
+    first: CUDAFuture[Probe] = CUDAFuture()
+    first.add_done_callback(probe)
+    last = first.then(probe).then(probe)
+    del first
+    assert isinstance(last.exception(), InvalidStateError)
+
+
+def then_async_and_dropped() -> None:
+    inner: CUDAFuture[Probe] = CUDAFuture()
+    inner.then(probe)
+    CUDAFuture.completed(probe).then_async(lambda f: inner)
+
+
+def gathered() -> None:
+    parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture.completed(probe), CUDAFuture()]
+    wholes = [gather(*parts), collect_all(parts), collect_any(parts)]
+    child = wholes[0].then(lambda f: f.value()[0])
+    parts[0].set_result(probe)
+    parts[2].set_result(probe)
+    assert child.value() is probe
+
+
+def gathered_and_failed() -> None:
+    parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
+    whole, anything = gather(*parts), collect_any(parts)
+    parts[0].set_exception(error())
+    assert whole.exception() is not None
+    parts[1].set_exception(error())
+    assert isinstance(anything.exception(), AllFailedError)
+
+
+def gathered_and_cancelled() -> None:
+    parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
+    gather(*parts, cancel_parts=True).cancel()
+    gather(CUDAFuture(), CUDAFuture.completed(probe)).cancel()
+
+
+def gathered_and_dropped() -> None:
+    parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
+    gather(*parts).add_done_callback(probe)
+    collect_any(parts).then(probe)
+    collect_all(parts)
+
+
+def waited_for_together() -> None:
+    done, pending = CUDAFuture.completed(probe), CUDAFuture[Probe]()
+    wait([done, pending], return_when="FIRST_COMPLETED")
+    wait([pending], timeout=0, return_when="FIRST_COMPLETED")
+    next(iter(as_completed([done, pending])))
+    wait_all([done])
+
+
+def on_an_executor() -> None:
+    CUDAFuture.completed(probe).then(probe, executor=executors.callback_thread).wait()
+
+
+def tensors() -> None:
+    future: CUDAFuture[Any] = CUDAFuture(["cpu"])
+    child = future.then(lambda f: f.value()["x"])
+    future.set_result({"x": torch.empty(4), "probe": probe})
+    child.wait()
+
+
+# ---- cycles: only the collector ends them
+
+
+def callback_over_its_own_future() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    future.add_done_callback(lambda f: (future, probe))
+
+
+def callback_over_its_child() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    child = future.then(lambda f: (child, probe))
+
+
+def callback_over_a_gather_of_itself() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    whole = gather(future, CUDAFuture())
+    future.add_done_callback(lambda f: (whole, probe))
+    whole.add_done_callback(probe)
+
+
+def async_child_that_waits_for_itself() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    child = future.then_async(lambda f: child)
+    child.add_done_callback(probe)
+    future.set_result(probe)
+
+
+def value_that_is_the_future() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
+    future.set_result([future, probe])
+    other: CUDAFuture[Any] = CUDAFuture()
+    other.set_result(other)
+
+
+def attribute_that_holds_the_future() -> None:
+    class Holder:
+        held = probe
+
+    holder = Holder()
+    holder.future = CUDAFuture.completed(holder)  # type: ignore[attr-defined]
+
+
+def callbacks_of_each_other() -> None:
+    one, two = CUDAFuture[Probe](), CUDAFuture[Probe]()
+    one.add_done_callback(lambda f: (two, probe))
+    two.add_done_callback(lambda f: (one, probe))
+    one.then(lambda f: two.then(lambda f: one))
+
+
+# ---- bridges
+
+
+def to_torch_done() -> None:
+    CUDAFuture.completed(probe).to_torch().wait()
+
+
+def to_torch_dropped() -> None:
+    future: CUDAFuture[Probe] = CUDAFuture()
+    future.to_torch()
+    future.add_done_callback(probe)
+
+
+def from_torch_done() -> None:
+    source = torch.futures.Future[Probe]()
+    future = CUDAFuture.from_torch(source)
+    future.add_done_callback(probe)
+    source.set_result(probe)
+    assert future.wait() is probe
+
+
+def from_torch_failed() -> None:
+    source = torch.futures.Future[Probe]()
+    future = CUDAFuture.from_torch(source)
+    source.set_exception(error())
+    assert future.exception() is not None
+
+
+def from_torch_dropped() -> None:
+    source = torch.futures.Future[Probe]()
+    CUDAFuture.from_torch(source).add_done_callback(probe)
+
+
+def collective() -> None:
+    """Completed by a thread of Gloo's, which knows nothing of Python."""
+    work = group().allreduce([torch.ones(1)], dist.AllreduceOptions())
+    assert CUDAFuture.from_torch(work).then(probe).wait() is probe
+
+
+@functools.cache
+def group() -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dt.timedelta(seconds=100))
+
+
+def failed_and_not_looked_at() -> None:
+    CUDAFuture.failed(error())
+
+
+# ---- many at once, 100 of them
+
+
+def awaited() -> None:
+    async def main() -> None:
+        futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
+        waiting = asyncio.gather(*(_awaited(f) for f in futures))
+        loop = asyncio.get_running_loop()
+        for f in futures:
+            loop.call_soon(f.set_result, probe)
+        assert await waiting == [probe] * 100
+
+    asyncio.run(main())
+
+
+def awaited_and_given_up() -> None:
+    never: CUDAFuture[Probe] = CUDAFuture()
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(_awaited(never)) for _ in range(100)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    never.set_result(probe)
+
+
+async def _awaited(future: CUDAFuture[Probe]) -> Probe:
+    return await future
+
+
+def submitted() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        futures = [submit(probe, executor=pool) for _ in range(50)]
+        futures += [CUDAFuture.completed(probe).then(probe, executor=pool) for _ in range(50)]
+        assert wait_all(futures) == [probe] * 100
+
+
+def completed_by_another_thread() -> None:
+    futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
+    children = [f.then(probe) for f in futures]
+    thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])
+    thread.start()
+    assert wait_all(children) == [probe] * 100
+    thread.join()
+
+
+KINDS = [
+    completed,
+    made_and_dropped,
+    completed_and_waited_for,
+    failed_and_looked_at,
+    failed_with_a_traceback,
+    failed_in_a_callback,
+    cancelled,
+    cancelled_child,
+    completed_twice,
+    timed_out,
+    chained,
+    chained_and_dropped,
+    then_async_and_dropped,
+    gathered,
+    gathered_and_failed,
+    gathered_and_cancelled,
+    gathered_and_dropped,
+    waited_for_together,
+    on_an_executor,
+    tensors,
+    failed_and_not_looked_at,
+    callback_over_its_own_future,
+    callback_over_its_child,
+    callback_over_a_gather_of_itself,
+    async_child_that_waits_for_itself,
+    value_that_is_the_future,
+    attribute_that_holds_the_future,
+    callbacks_of_each_other,
+    to_torch_done,
+    to_torch_dropped,
+    from_torch_done,
+    from_torch_failed,
+    from_torch_dropped,
+    collective,
+]
+BATCHES = [awaited, awaited_and_given_up, submitted, completed_by_another_thread]

@@ -1,0 +1,399 @@
+"""`await future` and `async for`, under asyncio and uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from cudafuture import CUDAFuture, as_completed, executors
+
+Future = CUDAFuture[Any]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def new_loop(kind: str) -> asyncio.AbstractEventLoop:
+    if kind == "asyncio":
+        return asyncio.new_event_loop()
+    return pytest.importorskip("uvloop").new_event_loop()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(kind: str) -> Iterator[Run]:
+    loop = new_loop(kind)
+    yield loop.run_until_complete
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def awaited(future: Future) -> Any:
+    return await future
+
+
+def callbacks_of(future: Future) -> list[object]:
+    """Return the functions that a pending future keeps, as it shows them to the collector."""
+    return [o for o in gc.get_referents(future) if callable(o) and not isinstance(o, type)]
+
+
+# ---- who completes it
+
+
+def in_the_loop(future: Future, finish: Callable[[], object]) -> None:
+    asyncio.get_running_loop().call_soon(finish)
+
+
+def in_another_thread(future: Future, finish: Callable[[], object]) -> None:
+    suspended = threading.Event()
+    threading.Thread(target=lambda: suspended.wait() and finish()).start()
+    asyncio.get_running_loop().call_soon(suspended.set)
+
+
+def on_the_callback_thread(future: Future, finish: Callable[[], object]) -> None:
+    start: Future = CUDAFuture()
+    start.add_done_callback(lambda f: finish(), executor=executors.callback_thread)
+    asyncio.get_running_loop().call_soon(start.set_result, None)
+
+
+WHERE = [in_the_loop, in_another_thread, on_the_callback_thread]
+Where = Callable[[Future, Callable[[], object]], None]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_await_returns_the_value_wherever_it_is_set(run: Run, where: Where) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        value = object()
+        where(future, lambda: future.set_result(value))
+        assert await future is value
+
+    run(main())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_await_raises_the_exception_itself(run: Run, where: Where) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture(name="read")
+        error = OSError("disk")
+        where(future, lambda: future.set_exception(error))
+        with pytest.raises(OSError, match="disk") as raised:
+            await future
+        assert raised.value is error
+        assert raised.value.__notes__ == ["in CUDAFuture 'read'"]  # type: ignore[attr-defined]
+
+    run(main())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_await_of_a_cancelled_future_raises_the_cancellation_of_asyncio(run: Run, where: Where) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture(name="read")
+        where(future, future.cancel)
+        with pytest.raises(asyncio.CancelledError, match="'read' was cancelled"):
+            await future
+
+    run(main())
+
+
+# ---- done already
+
+
+@pytest.mark.parametrize("value", [None, 1, (1, 2), (), StopIteration(3), ValueError("a value"), [ValueError]])
+def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
+    future = CUDAFuture.completed(value)
+    for step in (lambda: awaited(future).send(None), lambda: next(future.__await__())):
+        with pytest.raises(StopIteration) as stop:
+            step()
+        assert stop.value.value is value
+
+
+def test_await_of_a_pending_future_needs_a_loop() -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        awaited(CUDAFuture()).send(None)
+
+
+def test_awaiting_a_failure_again_does_not_make_its_traceback_longer(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture.failed(ValueError("again"))
+        lengths = set()
+        for _ in range(5):
+            try:
+                await future
+            except ValueError as e:
+                lengths.add(len(traceback.extract_tb(e.__traceback__)))
+        assert len(lengths) == 1
+
+    run(main())
+
+
+# ---- many at once
+
+
+def test_await_does_not_hold_up_the_loop(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        steps = 0
+
+        async def work() -> None:
+            nonlocal steps
+            for _ in range(10):
+                await asyncio.sleep(0)
+                steps += 1
+            future.set_result(steps)
+
+        task = asyncio.ensure_future(work())
+        assert await future == 10
+        await task
+
+    run(main())
+
+
+def test_a_future_may_be_awaited_a_thousand_times_at_once(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        resumed = []
+
+        async def wait(i: int) -> int:
+            await future
+            resumed.append(i)
+            return i
+
+        tasks = [asyncio.ensure_future(wait(i)) for i in range(1000)]
+        await asyncio.sleep(0)
+        assert len(callbacks_of(future)) == 1000
+        future.set_result(None)
+        assert await asyncio.gather(*tasks) == resumed == list(range(1000))
+
+    run(main())
+
+
+def test_gather_of_asyncio_takes_futures(run: Run) -> None:
+    async def main() -> None:
+        futures: list[Future] = [CUDAFuture() for _ in range(5)]
+        for i, future in enumerate(futures):
+            in_another_thread(future, lambda i=i, future=future: future.set_result(i))  # type: ignore[misc]
+        assert await asyncio.gather(*futures) == [0, 1, 2, 3, 4]
+        error = ValueError("part")
+        assert await asyncio.gather(CUDAFuture.failed(error), futures[1], return_exceptions=True) == [error, 1]
+        with pytest.raises(ValueError, match="part"):
+            await asyncio.gather(*futures, CUDAFuture.failed(error))
+
+    run(main())
+
+
+@pytest.mark.parametrize("kinds", [["asyncio"] * 4, ["uvloop"] * 4, ["asyncio", "uvloop"] * 2], ids=str)
+def test_loops_in_several_threads_await_the_same_future(kinds: list[str]) -> None:
+    future: Future = CUDAFuture()
+    waiting = threading.Barrier(len(kinds) + 1)
+    values = []
+
+    def serve(kind: str) -> None:
+        async def main() -> None:
+            asyncio.get_running_loop().call_soon(waiting.wait)
+            values.append(await asyncio.gather(*(awaited(future) for _ in range(10))))
+
+        loop = new_loop(kind)
+        loop.run_until_complete(main())
+        loop.close()
+
+    threads = [threading.Thread(target=serve, args=(kind,)) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    waiting.wait()
+    future.set_result("shared")
+    for thread in threads:
+        thread.join()
+    assert values == [["shared"] * 10] * len(kinds)
+
+
+# ---- giving up
+
+
+def test_wait_for_times_out_and_the_future_stays_good(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.01)
+        assert not future.done()
+        assert callbacks_of(future) == []
+        future.set_result(5)
+        assert await asyncio.wait_for(future, 1000) == 5
+
+    run(main())
+
+
+def test_cancelling_a_task_detaches_it_and_nothing_else(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        given_up, patient = (asyncio.ensure_future(awaited(future)) for _ in range(2))
+        await asyncio.sleep(0)
+        assert len(callbacks_of(future)) == 2
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert not future.done()
+        assert len(callbacks_of(future)) == 1
+        future.set_result("late")
+        assert await patient == "late"
+
+    run(main())
+
+
+def test_a_task_cancelled_when_the_future_is_done_already_hears_its_cancellation(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        task = asyncio.ensure_future(awaited(future))
+        await asyncio.sleep(0)
+        future.set_result("value")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await future == "value"
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.TaskGroup is new in Python 3.11")
+def test_a_task_group_that_fails_leaves_the_futures_of_its_tasks_alone(run: Run) -> None:
+    async def main() -> None:
+        pending: Future = CUDAFuture()
+        failing: Future = CUDAFuture()
+        error = ValueError("in the group")
+
+        async def group_of_two() -> None:
+            async with asyncio.TaskGroup() as group:  # type: ignore[attr-defined]
+                group.create_task(awaited(pending))
+                group.create_task(awaited(failing))
+                in_another_thread(failing, lambda: failing.set_exception(error))
+
+        with pytest.raises(BaseExceptionGroup) as raised:  # noqa: F821
+            await group_of_two()
+        assert raised.value.exceptions == (error,)
+        assert not pending.done()
+        assert callbacks_of(pending) == []
+
+    run(main())
+
+
+def complete_here(future: Future) -> None:
+    future.set_result("nobody")
+
+
+def complete_in_another_thread(future: Future) -> None:
+    thread = threading.Thread(target=complete_here, args=(future,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("complete", [complete_here, complete_in_another_thread])
+def test_a_loop_may_be_closed_before_the_future_is_done(
+    kind: str, complete: Callable[[Future], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    future: Future = CUDAFuture()
+    loop = new_loop(kind)
+    task = loop.create_task(awaited(future))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    complete(future)
+    assert future.value() == "nobody"
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    assert caplog.records == []
+
+
+# ---- contexts
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
+
+
+def test_a_task_keeps_its_context_whoever_completes_the_future(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+
+        async def wait(value: str) -> str:
+            variable.set(value)
+            await future
+            return variable.get()
+
+        tasks = [asyncio.ensure_future(wait(value)) for value in "ab"]
+        await asyncio.sleep(0)
+        variable.set("completer")
+        future.set_result(None)
+        assert await asyncio.gather(*tasks) == ["a", "b"]
+        assert variable.get() == "completer"
+
+    run(main())
+
+
+# ---- async for
+
+
+def test_async_for_yields_futures_as_they_are_done(run: Run) -> None:
+    async def main() -> None:
+        futures: list[Future] = [CUDAFuture() for _ in range(4)]
+        futures[3].set_exception(ValueError("first"))
+        order = []
+        async for future in as_completed(futures):
+            order.append(futures.index(future))
+            if len(order) < 4:
+                following = futures[3 - len(order)]
+                in_another_thread(following, lambda following=following: following.set_result(None))  # type: ignore[misc]
+        assert order == [3, 2, 1, 0]
+        assert isinstance(futures[3].exception(), ValueError)
+
+    run(main())
+
+
+def test_async_for_times_out_and_the_futures_stay_good(run: Run) -> None:
+    async def main() -> None:
+        done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
+        iterator = as_completed([pending, done], timeout=0.01).__aiter__()
+        assert await iterator.__anext__() is done
+        with pytest.raises(TimeoutError, match="not all of them are done"):
+            await iterator.__anext__()
+        assert not pending.done()
+        assert callbacks_of(pending) == []
+
+    run(main())
+
+
+def test_async_for_that_is_left_leaves_no_callback(run: Run) -> None:
+    async def main() -> None:
+        done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
+        iterator = as_completed([pending, done]).__aiter__()
+        async for future in iterator:
+            assert future is done
+            break
+        await iterator.aclose()  # type: ignore[attr-defined]
+        assert callbacks_of(pending) == []
+
+    run(main())
+
+
+def test_async_for_whose_task_is_cancelled_leaves_no_callback(run: Run) -> None:
+    async def main() -> None:
+        pending: Future = CUDAFuture()
+
+        async def iterate() -> None:
+            async for _ in as_completed([pending]):
+                pass
+
+        task = asyncio.ensure_future(iterate())
+        await asyncio.sleep(0)
+        assert len(callbacks_of(pending)) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert callbacks_of(pending) == []
+
+    run(main())

@@ -1,0 +1,140 @@
+"""from_torch and to_torch: torch's own handles, both ways."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.futures import Future as TorchFuture
+
+from cudafuture import CUDAFuture
+
+
+def test_a_torch_future_completes_ours():
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source)
+    assert not future.done()
+    value = [torch.ones(1), "text"]
+    source.set_result(value)
+    assert future.wait() is value
+
+
+def test_a_done_torch_future_gives_a_done_one():
+    source = TorchFuture()
+    source.set_result(3)
+    assert CUDAFuture.from_torch(source).value() == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when):
+    source = TorchFuture()
+    error = KeyError("k")
+    if when == "before":
+        source.set_exception(error)
+    future = CUDAFuture.from_torch(source)
+    if when == "after":
+        source.set_exception(error)
+    assert future.exception() is error
+
+
+def test_an_error_of_a_torch_callback_arrives():
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source.then(lambda f: 1 / 0))
+    source.set_result(None)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        future.wait()
+
+
+def test_a_torch_future_whose_wrapper_is_dropped_still_completes_ours():
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source.then(lambda f: f.value() + 1))
+    gc.collect()
+    source.set_result(1)
+    assert future.wait() == 2
+
+
+def test_from_torch_of_a_cuda_future_is_that_future():
+    future = CUDAFuture()
+    assert CUDAFuture.from_torch(future) is future
+
+
+@pytest.mark.parametrize("source", [None, 3, "work", object(), torch.ones(1)])
+def test_from_torch_refuses_everything_else(source):
+    with pytest.raises(TypeError, match=r"torch\.futures\.Future or a c10d Work"):
+        CUDAFuture.from_torch(source)
+
+
+def test_to_torch_gives_torchs_own_class_and_the_value():
+    future = CUDAFuture()
+    bridged = future.to_torch()
+    assert type(bridged) is TorchFuture
+    assert not bridged.done()
+    value = {"x": torch.ones(2)}
+    future.set_result(value)
+    assert bridged.wait() is value
+
+
+@pytest.mark.parametrize("error", [OSError(5, "io"), KeyboardInterrupt("stop"), SystemExit(2)])
+def test_to_torch_keeps_the_exception_object(error):
+    future = CUDAFuture()
+    bridged = future.to_torch()
+    future.set_exception(error)
+    with pytest.raises(type(error)) as caught:
+        bridged.wait()
+    assert caught.value is error
+    with pytest.raises(type(error)):
+        bridged.value()
+
+
+def test_to_torch_of_a_cancelled_future_fails():
+    future = CUDAFuture()
+    bridged = future.to_torch()
+    future.cancel()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        bridged.wait()
+
+
+def test_torchs_collect_all_takes_bridged_futures():
+    futures = [CUDAFuture() for _ in range(3)]
+    collected = torch.futures.collect_all([f.to_torch() for f in futures])
+    for i, future in enumerate(futures):
+        future.set_result(i)
+    assert [f.value() for f in collected.wait()] == [0, 1, 2]
+
+
+def test_there_and_back_again():
+    future = CUDAFuture()
+    back = CUDAFuture.from_torch(future.to_torch())
+    error = ZeroDivisionError("round trip")
+    future.set_exception(error)
+    assert back.exception() is error
+
+
+def test_a_torch_future_completed_by_another_thread():
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source)
+    child = future.then(lambda f: threading.get_ident())
+    thread = threading.Thread(target=source.set_result, args=(1,))
+    thread.start()
+    assert future.wait(timeout=60) == 1
+    assert child.wait(timeout=60)
+    thread.join()
+
+
+def test_a_pending_bridge_that_everybody_dropped_is_freed():
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source)
+    alive = weakref.ref(future)
+    del future, source
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_error_survives_the_wrapper_that_carried_it():
+    for _ in range(50):
+        source = TorchFuture()
+        future = CUDAFuture.from_torch(source)
+        source.set_exception(ValueError("kept"))
+        del source
+        assert isinstance(future.exception(timeout=60), ValueError)

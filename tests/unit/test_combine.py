@@ -1,0 +1,249 @@
+"""One future out of many, and waiting for several."""
+
+import threading
+
+import pytest
+
+from cudafuture import (
+    AllFailedError,
+    CancelledError,
+    CUDAFuture,
+    as_completed,
+    collect_all,
+    collect_any,
+    gather,
+    wait,
+    wait_all,
+)
+
+
+def futures(n):
+    return [CUDAFuture(name=f"part {i}") for i in range(n)]
+
+
+def test_gather_gives_the_values_in_their_order():
+    parts = futures(3)
+    whole = gather(*parts)
+    for i in (2, 0, 1):
+        assert not whole.done()
+        parts[i].set_result(i * 10)
+    assert whole.wait() == [0, 10, 20]
+    assert whole.value() is whole.value()
+
+
+def test_gather_of_nothing_and_of_done_ones_is_complete_at_once():
+    assert gather().value() == []
+    assert gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).value() == [1, 2]
+
+
+def test_gather_takes_the_same_future_twice():
+    (part,) = futures(1)
+    whole = gather(part, part)
+    part.set_result("x")
+    assert whole.wait() == ["x", "x"]
+
+
+def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on():
+    parts = futures(3)
+    whole = gather(*parts)
+    error = OSError("second")
+    parts[1].set_exception(error)
+    assert whole.exception() is error
+    parts[0].set_exception(ValueError("late"))
+    parts[2].set_result(1)
+    assert whole.exception() is error
+    assert isinstance(parts[0].exception(), ValueError)
+
+
+def test_gather_counts_a_cancelled_part_as_failed():
+    parts = futures(2)
+    whole = gather(*parts)
+    parts[0].cancel()
+    assert isinstance(whole.exception(), CancelledError)
+    assert not whole.cancelled()
+
+
+@pytest.mark.parametrize("cancel_parts", [True, False])
+def test_cancelling_a_gather(cancel_parts):
+    parts = futures(2)
+    whole = gather(*parts, cancel_parts=cancel_parts)
+    assert whole.cancel()
+    assert whole.cancelled()
+    assert [part.cancelled() for part in parts] == [cancel_parts] * 2
+    for part in parts:
+        if not cancel_parts:
+            part.set_result(1)
+    assert whole.cancelled()
+
+
+def test_gather_has_the_priority_of_its_most_urgent_part():
+    assert gather(CUDAFuture(priority=1), CUDAFuture(priority=-1), CUDAFuture()).priority == -1
+    assert gather(CUDAFuture(priority=2)).priority == 2
+
+
+def test_a_pending_gather_does_not_keep_its_parts_from_being_collected():
+    import gc
+    import weakref
+
+    parts = futures(2)
+    alive = [weakref.ref(p) for p in parts]
+    whole = gather(*parts)
+    parts[0].set_exception(ValueError("decided"))
+    whole.exception()
+    del parts
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@pytest.mark.parametrize("combine", [lambda x: gather(x), lambda x: collect_all([x]), lambda x: collect_any([x])])
+@pytest.mark.parametrize("part", [None, 3, "future"])
+def test_something_else_than_a_future_is_refused(combine, part):
+    with pytest.raises(TypeError, match="takes CUDAFutures"):
+        combine(part)
+
+
+def test_collect_all_gives_the_futures_whatever_their_outcome():
+    parts = futures(3)
+    whole = collect_all(parts)
+    parts[0].set_exception(ValueError("bad"))
+    parts[1].cancel()
+    assert not whole.done()
+    parts[2].set_result(3)
+    assert whole.wait() == parts
+    assert isinstance(parts[0].exception(), ValueError)
+    assert collect_all([]).value() == []
+
+
+def test_collect_any_gives_the_first_that_completes():
+    parts = futures(3)
+    whole = collect_any(parts)
+    parts[0].set_exception(ValueError("does not count"))
+    assert not whole.done()
+    parts[2].set_result("third")
+    assert whole.wait() == (2, "third")
+    parts[1].set_result("too late")
+    assert whole.value() == (2, "third")
+    parts[0].exception()
+
+
+def test_collect_any_fails_when_all_fail_with_all_errors():
+    parts = futures(2)
+    whole = collect_any(parts)
+    errors = [ValueError("a"), OSError("b")]
+    for part, error in zip(reversed(parts), reversed(errors), strict=True):
+        part.set_exception(error)
+    error = whole.exception()
+    assert isinstance(error, AllFailedError)
+    assert error.exceptions == tuple(errors)
+    assert "ValueError: a" in str(error)
+
+
+def test_collect_any_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        collect_any([])
+
+
+def test_parts_completed_from_many_threads_are_all_counted():
+    parts = futures(800)
+    whole, every = gather(*parts), collect_all(parts)
+    barrier = threading.Barrier(8)
+
+    def complete(mine):
+        barrier.wait()
+        for part in mine:
+            part.set_result(part.name)
+
+    threads = [threading.Thread(target=complete, args=(parts[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    assert whole.wait(timeout=60) == [part.name for part in parts]
+    assert every.wait(timeout=60) == parts
+    for thread in threads:
+        thread.join()
+
+
+def test_wait_all_gives_values_and_raises_the_first_failure():
+    assert wait_all([CUDAFuture.completed(i) for i in range(3)]) == [0, 1, 2]
+    assert wait_all([]) == []
+    error = ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        wait_all([CUDAFuture.completed(1), CUDAFuture.failed(error)])
+
+
+def test_wait_all_has_one_timeout_for_all():
+    with pytest.raises(TimeoutError):
+        wait_all(futures(1000), timeout=0.01)
+    with pytest.raises(ValueError, match="timeout"):
+        wait_all([], timeout=-1)
+
+
+def test_wait_returns_who_is_done_and_who_is_not():
+    a, b, c = futures(3)
+    a.set_result(1)
+    assert wait([a, b, c], timeout=0) == ({a}, {b, c})
+    assert wait([a, b], return_when="FIRST_COMPLETED") == ({a}, {b})
+    b.cancel()
+    assert wait([a, b, c], return_when="FIRST_EXCEPTION") == ({a, b}, {c})
+    c.set_result(3)
+    assert wait([a, b, c]) == ({a, b, c}, set())
+    assert wait([]) == (set(), set())
+
+
+def test_wait_for_the_first_leaves_nothing_behind_on_the_others():
+    import gc
+
+    pending = CUDAFuture()
+    for _ in range(10):
+        wait([pending, CUDAFuture.completed(1)], return_when="FIRST_EXCEPTION", timeout=0)
+        wait([pending], return_when="FIRST_COMPLETED", timeout=0)
+    assert gc.get_referents(pending) == [CUDAFuture]
+
+
+def test_wait_raises_no_error_and_counts_as_no_look(caplog):
+    failed = CUDAFuture.failed(ValueError("still unseen"))
+    done, _ = wait([failed])
+    assert done == {failed}
+    del failed, done
+    assert "still unseen" in caplog.text
+
+
+def test_wait_refuses_an_unknown_return_when():
+    with pytest.raises(ValueError, match="'ALL_COMPLETED'"):
+        wait([], return_when="SOME")
+    with pytest.raises(ValueError, match="timeout"):
+        wait([], timeout=-0.5)
+
+
+def test_as_completed_gives_them_as_they_come():
+    parts = futures(3)
+    came = []
+    ready = threading.Event()
+
+    def complete():
+        for i in (2, 0, 1):
+            parts[i].set_result(i)
+            ready.wait(10)
+            ready.clear()
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    for part in as_completed(parts):
+        came.append(part.value())
+        ready.set()
+    thread.join()
+    assert came == [2, 0, 1]
+
+
+def test_as_completed_times_out_and_the_futures_stay_good():
+    done, pending = CUDAFuture.completed(1), CUDAFuture()
+    iterator = iter(as_completed([done, pending], timeout=0.01))
+    assert next(iterator) is done
+    with pytest.raises(TimeoutError, match="not all of them are done"):
+        next(iterator)
+    pending.set_result(2)
+    assert [f.value() for f in as_completed([pending])] == [2]
+
+
+def test_as_completed_takes_each_distinct_future_once():
+    part = CUDAFuture.completed(1)
+    assert list(as_completed([part, part])) == [part]

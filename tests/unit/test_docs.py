@@ -1,0 +1,206 @@
+"""Every public name is documented, and every example runs: those in docstrings, in README.md and in docs/."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cudafuture
+from cudafuture import CUDAFuture, EventView, errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_PYTHON = {"sh", "text", "{toctree}", "{eval-rst}"}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+# What the examples of a page take for granted.
+GIVEN: dict[str, dict[str, Any]] = {
+    "README.md": {"buckets": [torch.ones(2), torch.ones(3)], "apply": lambda bucket: None},
+}
+
+# There is no EventView where there is no device; what its methods do is shown by the tests that have one.
+NEEDS_A_DEVICE = {EventView}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """Give the examples with collectives a process group: of one process, over Gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def run_examples(text: str, name: str, names: dict[str, Any], line: int = 0) -> str:
+    """Run the ``>>>`` examples in a text; return what was wrong, or nothing."""
+    report = io.StringIO()
+    test = doctest.DocTestParser().get_doctest(text, {}, name, name, line)
+    test.globs = names  # not a copy: the next block of a page goes on with them
+    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.write, clear_globs=False)
+    return report.getvalue()
+
+
+def run_page(text: str, name: str, names: dict[str, Any]) -> str:
+    """Run a page's blocks of Python one after the other, in one namespace."""
+    report = ""
+    for fence in FENCE.finditer(text):
+        language, source = fence.groups()
+        line = text.count("\n", 0, fence.start(2))
+        if language != "python":
+            continue
+        if source.startswith(">>>"):
+            report += run_examples(source, name, names, line)
+        else:
+            exec(compile("\n" * line + source, name, "exec", dont_inherit=True), names)
+    return report
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_on_a_page_runs(page: Path, group: None) -> None:
+    names = {"__name__": page.stem, **GIVEN.get(page.name, {})}
+    report = run_page(page.read_text(encoding="utf-8"), page.name, names)
+    assert not report, report
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_code_on_a_page_is_passed_over(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    fences = FENCE.findall(text)
+    assert len(re.findall(r"^\s*(```|~~~)", text, re.MULTILINE)) == 2 * len(fences), "a block is indented or not closed"
+    for language, source in fences:
+        assert language == "python" or language in NOT_PYTHON, f"what is {language!r}?"
+        assert language == "python" or ">>>" not in source
+        assert source.startswith(">>>") or ">>>" not in source, "examples and plain code do not mix in one block"
+
+
+def test_the_tree_of_errors_is_the_one_in_the_code() -> None:
+    drawn = [line.strip() for line in (errors.__doc__ or "").splitlines() if "--" in line or "(RuntimeError)" in line]
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    (tree,) = [source for language, source in FENCE.findall(page) if language == "text"]
+    assert tree.splitlines() == drawn
+
+
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"CUDAFutureError"}))
+def test_the_tree_of_errors_is_true(name: str) -> None:
+    error = getattr(errors, name)
+    row = next(line for line in (errors.__doc__ or "").splitlines() if f"-- {name} " in line)
+    builtin = re.search(r"\((\S+)\)", row)
+    bases = [base.__qualname__ for base in error.__bases__]
+    assert error.__bases__[0].__module__ == "cudafuture.errors"
+    assert bases[1:] == ([builtin[1].rpartition(".")[2]] if builtin else [])
+    assert ("|   " in row) == (bases[0] == "StorageError")
+
+
+def test_code_that_is_wrong_is_found_out() -> None:
+    assert "Expected:\n    3\nGot:\n    2" in run_page("```python\n>>> 1 + 1\n3\n```\n", "page", {})
+    assert "NameError" in run_page("```python\nx = 1\n```\n\n```python\n>>> x\n1\n>>> y\n1\n```\n", "page", {})
+    with pytest.raises(ZeroDivisionError):
+        run_page("text\n\n```python\n1 / 0\n```\n", "page", {})
+
+
+# ---- docstrings
+
+
+def public_modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.walk_packages(cudafuture.__path__, "cudafuture.")]
+    return [cudafuture, *(importlib.import_module(name) for name in names if "._" not in name)]
+
+
+def public_names() -> dict[str, tuple[Any, ModuleType]]:
+    """Return what each public module offers, under the name of the module that offers it first, and that module."""
+    found: dict[str, tuple[Any, ModuleType]] = {}
+    known: set[int] = set()
+    for module in public_modules()[::-1]:  # the front door last: it only passes on
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if id(thing) not in known and not isinstance(thing, ModuleType):
+                known.add(id(thing))
+                found[f"{module.__name__}.{name}"] = thing, module
+    return found
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Go through the public methods and properties that a class itself has."""
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (isinstance(member, property) or callable(member)):
+            yield name, member
+
+
+NAMES = public_names()
+CLASSES = {name: thing for name, (thing, _) in NAMES.items() if isinstance(thing, type)}
+METHODS = {f"{name}.{method}": member for name, cls in CLASSES.items() for method, member in members(cls)}
+EVERYTHING = {**{name: thing for name, (thing, _) in NAMES.items()}, **METHODS}
+
+CALLABLES = {
+    name: thing
+    for name, thing in EVERYTHING.items()
+    if callable(thing) and not isinstance(thing, type) and CLASSES.get(name.rpartition(".")[0]) not in NEEDS_A_DEVICE
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    thing = EVERYTHING[name]
+    if isinstance(thing, (type, property)) or callable(thing):
+        text = thing.__doc__ or ""
+        assert text.removeprefix(native_signature(text)).strip(), f"{name} has no docstring"
+    else:  # a value: its module says what it is
+        assert name.rpartition(".")[2] in (inspect.getdoc(NAMES[name][1]) or ""), f"the module does not speak of {name}"
+
+
+def native_signature(text: str) -> str:
+    """Return the line with which nanobind begins the docstring of a function."""
+    match = re.match(r"\w+\(.*\) -> .*\n", text)
+    return match[0] if match else ""
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_every_public_function_has_an_example(name: str) -> None:
+    assert ">>> " in (CALLABLES[name].__doc__ or ""), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_has_every_public_name(name: str) -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    module, _, short = name.rpartition(".")
+    whole = re.search(rf"automodule:: {re.escape(module)}\n   :members:", reference)
+    assert whole or re.search(rf"::.* {short}\b", reference), f"{name} is missing in docs/reference.md"
+
+
+def test_the_class_itself_has_an_example() -> None:
+    assert ">>> " in (CUDAFuture.__doc__ or "")
+
+
+WITH_EXAMPLES = {name: thing for name, thing in EVERYTHING.items() if ">>> " in (getattr(thing, "__doc__", "") or "")}
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_a_docstring_run(name: str) -> None:
+    thing = WITH_EXAMPLES[name]
+    names = dict(getattr(thing, "__globals__", {}))  # a function's module, and nothing for what is native
+    report = run_examples(thing.__doc__, name, names)
+    assert not report, report
+
+
+@pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
+def test_the_examples_of_a_module_run(module: ModuleType) -> None:
+    report = run_examples(module.__doc__ or "", module.__name__, dict(vars(module)))
+    assert not report, report
+
+
+def test_the_native_class_was_looked_at() -> None:
+    assert {"cudafuture.future.CUDAFuture.wait", "cudafuture.future.CUDAFuture.then_async"} <= WITH_EXAMPLES.keys()
+    assert {"cudafuture.future.CUDAFuture.events", "cudafuture.EventView.query"} <= EVERYTHING.keys()

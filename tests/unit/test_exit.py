@@ -1,0 +1,93 @@
+"""The end of the interpreter, whatever is going on: the right exit code, and nothing on stderr."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from soak import soak_count
+from unit.child import Child
+from unit.endings import SCENARIOS, WAYS
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+# Handlers of atexit run last in, first out: this one comes after the library's own.
+SCRIPT = """
+import atexit, sys
+
+def last():
+    from unit.endings import late
+    for use in late: use()
+
+atexit.register(last)
+from unit.endings import main
+main(say, *sys.argv[1:])
+"""
+
+EVERYTHING = [name for name in SCENARIOS if name not in ("a_callback_that_posts_itself", "a_callback_that_waits")]
+
+
+def expect_endings(way: str, count: int, *scenarios: str) -> None:
+    """Let `count` processes end, forked ones as a rule, and look at how they did."""
+    with Child(SCRIPT, way, str(count), *scenarios) as process:
+        for _ in range(count):
+            ending = json.loads(process.hear())
+            expect_ending(way, ending["code"], ending["errors"])
+        code = process.end()
+        expect_ending("end" if count else way, code, process.errors())
+
+
+def expect_ending(way: str, code: int, errors: str) -> None:
+    assert code == WAYS[way][1], errors
+    if way == "exception":
+        assert errors.startswith("Traceback"), errors
+        assert errors.endswith("ValueError: the way this process ends\n"), errors
+    else:
+        assert errors == ""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_process_ends_well_amid(scenario: str) -> None:
+    expect_endings("end", soak_count(30), scenario)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_ends_amid_everything_by(way: str) -> None:
+    expect_endings(way, soak_count(200 if way == "end" else 20), *EVERYTHING)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
+    expect_endings(way, 0, *EVERYTHING)
+
+
+# With a collective in flight Gloo's own thread asks for the GIL at the very end, which torch alone does not survive: it
+# aborts as a rule. That is not ours to mend, but it must not become a process that never ends.
+COLLECTIVE = """
+import datetime as dt, threading
+import torch, torch.distributed as dist
+import cudafuture
+
+store, groups, options = dist.HashStore(), [None, None], dist.AllreduceOptions()
+
+def make(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2, dt.timedelta(seconds=60))
+
+other = threading.Thread(target=make, args=(1,))
+other.start()
+make(0)
+other.join()
+for last in [False] * 20 + [True]:
+    works = [group.allreduce([torch.ones(2)], options) for group in groups]
+    futures = [cudafuture.CUDAFuture.from_torch(work) for work in works]
+    del works
+    if not last: cudafuture.wait_all(futures)
+"""
+
+
+def test_a_process_ends_with_a_collective_in_flight_as_well_as_torch_lets_it() -> None:
+    for _ in range(soak_count(40)):
+        with Child(COLLECTIVE) as process:
+            assert process.end() in (0, -signal.SIGABRT)

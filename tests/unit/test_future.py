@@ -1,0 +1,321 @@
+"""The states of a future, its outcome, waiting for it, and what it says about itself."""
+
+import gc
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+
+from cudafuture import CancelledError, CUDAFuture, CUDAFutureError, DeviceMismatchError, InvalidStateError
+
+
+def test_pending_then_completed():
+    future = CUDAFuture()
+    assert not future.done()
+    assert not future.ready()
+    future.set_result("value")
+    assert future.done()
+    assert future.ready()
+    assert not future.cancelled()
+    assert future.wait() == future.result() == future.value() == "value"
+    assert future.exception() is None
+
+
+@pytest.mark.parametrize("value", [None, 0, "", (), (1, 2), [torch.ones(1)], ValueError("as a value"), CUDAFuture])
+def test_any_object_is_a_value_and_comes_back_as_itself(value):
+    future = CUDAFuture.completed(value)
+    assert future.value() is value
+    assert future.wait() is value
+
+
+@pytest.mark.parametrize("finish", ["set_result", "set_exception", "cancel"])
+def test_done_is_for_ever(finish):
+    future = CUDAFuture(name="once")
+    future.cancel() if finish == "cancel" else getattr(future, finish)(OSError("first"))
+    with pytest.raises(InvalidStateError, match=r"'once' is (completed|failed|cancelled) already"):
+        future.set_result(2)
+    with pytest.raises(InvalidStateError, match=r"set_exception\(\): 'once' is"):
+        future.set_exception(ValueError())
+    future.exception() if finish != "cancel" else None
+
+
+def test_value_of_a_pending_future_is_an_error():
+    with pytest.raises(InvalidStateError, match="pending"):
+        CUDAFuture().value()
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_failure_keeps_its_object_whatever_its_type(error):
+    future = CUDAFuture.failed(error)
+    assert future.exception() is error
+    for look in (future.wait, future.result, future.value):
+        with pytest.raises(type(error)) as caught:
+            look()
+        assert caught.value is error
+
+
+def test_a_failure_carries_a_note_that_names_the_future_once():
+    error = ValueError("v")
+    first = CUDAFuture(name="bucket 3")
+    first.set_exception(error)
+    second = CUDAFuture(name="bucket 3")
+    second.set_exception(error)
+    assert error.__notes__ == ["in CUDAFuture 'bucket 3'"]
+    first.exception()
+    second.exception()
+
+
+def test_waiting_again_and_again_does_not_grow_the_traceback():
+    def producer():
+        raise ValueError("deep")
+
+    future = CUDAFuture()
+    try:
+        producer()
+    except ValueError as e:
+        future.set_exception(e)
+
+    def depth():
+        try:
+            future.wait()
+        except ValueError as e:
+            return len(traceback.extract_tb(e.__traceback__))
+
+    depths = [depth() for _ in range(5)]
+    assert len(set(depths)) == 1
+    assert "producer" in [frame.name for frame in traceback.extract_tb(future.exception().__traceback__)]
+
+
+def test_wait_times_out_and_the_future_stays_usable():
+    future = CUDAFuture(name="late")
+    with pytest.raises(TimeoutError, match="'late' is still pending"):
+        future.wait(timeout=0.001)
+    with pytest.raises(TimeoutError):
+        future.result(0)
+    with pytest.raises(TimeoutError):
+        future.exception(timeout=0)
+    future.set_result(1)
+    assert future.wait(timeout=0) == 1
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), -float("inf")])
+def test_a_negative_timeout_is_refused_even_when_done(timeout):
+    with pytest.raises(ValueError, match="timeout is None"):
+        CUDAFuture.completed(1).wait(timeout=timeout)
+
+
+def test_a_timeout_that_is_no_number_is_refused():
+    with pytest.raises(TypeError):
+        CUDAFuture.completed(1).wait(timeout="soon")
+
+
+def test_an_infinite_timeout_waits():
+    future = CUDAFuture()
+    thread = threading.Thread(target=lambda: future.set_result(9))
+    thread.start()
+    assert future.wait(timeout=float("inf")) == 9
+    thread.join()
+
+
+def test_many_threads_wait_for_one_future():
+    future = CUDAFuture()
+    started = threading.Barrier(9)
+    seen = []
+
+    def waiter():
+        started.wait()
+        seen.append(future.wait())
+
+    threads = [threading.Thread(target=waiter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    future.set_result("all")
+    for thread in threads:
+        thread.join()
+    assert seen == ["all"] * 8
+
+
+def test_cancel_is_an_outcome():
+    future = CUDAFuture(name="job")
+    ran = []
+    future.add_done_callback(ran.append)
+    assert future.cancel()
+    assert not future.cancel()
+    assert future.cancelled()
+    assert future.done()
+    assert ran == [future]
+    for look in (future.wait, future.value, future.exception):
+        with pytest.raises(CancelledError, match="'job' was cancelled"):
+            look()
+
+
+def test_a_done_future_cannot_be_cancelled():
+    future = CUDAFuture.completed(1)
+    assert not future.cancel()
+    assert future.value() == 1
+
+
+def test_cancelled_error_is_the_one_of_concurrent_futures():
+    import concurrent.futures
+
+    assert issubclass(CancelledError, concurrent.futures.CancelledError)
+    assert issubclass(CancelledError, CUDAFutureError)
+
+
+@pytest.mark.parametrize("exc", [None, "text", ValueError, 3])
+def test_failing_with_something_that_is_no_exception_is_refused(exc):
+    future = CUDAFuture()
+    with pytest.raises(TypeError, match="exception"):
+        future.set_exception(exc)
+    with pytest.raises(TypeError):
+        CUDAFuture.failed(exc)
+    assert not future.done()
+
+
+def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog):
+    future = CUDAFuture(name="forgotten")
+    future.set_exception(ValueError("lost?"))
+    del future
+    gc.collect()
+    assert [r.name for r in caplog.records] == ["cudafuture.future"]
+    assert "'forgotten'" in caplog.text
+    assert "ValueError: lost?" in caplog.text
+
+
+@pytest.mark.parametrize("look", ["exception", "wait", "value", "result"])
+def test_a_failure_that_somebody_saw_is_not_logged(caplog, look):
+    future = CUDAFuture.failed(ValueError("seen"))
+    if look == "exception":
+        future.exception()
+    else:
+        with pytest.raises(ValueError, match="seen"):
+            getattr(future, look)()
+    del future
+    gc.collect()
+    assert not caplog.records
+
+
+def test_a_cancelled_future_is_not_logged(caplog):
+    CUDAFuture().cancel()
+    gc.collect()
+    assert not caplog.records
+
+
+def test_repr_shows_name_state_and_age():
+    future = CUDAFuture(name="read 7")
+    assert repr(future).startswith("<CUDAFuture 'read 7' pending, ")
+    assert repr(future).endswith("s old>")
+    future.set_result(1)
+    assert "completed" in repr(future)
+    assert repr(CUDAFuture()).startswith("<CUDAFuture pending, ")
+
+
+def test_facts():
+    future = CUDAFuture(priority=-1, name="n")
+    assert (future.priority, future.name, future.devices, dict(future.events)) == (-1, "n", (), {})
+    assert future.late_error is None
+    assert future.released is None
+    with pytest.raises(AttributeError):
+        future.name = "other"
+    with pytest.raises(TypeError):
+        future.events[torch.device("cpu")] = None
+
+
+def test_it_is_generic_weakly_referenceable_hashable_and_final():
+    assert CUDAFuture[int].__origin__ is CUDAFuture
+    future = CUDAFuture()
+    assert weakref.ref(future)() is future
+    assert len({future, future, CUDAFuture()}) == 2
+    with pytest.raises(TypeError):
+        type("Sub", (CUDAFuture,), {})
+
+
+def test_the_cpu_is_always_inside_the_bounding_set():
+    assert CUDAFuture(devices=["cpu"]).devices == ()
+    future = CUDAFuture(devices=[])
+    future.set_result(torch.ones(2))
+    assert future.wait().tolist() == [1, 1]
+
+
+def test_devices_of_several_types_are_refused():
+    with pytest.raises(DeviceMismatchError, match=r"cuda:0 and xpu:0.*gather") as caught:
+        CUDAFuture(devices=["cuda:0", "xpu:0"])
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("devices", ["cuda:0", [1.5], [None], 3])
+def test_devices_that_are_none_are_refused(devices):
+    with pytest.raises(TypeError):
+        CUDAFuture(devices=devices)
+
+
+def test_devices_are_sorted_without_duplicates():
+    future = CUDAFuture(devices=["cuda:1", torch.device("cuda", 0), "cuda:1", "cpu"])
+    assert future.devices == (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+def test_an_unknown_lifetime_is_refused():
+    CUDAFuture(lifetime="hold")
+    with pytest.raises(ValueError, match="'record' or 'hold'"):
+        CUDAFuture(lifetime="borrow")
+
+
+@pytest.mark.parametrize("stream", ["pool", 3, object()])
+def test_a_stream_that_is_none_is_refused(stream):
+    future = CUDAFuture()
+    with pytest.raises(TypeError, match=r"a stream is a torch\.Stream"):
+        future.set_result(1, stream=stream)
+    assert not future.done()
+
+
+def test_tensors_that_are_none_are_refused():
+    future = CUDAFuture()
+    with pytest.raises(TypeError, match=r"tensors= names torch\.Tensors"):
+        future.set_result(1, tensors=[3])
+    future.set_result(1, tensors=[torch.ones(1)])
+    assert future.wait() == 1
+
+
+def test_a_callback_over_its_own_pending_future_is_freed():
+    future = CUDAFuture()
+    future.add_done_callback(lambda _, keep=future: keep)
+    alive = weakref.ref(future)
+    del future
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_future_in_its_own_value_is_freed():
+    future = CUDAFuture()
+    future.set_result([future])
+    alive = weakref.ref(future)
+    del future
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog):
+    future = CUDAFuture()
+    child = future.then(lambda f: f)
+    grandchild = child.then(lambda f, keep=(future, child): keep)
+    alive = [weakref.ref(f) for f in (future, child, grandchild)]
+    del future, child, grandchild
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+    assert not caplog.records
+
+
+def test_a_failure_in_a_cycle_that_nobody_saw_is_logged_too(caplog):
+    def produce():
+        future = CUDAFuture(name="cyclic")
+        try:
+            raise ValueError("in its own traceback")
+        except ValueError as e:
+            future.set_exception(e)
+
+    produce()
+    gc.collect()
+    assert caplog.text.count("'cyclic' was never looked at") == 1

@@ -1,0 +1,84 @@
+"""submit and copy: functions and copies that run elsewhere."""
+
+import threading
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from cudafuture import copy, executors, submit
+
+
+def test_submit_runs_a_function_with_its_arguments():
+    assert submit(divmod, 7, 2).wait() == (3, 1)
+    assert submit(sorted, [2, 1], reverse=True).wait() == [2, 1]
+    assert submit(threading.get_ident).wait() != threading.get_ident()
+
+
+def test_submit_takes_any_executor():
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
+        assert submit(lambda: threading.current_thread().name, executor=pool).wait().startswith("mine")
+    assert submit(threading.get_ident, executor=executors.inline).value() == threading.get_ident()
+    on_callback_thread = submit(threading.get_ident, executor=executors.callback_thread).wait()
+    assert on_callback_thread not in (threading.get_ident(), None)
+
+
+def test_submit_names_the_future_after_the_function():
+    error = submit(int, "not a number").exception()
+    assert error.__notes__ == ["in CUDAFuture 'int'"]
+    assert submit(print, executor=executors.inline, priority=-1).priority == -1
+
+
+def test_submit_carries_the_callers_modes():
+    with torch.no_grad():
+        future = submit(torch.is_grad_enabled)
+    assert future.wait() is False
+
+
+def test_a_submitted_function_can_be_cancelled_until_it_begins():
+    begun, end, ran = threading.Event(), threading.Event(), []
+    with ThreadPoolExecutor(1) as pool:
+        blocker = submit(lambda: begun.set() or end.wait(), executor=pool)
+        begun.wait()
+        queued = submit(ran.append, 1, executor=pool)
+        assert queued.cancel()
+        assert not blocker.cancel()
+        end.set()
+        assert blocker.wait() is True
+    assert queued.cancelled()
+    assert ran == []
+
+
+def test_submit_refuses_what_it_cannot_call_or_run_on():
+    with pytest.raises(TypeError, match="takes a callable"):
+        submit(3)
+    with pytest.raises(TypeError, match=r"concurrent\.futures\.Executor"):
+        submit(print, executor=3)
+
+
+Point = namedtuple("Point", "x y")
+
+
+def test_copy_keeps_the_structure_and_copies_the_tensors():
+    value = {"a": [torch.arange(3), "text"], "b": Point(torch.ones(2, 2), None), "c": (1,)}
+    copied = copy(value, "cpu").wait()
+    assert copied["a"][0].tolist() == [0, 1, 2]
+    assert copied["a"][1] == "text"
+    assert isinstance(copied["b"], Point)
+    assert copied["c"] == (1,)
+    copied["a"][0].zero_()
+    assert value["a"][0].tolist() == [0, 1, 2]
+
+
+def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all():
+    for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
+        source = torch.ones(3, dtype=dtype)
+        assert torch.equal(copy(source, "cpu").wait(), source)
+    assert copy([], torch.device("cpu")).wait() == []
+    assert copy(torch.ones(4, 4)[::2, 1], "cpu", priority=-1).wait().tolist() == [1, 1]
+
+
+def test_copy_to_a_device_that_is_none_is_refused():
+    with pytest.raises((RuntimeError, TypeError)):
+        copy(torch.ones(1), "nowhere")

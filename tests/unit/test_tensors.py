@@ -1,0 +1,139 @@
+"""Finding the tensors of a value, wherever they hide."""
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cudafuture._tensors import find_tensors
+
+
+@dataclasses.dataclass
+class Data:
+    x: object
+    rest: object = None
+
+
+class Attributes:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+class Slots:
+    __slots__ = ("__private", "x")
+
+    def __init__(self, x, private):
+        self.x = x
+        self.__private = private
+
+
+class SlotsChild(Slots):
+    __slots__ = "more"  # a single name is allowed as well
+
+    def __init__(self, x, private, more):
+        super().__init__(x, private)
+        self.more = more
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def tensors(n):
+    return [torch.full((2,), i) for i in range(n)]
+
+
+def same(found, expected):
+    return [id(t) for t in found] == [id(t) for t in expected]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: (a, [b]),
+        lambda a, b: {"k": a, "l": {"m": b}},
+        lambda a, b: OrderedDict(a=a, b=b),
+        lambda a, b: Pair(a, b),
+        lambda a, b: Data(a, Data(b)),
+        lambda a, b: Attributes(a=a, b=[b]),
+        lambda a, b: Slots(a, b),
+        lambda a, b: SimpleNamespace(a=(a,), b=b),
+        lambda a, b: [1, "text", None, a, object(), b],
+        lambda a, b: [a, [a, b], a],
+        lambda a, b: SlotsChild(None, a, b),
+    ],
+)
+def test_tensors_are_found_each_once(make):
+    a, b = tensors(2)
+    assert sorted(id(t) for t in find_tensors(make(a, b))) == sorted((id(a), id(b)))
+
+
+def test_the_order_is_that_of_the_value():
+    parts = tensors(4)
+    assert same(find_tensors([parts[0], {"x": parts[1]}, (parts[2], parts[3])]), parts)
+
+
+def test_sets_and_keys_are_searched():
+    a, b = tensors(2)
+    assert len(find_tensors([{a}, {b: 1}, frozenset({a})])) == 2
+
+
+def test_cycles_are_harmless():
+    (a,) = tensors(1)
+    ring = [a]
+    ring.append(ring)
+    node = Attributes(t=a)
+    node.me = node
+    assert same(find_tensors([ring, node]), [a])
+
+
+def test_depth_is_bounded_and_deep_nesting_does_not_recurse():
+    (a,) = tensors(1)
+    nested = a
+    for _ in range(100_000):
+        nested = [nested]
+    assert find_tensors(nested) == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+def test_sparse_tensors_count_all_their_storages():
+    dense = torch.eye(3)
+    coo = dense.to_sparse()
+    assert len(find_tensors(coo)) == 2
+    assert len(find_tensors(dense.to_sparse_csr())) == 3
+    assert len(find_tensors(dense.to_sparse_csc())) == 3
+
+
+def test_a_subclass_with_parts_counts_them():
+    class TwoTensors(torch.Tensor):
+        @staticmethod
+        def __new__(cls, a, b):
+            self = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+            self.a, self.b = a, b
+            return self
+
+        def __tensor_flatten__(self):
+            return ["a", "b"], None
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return NotImplemented
+
+    a, b = tensors(2)
+    assert same(find_tensors([TwoTensors(a, b)]), [a, b])
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert same(find_tensors(Attributes(p=parameter)), [parameter])
+
+
+def test_nothing_is_pickled():
+    class Unpicklable:
+        def __init__(self, t):
+            self.t = t
+
+        def __reduce__(self):
+            raise AssertionError("pickled")
+
+    (a,) = tensors(1)
+    assert same(find_tensors(Unpicklable(a)), [a])

@@ -1,0 +1,353 @@
+"""Callbacks: then, then_async, add_done_callback, and what they find when they run."""
+
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors
+
+
+def test_a_callback_gets_the_future_and_makes_the_child():
+    future = CUDAFuture()
+    got = []
+    child = future.then(lambda f: got.append(f) or 2 * f.value())
+    assert not child.done()
+    future.set_result(4)
+    assert child.wait() == 8
+    assert got == [future]
+    assert got[0] is future
+
+
+def test_then_on_a_done_future_runs_at_once():
+    assert CUDAFuture.completed(1).then(lambda f: f.value() + 1).value() == 2
+
+
+def test_a_callback_that_raises_fails_the_child_with_that_object():
+    error = LookupError("mine")
+
+    def fail(_):
+        raise error
+
+    child = CUDAFuture.completed(1).then(fail)
+    assert child.exception() is error
+
+
+def test_a_callback_runs_whatever_the_outcome():
+    failed, cancelled = CUDAFuture(), CUDAFuture()
+    looked = [f.then(lambda f: f.cancelled() or type(f.exception())) for f in (failed, cancelled)]
+    failed.set_exception(OSError())
+    cancelled.cancel()
+    assert [f.wait() for f in looked] == [OSError, True]
+
+
+def test_an_error_travels_down_a_chain_as_the_same_object():
+    future = CUDAFuture()
+    end = future.then(lambda f: f.value()).then(lambda f: f.value()).then(lambda f: f.value())
+    error = ZeroDivisionError()
+    future.set_exception(error)
+    assert end.exception() is error
+
+
+def test_callbacks_run_in_the_order_of_their_registration():
+    future = CUDAFuture()
+    order = []
+    future.add_done_callback(lambda _: order.append(0))
+    future.then(lambda _: order.append(1))
+    future.add_done_callback(lambda _: order.append(2))
+    future.then_async(lambda _: order.append(3) or CUDAFuture.completed(0))
+    future.set_result(None)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_callback_that_raises_does_not_stop_the_next(caplog):
+    future = CUDAFuture(name="noisy")
+    future.add_done_callback(lambda _: 1 / 0)
+    child = future.then(lambda _: "ran")
+    future.set_result(None)
+    assert child.wait() == "ran"
+    assert "ZeroDivisionError" in caplog.text
+    assert "'noisy'" in caplog.text
+
+
+def test_the_state_is_published_before_callbacks_run():
+    future = CUDAFuture()
+    seen = []
+    future.add_done_callback(lambda f: seen.append((f.done(), future.value())))
+    future.set_result(5)
+    assert seen == [(True, 5)]
+
+
+def test_completing_inside_a_callback_does_not_nest_its_callbacks():
+    outer, inner = CUDAFuture(), CUDAFuture()
+    order = []
+    inner.add_done_callback(lambda _: order.append("inner"))
+
+    def callback(_):
+        inner.set_result(None)
+        order.append("callback ends")
+
+    outer.add_done_callback(callback)
+    outer.add_done_callback(lambda _: order.append("second"))
+    outer.set_result(None)
+    assert order == ["callback ends", "second", "inner"]
+
+
+@pytest.mark.parametrize("fn", [None, 3, "name"])
+def test_a_callback_that_cannot_be_called_is_refused(fn):
+    future = CUDAFuture()
+    for register in (future.then, future.then_async, future.add_done_callback):
+        with pytest.raises(TypeError, match="takes a callable that takes the future"):
+            register(fn)
+
+
+def test_unknown_arguments_are_refused_with_what_is_allowed():
+    future = CUDAFuture()
+    with pytest.raises(ValueError, match="'pool', 'caller'"):
+        future.then(print, stream="fast")
+    with pytest.raises(TypeError, match=r"torch\.Stream"):
+        future.then(print, stream=[3])
+    with pytest.raises(TypeError, match=r"concurrent\.futures\.Executor"):
+        future.then(print, executor="pool")
+    with pytest.raises(TypeError):
+        future.then(print, priority="high")
+
+
+def test_a_stream_outside_the_bounding_set_is_refused():
+    stream = torch.Stream(stream_id=0, device_index=1, device_type=1)  # cuda:1, never used
+    with pytest.raises(DeviceMismatchError, match=r"cuda:1.*\{cuda:0\}"):
+        CUDAFuture(devices=["cuda:0"]).then(print, stream=stream)
+    with pytest.raises(DeviceMismatchError, match=r"cuda:1"):
+        CUDAFuture(devices=["cuda:0"]).set_result(1, stream=stream)
+
+
+def test_a_child_inherits_priority_name_and_bounding_set():
+    parent = CUDAFuture(devices=["cuda:0"], priority=-1, name="parent")
+    child = parent.then(lambda f: f)
+    assert (child.priority, child.name, child.devices) == (-1, "parent", (torch.device("cuda:0"),))
+    assert parent.then(lambda f: f, priority=2).priority == 2
+
+
+@pytest.mark.parametrize("stream", ["pool", "caller", []])
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_every_choice_works_for_values_of_the_host(stream, non_blocking):
+    future = CUDAFuture()
+    child = future.then(lambda f: f.value(), stream=stream, non_blocking=non_blocking)
+    future.set_result(torch.ones(1))
+    assert child.wait().item() == 1
+
+
+# ---- then_async
+
+
+def test_then_async_takes_the_outcome_of_the_returned_future():
+    inner = CUDAFuture()
+    child = CUDAFuture.completed(1).then_async(lambda _: inner)
+    assert not child.done()
+    inner.set_result("inner")
+    assert child.wait() == "inner"
+    assert child.value() is inner.value()
+
+
+def test_then_async_takes_failure_and_cancellation_too():
+    error = OSError()
+    assert CUDAFuture.completed(1).then_async(lambda _: CUDAFuture.failed(error)).exception() is error
+    inner = CUDAFuture()
+    child = CUDAFuture.completed(1).then_async(lambda _: inner)
+    inner.cancel()
+    assert child.cancelled()
+
+
+def test_then_async_refuses_a_plain_value():
+    with pytest.raises(TypeError, match=r"returns a CUDAFuture, not 7; use then\(\)"):
+        CUDAFuture.completed(1).then_async(lambda _: 7).wait()
+
+
+def test_then_async_that_returns_its_own_child_fails_instead_of_waiting_for_ever():
+    future = CUDAFuture()
+    child = future.then_async(lambda _: child)
+    future.set_result(None)
+    with pytest.raises(InvalidStateError, match="itself"):
+        child.wait(timeout=10)
+
+
+def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone():
+    inner = CUDAFuture()
+    child = CUDAFuture.completed(1).then_async(lambda _: inner)
+    assert child.cancel()
+    assert not inner.done()
+    inner.set_result(1)
+    assert child.cancelled()
+
+
+# ---- cancelling children
+
+
+def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent_alone():
+    future = CUDAFuture()
+    ran = []
+    child = future.then(lambda _: ran.append(1))
+    assert child.cancel()
+    assert not future.done()
+    future.set_result(None)
+    assert ran == []
+    assert child.cancelled()
+
+
+def test_a_child_cannot_be_cancelled_once_its_callback_runs():
+    future = CUDAFuture()
+    answers = []
+    child = future.then(lambda _: answers.append(child.cancel()) or "done")
+    future.set_result(None)
+    assert answers == [False]
+    assert child.wait() == "done"
+
+
+def test_a_dropped_parent_fails_its_child_instead_of_leaving_it_waiting():
+    child = CUDAFuture().then(lambda f: f.value())
+    with pytest.raises(InvalidStateError, match="dropped before anybody completed it"):
+        child.wait(timeout=10)
+
+
+def test_a_callback_that_waits_for_its_own_child_is_told_so():
+    future = CUDAFuture()
+    child = future.then(lambda _: child.wait())
+    future.set_result(None)
+    with pytest.raises(InvalidStateError, match="waits for its own result"):
+        child.wait()
+
+
+# ---- context
+
+variable = contextvars.ContextVar("variable", default="unset")
+
+
+def modes(_=None):
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        variable.get(),
+    )
+
+
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("where", ["inline", "thread", "executor"])
+def test_then_carries_the_modes_of_its_caller(context, where):
+    future = CUDAFuture()
+    token = variable.set("caller")
+    with ThreadPoolExecutor(1) as pool:
+        with CONTEXTS[context]():
+            expected = modes()
+            child = future.then(modes, executor=pool if where == "executor" else None)
+        variable.reset(token)
+        if where == "thread":
+            thread = threading.Thread(target=future.set_result, args=(None,))
+            thread.start()
+            thread.join()
+        else:
+            future.set_result(None)
+        assert child.wait() == expected
+    assert modes() == (True, False, False, None, "unset")
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_callback_runs_without_the_modes_of_who_completes(context):
+    future = CUDAFuture()
+    child = future.then(modes)
+    with CONTEXTS[context]():
+        inside = modes()
+        future.set_result(None)
+        assert modes() == inside
+    assert child.wait() == (True, False, False, None, "unset")
+
+
+def test_a_callback_cannot_leak_its_modes():
+    def leak(_):
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        variable.set("leaked")
+        return modes()
+
+    before = modes()
+    assert CUDAFuture.completed(1).then(leak).wait() == (False, False, True, torch.bfloat16, "leaked")
+    torch.set_autocast_enabled("cpu", False)
+    assert modes() == before
+
+
+def test_add_done_callback_carries_no_context():
+    future = CUDAFuture()
+    seen = []
+    with torch.no_grad():
+        future.add_done_callback(lambda _: seen.append(torch.is_grad_enabled()))
+    future.set_result(None)
+    assert seen == [True]
+
+
+# ---- executors
+
+
+def test_an_executor_runs_the_callback():
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
+        child = CUDAFuture.completed(1).then(lambda _: threading.current_thread().name, executor=pool)
+        assert child.wait().startswith("mine")
+        ran = threading.Event()
+        CUDAFuture.completed(1).add_done_callback(lambda _: ran.set(), executor=pool)
+        assert ran.wait(10)
+
+
+def test_the_librarys_own_executors():
+    here = threading.get_ident()
+    future = CUDAFuture.completed(1)
+    assert future.then(lambda _: threading.get_ident(), executor=executors.inline).value() == here
+    elsewhere = future.then(lambda _: threading.get_ident(), executor=executors.callback_thread)
+    assert elsewhere.wait() != here
+    assert repr(executors.inline) == "<cudafuture.executors.inline>"
+
+
+def test_an_executor_that_was_shut_down_fails_the_child():
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        CUDAFuture.completed(1).then(print, executor=pool).wait()
+
+
+def test_an_executor_that_drops_its_work_cancels_the_child():
+    pool = ThreadPoolExecutor(1)
+    begun, end = threading.Event(), threading.Event()
+    pool.submit(lambda: begun.set() or end.wait())
+    begun.wait()
+    child = CUDAFuture.completed(1).then(print, executor=pool)
+    pool.shutdown(wait=False, cancel_futures=True)
+    end.set()
+    pool.shutdown(wait=True)
+    assert child.cancelled()
+
+
+def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child():
+    children = []
+
+    def make():
+        parent = CUDAFuture()
+        children.append(parent.then(lambda f: f.value()))
+        return parent
+
+    with pytest.raises(ZeroDivisionError):
+        [make(), 1 / 0]
+    assert isinstance(children[0].exception(timeout=10), InvalidStateError)
+
+
+@pytest.mark.parametrize("method", ["then", "then_async", "add_done_callback"])
+def test_a_method_called_on_something_else_is_refused(method):
+    with pytest.raises(TypeError, match="takes CUDAFutures"):
+        getattr(CUDAFuture, method)(42, print)
