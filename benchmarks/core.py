@@ -1,0 +1,389 @@
+"""How fast the core is beside its peers, every limit a row.
+
+    python benchmarks/core.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+
+Ours and the peer run in the same process, by turns in a shuffled order; a row shows medians over the rounds. The cyclic
+garbage collector is on, as it is by default. Where two figures that ought to be equal are compared, a control measures
+the same thing twice, and the row says "noise" when it is over its limit by no more than the control's error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rich.box
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.futures import Future as TorchFuture
+from torch.futures import collect_all
+from torch.multiprocessing.spawn import spawn
+
+from cudafuture import CUDAFuture, gather
+
+Timed = Callable[[], float]  # does something many times, returns the nanoseconds that one took
+Make = Callable[[], Any]  # a future class without its arguments
+now = time.perf_counter_ns
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One limit: what ours and the peer took, what is compared with the limit, and how sure that is."""
+
+    name: str
+    what: str
+    unit: str
+    ours: float
+    peer: float
+    peer_name: str
+    measure: str  # the unit of what is compared
+    measured: float
+    limit: float
+    error: float = 0.0  # two standard errors of the control's median, in the unit of `measured`
+    control: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the limit is kept."""
+        if self.measured <= self.limit:
+            return "ok"
+        return "noise" if self.measured - self.error <= self.limit else "over"
+
+
+def by_turns(rounds: int, *timed: Timed) -> list[list[float]]:
+    """Run each once in every round, in a shuffled order that every process shares; the first round is a warm-up."""
+    shuffle = random.Random(0).sample
+    took: list[list[float]] = [[] for _ in timed]
+    for _ in range(rounds + 1):
+        for which in shuffle(range(len(timed)), len(timed)):
+            took[which].append(timed[which]())
+    return [figures[1:] for figures in took]
+
+
+def two_errors(figures: Sequence[float]) -> float:
+    """Twice the standard error of the median, from the median absolute deviation (normal noise taken for granted)."""
+    middle = statistics.median(figures)
+    deviation = 1.4826 * statistics.median(abs(f - middle) for f in figures)
+    return 2 * 1.2533 * deviation / math.sqrt(len(figures))
+
+
+def look(_future: Any) -> None:
+    """The callback that does nothing."""
+
+
+def complete(make: Make) -> float:
+    """Create, set_result, wait."""
+    many = range(5_000)
+    start = now()
+    for _ in many:
+        future = make()
+        future.set_result(None)
+        future.wait()
+    return (now() - start) / len(many)
+
+
+def callback(make: Make) -> float:
+    """Create, add_done_callback, set_result."""
+    many = range(5_000)
+    start = now()
+    for _ in many:
+        future = make()
+        future.add_done_callback(look)
+        future.set_result(None)
+    return (now() - start) / len(many)
+
+
+def then(make: Make) -> float:
+    """Chains of 100 links, completed and awaited, per link."""
+    chains, links = range(50), range(100)
+    start = now()
+    for _ in chains:
+        first = last = make()
+        for _ in links:
+            last = last.then(look)
+        first.set_result(None)
+        last.wait()
+    return (now() - start) / len(chains) / len(links)
+
+
+def gathering(make: Make) -> float:
+    """Combine 1,000 pending futures, complete them, wait; making and freeing them is not counted. Per future."""
+    repeats, parts = range(4), range(1_000)
+    took = 0
+    for _ in repeats:
+        futures = [make() for _ in parts]
+        start = now()
+        combined: Any = gather(*futures) if make is CUDAFuture else collect_all(futures)
+        for future in futures:
+            future.set_result(None)
+        combined.wait()
+        took += now() - start
+    return took / len(repeats) / len(parts)
+
+
+def compare(name: str, what: str, limit: float, work: Callable[[Make], float], rounds: int) -> Row:
+    """The ratio of our median to torch's, for work that is the same in both."""
+    ours, peer = map(statistics.median, by_turns(rounds, partial(work, CUDAFuture), partial(work, TorchFuture)))
+    return Row(name, what, "ns", ours, peer, "torch", "x", ours / peer, limit)
+
+
+def awaiting(rounds: int) -> Row:
+    """Await completed futures, 5,000 of them in one coroutine of one loop, ours and the loop's own by turns."""
+    repeats, parts = range(5), range(1_000)
+    loop = asyncio.new_event_loop()
+
+    async def awaits(futures: list[Any]) -> float:
+        start = now()
+        for _ in repeats:
+            for future in futures:
+                await future
+        return (now() - start) / len(repeats) / len(parts)
+
+    def completed(make: Make) -> Timed:
+        futures = [make() for _ in parts]
+        for future in futures:
+            future.set_result(None)
+        return lambda: loop.run_until_complete(awaits(futures))
+
+    ours, peer = map(statistics.median, by_turns(rounds, completed(CUDAFuture), completed(loop.create_future)))
+    loop.close()
+    return Row("await", "await of a completed future", "ns", ours, peer, "asyncio", "x", ours / peer, 1.5)
+
+
+def handoff(make: Make, cores: tuple[int, int]) -> float:
+    """From before set_result in one thread until wait has returned in another that was blocked in it: the median."""
+    futures = [make() for _ in range(300)]
+    waiting, woken = threading.Semaphore(0), threading.Semaphore(0)
+    took: list[int] = []
+
+    def waiter() -> None:
+        os.sched_setaffinity(0, {cores[1]})  # of this thread only
+        for future in futures:
+            waiting.release()
+            start = future.wait()
+            took.append(now() - start)
+            woken.release()
+
+    thread = threading.Thread(target=waiter)
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cores[0]})
+    thread.start()
+    for future in futures:
+        waiting.acquire()
+        time.sleep(50e-6)  # lets the waiter go from its handshake into wait(), which is not to be measured
+        future.set_result(now())
+        woken.acquire()
+    thread.join()
+    os.sched_setaffinity(0, everywhere)
+    return statistics.median(took)
+
+
+def latency(name: str, where: str, cores: tuple[int, int], rounds: int) -> Row:
+    """Set in one thread, wait returns in another; pinned, or the scheduler's whim decides which of the two is shown."""
+    measure = partial(handoff, CUDAFuture, cores)
+    ours, again, peer = by_turns(rounds, measure, measure, partial(handoff, TorchFuture, cores))
+    us, them = statistics.median(ours), statistics.median(peer)
+    what = f"set in one thread, wait returns in another, {where}"
+    same = [a / b for a, b in zip(ours, again, strict=True)]
+    return Row(name, what, "ns", us, them, "torch", "x", us / them, 1.0, *control("ours / ours", same))
+
+
+class Bare:
+    """What the interpreter itself loses by switching threads: an object with a method, and nothing in it."""
+
+    def set_result(self, value: object) -> None:
+        self.value = value
+
+
+def completing(make: Make, count: int, threads: int) -> float:
+    """Make and complete so many futures in so many threads; from the first one's start to the last one's end."""
+    many = range(count // threads)
+    barrier = threading.Barrier(threads)
+    spans: list[tuple[int, int]] = []
+
+    def worker() -> None:
+        barrier.wait()
+        start = now()
+        for _ in many:
+            make().set_result(None)
+        spans.append((start, now()))
+
+    workers = [threading.Thread(target=worker) for _ in range(threads)]
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    return (max(end for _, end in spans) - min(start for start, _ in spans)) / count
+
+
+def throughput(rounds: int) -> Row:
+    """8 threads against one, the same number of futures in all."""
+    kinds = ((CUDAFuture, 240_000), (TorchFuture, 40_000), (Bare, 240_000))
+    took = by_turns(rounds, *(partial(completing, make, count, threads) for make, count in kinds for threads in (8, 1)))
+    eight, one, torch8, torch1, bare8, bare1 = map(statistics.median, took)
+    what = f"make and complete in 8 threads (torch {torch8 / torch1:.2f}, an empty class {bare8 / bare1:.3f})"
+    each = [a / b for a, b in zip(took[0], took[1], strict=True)]
+    return Row("threads", what, "ns", eight, one, "1 thread", "x", eight / one, 1.0, *control("8 / 1", each))
+
+
+MEMORY = """
+import sys
+from torch.futures import Future
+from cudafuture import CUDAFuture
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+
+make, count = {"ours": CUDAFuture, "torch": Future}[sys.argv[1]], int(sys.argv[2])
+kept = [None] * count
+before = resident()
+for i in range(count):
+    kept[i] = make()
+print((resident() - before) / count)
+"""
+
+
+def memory(_rounds: int) -> Row:
+    """Resident memory of a million pending futures, each kind in a process of its own; without the list of them."""
+
+    def measure(kind: str) -> float:
+        command = [sys.executable, "-c", MEMORY, kind, "1000000"]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    ours, peer = measure("ours"), measure("torch")
+    return Row("memory", "one of a million pending futures", "bytes", ours, peer, "torch", "bytes", ours, 550)
+
+
+def gloo_rank(rank: int, store: str, rounds: int, results: str) -> None:
+    """One of two ranks: all_reduce + wait, raw and through from_torch; leaves every round's medians in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    tensor = torch.zeros(256)
+
+    def raw() -> float:
+        start = now()
+        dist.all_reduce(tensor, async_op=True).wait()
+        return now() - start
+
+    def ours() -> float:
+        start = now()
+        CUDAFuture.from_torch(dist.all_reduce(tensor, async_op=True)).wait()
+        return now() - start
+
+    def torch_future() -> float:
+        start = now()
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+        return now() - start
+
+    variants = ours, raw, raw, torch_future
+    took = [[statistics.median(figures) for figures in by_turns(500, *variants)] for _ in range(rounds)]
+    Path(f"{results}.{rank}").write_text(json.dumps(took))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gloo(rounds: int) -> Row:
+    """What from_torch adds to all_reduce + wait on Gloo, two processes, 1 KiB; the control is raw against raw."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results")
+        arguments = (f"{folder}/store", rounds, str(results))
+        spawn(gloo_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+        took = [figures for rank in range(2) for figures in json.loads(Path(f"{results}.{rank}").read_text())]
+    ours, raw = statistics.median(t[0] for t in took), statistics.median(t[1] for t in took)
+    added = statistics.median(t[0] - t[1] for t in took)
+    same = [t[2] - t[1] for t in took]
+    torch_adds = statistics.median(t[3] - t[1] for t in took)
+    what = f"from_torch of a Gloo all_reduce, and wait (torch's get_future() adds {torch_adds:,.0f})"
+    row_control = control("raw - raw, ns", same)
+    return Row("from_torch", what, "ns", ours, raw, "raw", "more", added, 5_000, *row_control)
+
+
+def control(what: str, same: Sequence[float]) -> tuple[float, str]:
+    """The error of a control, and the words for it."""
+    error = two_errors(same)
+    return error, f"{what}: {statistics.median(same):.3g} ± {error:.2g}"
+
+
+LIMITS: dict[str, Callable[[int], Row]] = {
+    "complete": partial(compare, "complete", "create + set_result + wait", 0.20, complete),
+    "callback": partial(compare, "callback", "create + add_done_callback + set_result", 0.25, callback),
+    "then": partial(compare, "then", "one then() of a chain of 100", 0.35, then),
+    "gather": partial(compare, "gather", "gather of 1,000, per future", 0.30, gathering),
+    "await": awaiting,
+    "latency-two-cores": partial(latency, "latency-two-cores", "on two cores", (CORES[0], CORES[-1])),
+    "latency-one-core": partial(latency, "latency-one-core", "on one core", (CORES[0], CORES[0])),
+    "threads": throughput,
+    "memory": memory,
+    "from_torch": gloo,
+}
+
+
+def machine() -> str:
+    """A label for the kind of machine and the versions, without its name."""
+    python, torch_version = platform.python_version(), torch.__version__.replace("+", "-")
+    return f"{platform.machine()}-{os.cpu_count()}cpu-python{python}-torch{torch_version}"
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows as people read them, and the controls below."""
+    colours = {"ok": "green", "noise": "yellow", "over": "red"}
+    table = Table(title="The core beside its peers, medians", box=rich.box.SIMPLE_HEAD, collapse_padding=True)
+    for heading in ("what", "ours", "peer", "", "measured", "at most", ""):
+        table.add_column(heading, justify="left" if heading in ("what", "") else "right")
+    for row in rows:
+        what, ours, peer = f"{row.what}, {row.unit}", f"{row.ours:,.0f}", f"{row.peer:,.0f}"
+        measured = f"{row.measured:,.0f}" if row.measured > 100 else f"{row.measured:.3f}"
+        verdict = f"[{colours[row.verdict]}]{row.verdict}[/]"
+        table.add_row(what, ours, peer, row.peer_name, measured, f"{row.limit:,g} {row.measure}", verdict)
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.control:
+            console.print(f"control of {row.name}: {row.control}")
+    console.print(machine())
+
+
+def main() -> int:
+    """Measure, print, write; the number of limits that are broken, if that was to be checked."""
+    parser = argparse.ArgumentParser(description="Measure the core beside its peers.")
+    parser.add_argument("--only", choices=LIMITS, nargs="+", metavar="NAME", help=f"of {', '.join(LIMITS)}")
+    parser.add_argument("--rounds", type=int, default=21, help="a row shows medians over so many (default 21)")
+    default = Path(__file__).parent / "results" / f"core-{machine()}.json"
+    parser.add_argument("--json", type=Path, nargs="?", const=default, metavar="PATH", help="write the rows there")
+    parser.add_argument("--check", action="store_true", help="exit with an error when a limit is broken")
+    args = parser.parse_args()
+    rows = []
+    for name in args.only or LIMITS:
+        sys.stderr.write(f"measuring {name}\n")  # and no progress bar: its thread would ask for the GIL meanwhile
+        rows.append(LIMITS[name](args.rounds))
+    show(rows)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        written = [asdict(row) | {"verdict": row.verdict} for row in rows]
+        report = {"machine": machine(), "rounds": args.rounds, "rows": written}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return sum(row.verdict == "over" for row in rows) if args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
