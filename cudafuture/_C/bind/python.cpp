@@ -12,11 +12,22 @@
 namespace cudafuture::bind {
 namespace {
 
+// Whether this thread has come here from Python, or serves it. An engine's thread (Gloo's) enters Python behind our
+// back, to drop a tensor.
+thread_local bool is_pythons = false;
+
+}  // namespace
+
+void serve_python() noexcept { is_pythons = true; }
+
+namespace {
+
 // The callback thread keeps one thread state for its life, so that threading.local works in callbacks.
 thread_local PyThreadState* kept_state = nullptr;
 
 bool enter() noexcept {
   if (is_finalizing()) return false;
+  serve_python();
   if (kept_state != nullptr) {
     take_gil(std::exchange(kept_state, nullptr));
   } else {
@@ -47,6 +58,16 @@ bool is_inside() noexcept {
 
 }  // namespace
 
+void begin_call() {
+  serve_python();
+  refuse_after_fork();
+}
+
+WithoutGil::WithoutGil() noexcept {
+  serve_python();
+  state_ = PyEval_SaveThread();
+}
+
 WithoutGil::~WithoutGil() { take_gil(state_); }
 
 // CPython before 3.14 ends a thread that asks for the GIL while the interpreter finalizes, by unwinding its stack. A
@@ -59,12 +80,13 @@ void take_gil(PyThreadState* state) noexcept {
 void keep_threads_from_unwinding() noexcept {
   static std::terminate_handler usual = nullptr;
   usual = std::set_terminate([] {
-    if (is_finalizing() && !is_main_thread() && std::current_exception() == nullptr) park();
+    if (is_pythons && is_finalizing() && !is_main_thread() && std::current_exception() == nullptr) park();
     usual();
   });
 }
 
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
+  serve_python();
   return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
 }
 
@@ -102,8 +124,12 @@ nb::handle Imported::get() {
 
 Deadline deadline_in(nb::handle timeout) {
   if (timeout.is_none()) return std::nullopt;
-  const double seconds = PyFloat_AsDouble(timeout.ptr());
-  if (seconds == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  double seconds = PyFloat_AsDouble(timeout.ptr());
+  if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw nb::python_error();
+    PyErr_Clear();  // a whole number too large for a float: no deadline, or a negative one
+    seconds = nb::cast<bool>(timeout < nb::int_(0)) ? -1.0 : 1e300;
+  }
   if (std::isnan(seconds) || seconds < 0) {
     const std::string message =
         "timeout is None (wait for ever) or seconds >= 0, not " + std::string(nb::repr(timeout).c_str());

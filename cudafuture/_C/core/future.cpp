@@ -88,7 +88,15 @@ Future::~Future() {
   if (state() == State::failed && !seen_.load(std::memory_order_relaxed) && unseen_failure != nullptr) {
     unseen_failure(std::move(value_), name());
   }
+  if (is_shut_down()) leak_value();
   abandon_all(continuations_.take_all());
+}
+
+// Whoever drops the last reference to a tensor may have to enter the interpreter, which ends threads from now on. An
+// engine that still works on these tensors must not be the one.
+void Future::leak_value() noexcept {
+  static_cast<void>(new Value(std::move(value_)));
+  if (rare_ != nullptr) static_cast<void>(new std::vector<at::Tensor>(std::move(rare_->named_tensors)));
 }
 
 Future::Rare& Future::rare() {
@@ -211,13 +219,15 @@ bool Future::device_work_finished() noexcept {
 }
 
 std::exception_ptr Future::late_error() const {
+  if (!has_late_error_.load(std::memory_order_acquire)) return nullptr;
   std::lock_guard lock(mutex_);
-  return rare_ == nullptr ? nullptr : rare_->late_error;
+  return rare_->late_error;
 }
 
 void Future::set_late_error(std::exception_ptr error) noexcept {
   std::lock_guard lock(mutex_);
   if (rare().late_error == nullptr) rare().late_error = std::move(error);
+  has_late_error_.store(true, std::memory_order_release);
 }
 
 // ---- producer

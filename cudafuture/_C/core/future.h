@@ -139,12 +139,14 @@ class Future final : public c10::intrusive_ptr_target {
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
   Rare& rare();
+  void leak_value() noexcept;
   bool wait_in_producer(const Clock::time_point* deadline);
   void unlink(Waiter& waiter) noexcept;
 
   mutable std::mutex mutex_;
   std::atomic<State> state_{State::pending};
   std::atomic<bool> seen_{false};
+  std::atomic<bool> has_late_error_{false};
   bool started_ = false;
   Lifetime lifetime_;
   std::int32_t priority_;
