@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from cudafuture import _C
@@ -18,6 +19,8 @@ T1 = TypeVar("T1")
 T2 = TypeVar("T2")
 T3 = TypeVar("T3")
 T4 = TypeVar("T4")
+
+_FOR_EVER = 1e9  # seconds: what event loops and clocks cannot count is no timeout
 
 ReturnWhen = Literal["ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"]
 
@@ -95,7 +98,11 @@ def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> 
     >>> wait_all([CUDAFuture.completed(1), CUDAFuture.completed(2)])
     [1, 2]
     """
-    return gather(*futures).wait(timeout=timeout)
+    whole = gather(*futures)
+    try:
+        return whole.wait(timeout=timeout)
+    finally:
+        whole.cancel()  # where time was up: it must not take the failure of a part away from those who look later
 
 
 def wait(
@@ -128,12 +135,12 @@ def wait(
             if not _C.wait_done(future, left()):
                 break
     elif return_when == "FIRST_EXCEPTION" or not any(f.done() for f in waiting):
-        with _Arrivals(waiting) as arrivals:
-            for future in arrivals.until(left):
+        with _Arrivals(waiting, left) as arrivals:
+            for future in arrivals:
                 if return_when == "FIRST_COMPLETED" or not _succeeded(future):
                     break
     done = {future for future in waiting if future.done()}
-    return done, waiting - done
+    return done, set(waiting) - done
 
 
 def as_completed(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> AsCompleted[T]:
@@ -166,9 +173,10 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
         return next(self._in_turn)
 
     def _wait_in_turn(self) -> Iterator[CUDAFuture[T]]:
-        with _Arrivals(self._futures) as arrivals:
-            for _ in self._futures:
-                yield arrivals.next(self._left())
+        with _Arrivals(self._futures, self._left) as arrivals:
+            yield from arrivals
+            if not arrivals.complete:
+                raise _time_is_over(self._futures)
 
     async def __aiter__(self) -> AsyncIterator[CUDAFuture[T]]:
         loop = asyncio.get_running_loop()
@@ -180,47 +188,64 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
 
         try:
             for future in self._futures:
-                _C.add_ready_callback(future, arrive)
+                if _is_ready(future):
+                    arrived.put_nowait(future)
+                else:
+                    _C.add_ready_callback(future, arrive)
             for _ in self._futures:
                 try:
-                    future = await asyncio.wait_for(arrived.get(), self._left())
+                    yield (
+                        arrived.get_nowait() if arrived.qsize() else await asyncio.wait_for(arrived.get(), self._left())
+                    )
                 except asyncio.TimeoutError:  # the builtin one since Python 3.11
                     raise _time_is_over(self._futures) from None
-                yield future
         finally:
             for future in self._futures:
                 _C.remove_done_callback(future, arrive)
 
 
 class _Arrivals(Generic[T]):
-    """The futures of a set as they come to be done. Leaving the scope detaches from those that are not."""
+    """Futures as they come to be done, while there is time. Leaving the scope detaches from the rest."""
 
-    def __init__(self, futures: set[CUDAFuture[T]]) -> None:
+    def __init__(self, futures: Collection[CUDAFuture[T]], left: _Countdown) -> None:
         self._futures = futures
-        self._queue: queue.SimpleQueue[CUDAFuture[T]] = queue.SimpleQueue()
-        self._put = self._queue.put
+        self._left = left
+        self._arrived: deque[CUDAFuture[T]] = deque()
+        self._signals: deque[CUDAFuture[None]] = deque()  # one, while somebody waits
+        self._arrive = self._on_done  # one object, so that it can be removed
+        self.complete = False
 
     def __enter__(self) -> _Arrivals[T]:
         for future in self._futures:
-            future.add_done_callback(self._put)
+            if future.done():
+                self._arrived.append(future)
+            else:
+                future.add_done_callback(self._arrive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for future in self._futures:
-            _C.remove_done_callback(future, self._put)
+            _C.remove_done_callback(future, self._arrive)
+        del self._arrive  # a bound method of this very object
 
-    def next(self, timeout: float | None) -> CUDAFuture[T]:
-        try:
-            return self._queue.get(timeout=timeout)
-        except queue.Empty:
-            raise _time_is_over(self._futures) from None
-
-    def until(self, left: _Countdown) -> Iterator[CUDAFuture[T]]:
+    def __iter__(self) -> Iterator[CUDAFuture[T]]:
         for _ in self._futures:
-            try:
-                yield self.next(left())
-            except TimeoutError:
+            if not self._arrived and not self._wait():
                 return
+            yield self._arrived.popleft()
+        self.complete = True
+
+    def _on_done(self, future: CUDAFuture[T]) -> None:
+        self._arrived.append(future)
+        with contextlib.suppress(IndexError):  # nobody waits, or another arrival was quicker
+            self._signals.pop().set_result(None)
+
+    def _wait(self) -> bool:
+        """Wait for an arrival. Through a future, whose wait runs the callbacks that stand behind the caller's own."""
+        signal: CUDAFuture[None] = CUDAFuture()
+        self._signals.clear()
+        self._signals.append(signal)
+        return bool(self._arrived) or _C.wait_done(signal, self._left()) or bool(self._arrived)
 
 
 class _Countdown:
@@ -229,25 +254,32 @@ class _Countdown:
     def __init__(self, timeout: float | None) -> None:
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout is None (wait for ever) or seconds >= 0, not {timeout!r}")
-        self._end = None if timeout is None else time.monotonic() + timeout
+        self._end = None if timeout is None or timeout > _FOR_EVER else time.monotonic() + timeout
 
     def __call__(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
-def _distinct(futures: Iterable[CUDAFuture[T]]) -> set[CUDAFuture[T]]:
-    distinct = set(futures)
+def _distinct(futures: Iterable[CUDAFuture[T]]) -> Collection[CUDAFuture[T]]:
+    distinct = dict.fromkeys(futures)
     for future in distinct:
         if not isinstance(future, CUDAFuture):
             raise TypeError(
                 f"CUDAFutures are wanted, not {future!r}; CUDAFuture.from_torch() makes one of torch's handles"
             )
-    return distinct
+    return distinct.keys()
 
 
-def _time_is_over(futures: set[CUDAFuture[T]]) -> TimeoutError:
+def _time_is_over(futures: Collection[CUDAFuture[T]]) -> TimeoutError:
     return TimeoutError(f"{len(futures)} futures: the time is over and not all of them are done")
 
 
 def _succeeded(future: CUDAFuture[Any]) -> bool:
     return not future.cancelled() and _C.state(future) == "completed"
+
+
+def _is_ready(future: CUDAFuture[Any]) -> bool:
+    try:
+        return future.ready()
+    except Exception:  # a late error: whoever waits for the future will see it
+        return True

@@ -65,7 +65,9 @@ def submit(  # type: ignore[misc]
     if not callable(fn):
         raise TypeError(f"submit() takes a callable and its arguments, not {fn!r}")
     call = functools.partial(fn, *args, **kwargs) if args or kwargs else fn
-    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    name = getattr(fn, "__qualname__", None)
+    if not isinstance(name, str):
+        name = type(fn).__qualname__
     return _C.submit(call, executor if executor is not None else default_executor(), priority, name)
 
 

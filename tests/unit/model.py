@@ -70,6 +70,8 @@ class Model:
         node.state, node.outcome = state, outcome
         self._queue.extend(node.consumers)
         node.consumers, node.children = [], []
+        for part in node.parents if node.is_whole else ():
+            part.children = [child for child in part.children if child is not node]
         self._drain()
         return True
 

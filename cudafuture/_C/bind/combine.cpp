@@ -62,9 +62,10 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   ~Combined() override { let_go_of_parts(); }
 
-  // The links of parts that are still pending keep this object; it must not keep the parts. They are cancelled only
-  // when the whole is cancelled for good: a callback of a part may still complete the whole.
+  // Parts that are still pending, and may be for long, are left alone: they keep neither the whole nor this object.
+  // They are cancelled only when the whole is cancelled for good: a callback of a part may still complete the whole.
   void finished(Future& whole) noexcept override {
+    if (left_.load(std::memory_order_relaxed) > 0) take_back_links();
     if (cancel_parts_ && whole.state() == State::cancelled) {
       std::vector<nb::object> parts;
       for (PyObject* part : parts_) parts.push_back(nb::borrow(nb::handle(part)));
@@ -125,6 +126,12 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   std::vector<Link> links;  // the nodes that stand in the parts' lists; never resized
 
  private:
+  void take_back_links() noexcept {
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      if (core_of(parts_[i]).detach(&links[i])) links[i].abandon();
+    }
+  }
+
   void let_go_of_parts() noexcept {
     for (PyObject* part : std::exchange(parts_, {})) release_foreign(part);
   }
@@ -219,7 +226,7 @@ void Link::let_go() noexcept {
 }
 
 nb::object combine(How how, nb::handle futures, bool cancel_parts) {
-  refuse_after_fork();
+  begin_call();
   std::vector<PyObject*> parts;
   const nb::object sequence = nb::steal(PySequence_Fast(futures.ptr(), "an iterable of CUDAFutures"));
   if (!sequence.is_valid()) throw nb::python_error();
