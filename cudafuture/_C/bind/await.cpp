@@ -52,7 +52,7 @@ PyTypeObject* done_type = nullptr;
 PyObject* await_slot(PyObject* self) noexcept {
   try {
     Future& future = expect_future(self, "await");
-    if (future.state() == State::completed && future.events().empty()) {
+    if (future.state() == State::completed && future.events().empty() && future.late_error() == nullptr) {
       Done* done = PyObject_New(Done, done_type);
       if (done == nullptr) return nullptr;
       done->value = result_of(future).release().ptr();

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <string_view>
+
 #include "bind/torch_future.h"
 #include "core/error.h"
 
@@ -21,10 +23,14 @@ const char* class_of(ErrorKind kind) {
   return "CUDAFutureError";
 }
 
-nb::object make(PyObject* type, const char* message) {
-  PyObject* object = PyObject_CallFunction(type, "s", message);
-  if (object == nullptr) throw nb::python_error();
-  return nb::steal(object);
+// The text of an engine need not be UTF-8.
+nb::object make(PyObject* type, std::string_view message) {
+  const auto size = static_cast<Py_ssize_t>(message.size());
+  const nb::object text = nb::steal(PyUnicode_DecodeUTF8(message.data(), size, "backslashreplace"));
+  if (!text.is_valid()) throw nb::python_error();
+  nb::object object = nb::steal(PyObject_CallOneArg(type, text.ptr()));
+  if (!object.is_valid()) throw nb::python_error();
+  return object;
 }
 
 template <class T>
@@ -52,7 +58,7 @@ nb::object of_c10(const c10::Error& error) {
 }  // namespace
 
 nb::object make_error(const char* type, const std::string& message) {
-  return make(nb::module_::import_("cudafuture.errors").attr(type).ptr(), message.c_str());
+  return make(nb::module_::import_("cudafuture.errors").attr(type).ptr(), message);
 }
 
 void raise(nb::handle exception) {

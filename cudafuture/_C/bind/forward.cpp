@@ -72,6 +72,7 @@ void break_promise(const nb::object& child) noexcept {
   } catch (nb::python_error& e) {
     e.discard_as_unraisable("cudafuture");
   }
+  raise_kept_interrupt_soon();
 }
 
 }  // namespace cudafuture::bind

@@ -67,7 +67,7 @@ Lifetime lifetime_from(const char* lifetime) {
 
 void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const char* name,
           const char* lifetime) {
-  refuse_after_fork();
+  begin_call();
   auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
   if (*name != '\0') core->set_name(name);
@@ -81,14 +81,14 @@ void expect_exception(nb::handle exc, const char* who) {
 }
 
 nb::object completed(nb::object value) {
-  refuse_after_fork();
+  begin_call();
   nb::object future = wrap(c10::make_intrusive<Future>());
   complete(core_of(future), std::move(value));
   return future;
 }
 
 nb::object failed(nb::object exc) {
-  refuse_after_fork();
+  begin_call();
   expect_exception(exc, "failed()");
   nb::object future = wrap(c10::make_intrusive<Future>());
   fail(core_of(future), std::move(exc));
@@ -100,7 +100,7 @@ nb::object failed(nb::object exc) {
 bool ready(PyFuture& self) {
   Future& future = *self.core;
   if (!future.device_work_finished()) return false;
-  if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
+  raise_late_error(future);
   return true;
 }
 
@@ -139,16 +139,11 @@ nb::object exception(PyFuture& self, nb::handle timeout) {
 
 bool wait_done(PyFuture& self, nb::handle timeout) {
   const FuturePtr future = self.core;
-  try {
-    wait_until_done(*future, deadline_in(timeout));
-  } catch (nb::python_error& e) {
-    if (!e.matches(PyExc_TimeoutError)) throw;
-  }
-  return future->done();
+  return try_wait_until_done(*future, deadline_in(timeout));
 }
 
 bool cancel(PyFuture& self) {
-  refuse_after_fork();
+  begin_call();
   const FuturePtr future = self.core;
   const bool cancelled = future->cancel();
   raise_kept_interrupt();
@@ -158,7 +153,7 @@ bool cancel(PyFuture& self) {
 // ---- producer
 
 void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle tensors) {
-  refuse_after_fork();
+  begin_call();
   const FuturePtr future = self.core;
   bool first;
   if (stream.is_none() && tensors.is_none()) {
@@ -179,7 +174,7 @@ void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle 
 }
 
 void set_exception(PyFuture& self, nb::object exc) {
-  refuse_after_fork();
+  begin_call();
   expect_exception(exc, "set_exception()");
   const FuturePtr future = self.core;
   if (!fail(*future, std::move(exc))) raise_done_already(*future, "set_exception()");
@@ -195,7 +190,7 @@ nb::object devices(PyFuture& self) {
 }
 
 nb::object late_error(PyFuture& self) {
-  refuse_after_fork();
+  begin_call();
   const std::exception_ptr late = self.core->late_error();
   return late == nullptr ? nb::none() : exception_of(late);
 }

@@ -50,7 +50,10 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
 [[noreturn]] void raise_done_already(const Future& future, const char* verb);
 
 // ---- waiting
-void wait_until_done(Future& future, const Deadline& deadline);  // TimeoutError
+bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the time is over
+void wait_until_done(Future& future, const Deadline& deadline);      // TimeoutError
+// Raises what a device or an engine reported after completion. Not of a failed future: that would hide its own error.
+void raise_late_error(Future& future);
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline);
 
 // A callback of which a thread is inside, so that waiting for its own child is an error and not a deadlock.
@@ -69,6 +72,7 @@ class RunningChild {
 // returns to Python, and are raised there.
 void keep_interrupt(nb::object exception);
 void raise_kept_interrupt();
+void raise_kept_interrupt_soon() noexcept;
 
 // ---- Python arguments
 std::vector<c10::Device> devices_from(nb::handle devices);

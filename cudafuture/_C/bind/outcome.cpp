@@ -120,9 +120,12 @@ bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& 
   std::vector<at::Tensor> tensors;
   find_tensors(value, tensors);
   tensors.insert(tensors.end(), named.begin(), named.end());
-  if (tensors.empty()) return future.complete(Value::of_object(foreign(std::move(value))));
+  if (tensors.empty() && streams.empty()) return future.complete(Value::of_object(foreign(std::move(value))));
   if (future.done()) return false;
-  const std::vector<c10::Device> used = devices_of(tensors);
+  std::vector<c10::Device> used = devices_of(tensors);
+  for (c10::Device device : devices_of_streams(streams)) {  // named by the producer: there is work on them
+    if (std::find(used.begin(), used.end(), device) == used.end()) used.push_back(device);
+  }
   if (const std::string message = outside_bounding_set(future, used); !message.empty()) {
     return fail(future, make_error("DeviceMismatchError", message), streams);
   }
@@ -164,6 +167,19 @@ void raise_done_already(const Future& future, const char* verb) {
 void keep_interrupt(nb::object exception) {
   if (!is_main_thread() || kept_interrupt != nullptr) return;
   kept_interrupt = exception.release().ptr();
+}
+
+// From where nothing can be raised, as a destructor: CPython raises it when it looks for signals the next time.
+void raise_kept_interrupt_soon() noexcept {
+  if (kept_interrupt == nullptr || CompletionQueue::current().draining()) return;
+  Py_AddPendingCall(
+      [](void*) {
+        if (kept_interrupt == nullptr) return 0;
+        const nb::object interrupt = nb::steal(std::exchange(kept_interrupt, nullptr));
+        PyErr_SetObject(interrupt.type().ptr(), interrupt.ptr());
+        return -1;
+      },
+      nullptr);
 }
 
 void raise_kept_interrupt() {

@@ -91,9 +91,12 @@ class Then final : public Continuation {
 
   void dispose() noexcept { delete this; }
 
-  // Its executor will not run it: it was shut down.
+  // Its executor will not run it: it was shut down, or (where an error is given) could not.
   void refuse() noexcept {
     if (child_.is_valid()) core_of(child_).cancel();
+  }
+  void refuse(Future& parent, nb::object error) noexcept {
+    failed(parent, child_.is_valid() ? &core_of(child_) : nullptr, std::move(error), {});
   }
 
   nb::object python_executor;
@@ -180,9 +183,11 @@ class Then final : public Continuation {
       const nb::object job =
           make_job(this, FuturePtr::unsafe_reclaim_from_nonowning(&parent));  // owns this from now on
       try {
-        executor.attr("submit")(job);
+        const nb::object handle = executor.attr("submit")(job);
+        if (nb::hasattr(handle, "add_done_callback")) handle.attr("add_done_callback")(job.attr("settle"));
       } catch (nb::python_error& e) {
-        failed(parent, child_.is_valid() ? &core_of(child_) : nullptr, nb::borrow(e.value()), {});
+        const nb::object error = nb::borrow(e.value());
+        refuse(parent, error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
       }
     } catch (nb::python_error& e) {
       e.discard_as_unraisable("cudafuture");
@@ -190,6 +195,14 @@ class Then final : public Continuation {
   }
 
   static nb::object make_job(Then* then, FuturePtr parent);
+
+  // The bare RuntimeError with which executors of concurrent.futures refuse work when they, or Python, have ended.
+  static nb::object shut_down_error(const nb::object& error) {
+    nb::object typed = make_error("InvalidStateError", "the executor does not take the callback any more: " +
+                                                           std::string(nb::str(error).c_str()));
+    typed.attr("__cause__") = error;
+    return typed;
+  }
 
   nb::object fn_;
   nb::object child_;
@@ -209,6 +222,17 @@ class Job {
   void operator()() {
     if (then_ == nullptr) return;
     then_->execute(*parent_);
+    finish();
+  }
+  // The executor's own handle is done. If this was never called, the handle says why.
+  void settle(nb::handle handle) {
+    if (then_ == nullptr) return;
+    nb::object error = nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")();
+    if (error.is_none()) {
+      then_->refuse();
+    } else {
+      then_->refuse(*parent_, std::move(error));
+    }
     finish();
   }
 
@@ -246,6 +270,11 @@ void choose_executor(Then& then, nb::handle executor) {
         std::string(nb::repr(executor).c_str());
     throw nb::type_error(message.c_str());
   }
+  if (nb::cast<std::string>(executor.type().attr("__module__")) == "concurrent.futures.process") {
+    throw nb::type_error(
+        "a ProcessPoolExecutor cannot run callbacks: neither they nor the future can be sent to another process; give "
+        "its submit() the function itself, and complete a CUDAFuture in the add_done_callback() of what it returns");
+  }
   then.python_executor = nb::borrow(executor);
 }
 
@@ -262,7 +291,7 @@ FuturePtr make_child(const Future& parent, int priority) {
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async) {
   Future& parent = expect_future(future, async ? "then_async()" : "then()");
-  refuse_after_fork();
+  begin_call();
   expect_callable(fn, async ? "then_async()" : "then()");
   nb::object child = wrap(make_child(parent, priority.value_or(parent.priority())));
   auto then = std::make_unique<Then>(nb::borrow(fn), child);
@@ -277,7 +306,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
 }
 
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
-  refuse_after_fork();
+  begin_call();
   auto parent = c10::make_intrusive<Future>(priority);
   auto core = c10::make_intrusive<Future>(priority);
   core->set_name(name);
@@ -294,7 +323,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready) {
   Future& parent = expect_future(future, "add_done_callback()");
-  refuse_after_fork();
+  begin_call();
   expect_callable(fn, "add_done_callback()");
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
   choose_executor(*then, executor);
@@ -319,7 +348,7 @@ int remove_done_callback(nb::handle future, nb::handle fn) {
 }
 
 void bind_executors(nb::module_& m) {
-  nb::class_<Job>(m, "_Job").def("__call__", &Job::operator());
+  nb::class_<Job>(m, "_Job").def("__call__", &Job::operator()).def("settle", &Job::settle);
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def_ro("name", &HostExecutor::name)
       .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });

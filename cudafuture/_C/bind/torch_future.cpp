@@ -13,6 +13,7 @@
 #include "bind/errors.h"
 #include "bind/forward.h"
 #include "bind/future.h"
+#include "core/error.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
 
@@ -37,12 +38,18 @@ bool is_torch_future(nb::handle object) {
   return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(future_class().ptr())) != 0;
 }
 
-bool is_work(nb::handle object) {
+// Null where torch was built without torch.distributed.
+PyTypeObject* work_class() {
   static Imported is_available{"torch.distributed", "is_available"};
   static const bool available = nb::cast<bool>(is_available()());
-  if (!available) return false;
-  static Imported work_class{"torch._C._distributed_c10d", "Work"};
-  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(work_class().ptr())) != 0;
+  if (!available) return nullptr;
+  static Imported work{"torch._C._distributed_c10d", "Work"};
+  return reinterpret_cast<PyTypeObject*>(work().ptr());
+}
+
+bool is_work(nb::handle object) {
+  PyTypeObject* const type = work_class();
+  return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
 }
 
 // Runs inside torch's callback: the current streams are ordered after the value.
@@ -50,9 +57,30 @@ EventSet record_devices(const TorchFuture& source) {
   return source.devices().empty() ? EventSet() : EventSet::record(source.devices());
 }
 
+// What torch's callback owns of the future that follows. A torch future that is dropped while pending drops its
+// callbacks without a word: whoever waits here is told.
+class Promise {
+ public:
+  explicit Promise(FuturePtr future) : future_(std::move(future)) {}
+  ~Promise() {
+    if (future_ == nullptr || future_.use_count() == 1 || is_shut_down() || is_forked_child()) return;
+    future_->mark_seen();  // nobody raised it: no report if nobody looks
+    future_->fail(Value::of_error(std::make_exception_ptr(Error(
+        ErrorKind::invalid_state, "the torch future that this one follows was dropped before anybody completed it"))));
+  }
+  Promise(const Promise&) = delete;
+  Promise& operator=(const Promise&) = delete;
+
+  FuturePtr take() noexcept { return std::move(future_); }
+
+ private:
+  FuturePtr future_;
+};
+
 // The value stays as it is in C++; no interpreter is needed.
 void follow_natively(const TorchFuturePtr& source, FuturePtr future) {
-  source->addCallback([future = std::move(future)](TorchFuture& done) {
+  source->addCallback([promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
+    const FuturePtr future = promise->take();
     if (done.hasError()) {
       future->fail(Value::of_error(done.exception_ptr()), record_devices(done));
     } else {
@@ -105,23 +133,25 @@ class Unwrap final : public Continuation {
   EventSet events_;
 };
 
-void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future) {
+// `producer`: what must live until it is done.
+void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_ptr<Foreign> producer = {}) {
   const TorchFuturePtr source = wrapper.fut;
-  source->addCallback(
-      [weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, future = std::move(future)](TorchFuture& done) {
-        // Here the wrapper that completes it is still alive; later, on the callback thread, it may be gone.
-        const auto alive = weak.lock();
-        auto* c = new Unwrap(alive != nullptr ? alive->unwrap_func : unwrap,
-                             TorchFuturePtr::unsafe_reclaim_from_nonowning(&done), record_devices(done));
-        c->parent = future;
-        InlineExecutor::get().post(c);
-      });
+  source->addCallback([weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, producer = std::move(producer),
+                       promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
+    // Here the wrapper that completes it is still alive; later, on the callback thread, it may be gone.
+    const auto alive = weak.lock();
+    auto* c = new Unwrap(alive != nullptr ? alive->unwrap_func : unwrap,
+                         TorchFuturePtr::unsafe_reclaim_from_nonowning(&done), record_devices(done));
+    c->parent = promise->take();
+    InlineExecutor::get().post(c);
+  });
 }
 
 // A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
 // thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
-void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future) {
-  std::thread([work = std::move(work), future = std::move(future)] {
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future, Foreign object = {}) {
+  std::thread([work = std::move(work), future = std::move(future), object = std::move(object)] {
+    if (object) serve_python();
     try {
       work->wait();
       std::vector<at::Tensor> result;
@@ -172,6 +202,24 @@ void follow_work(c10d::Work& work, FuturePtr future) {
   }
 }
 
+// A Work whose class is written in Python: its C++ side knows neither how to unwrap an error nor how long Python lives.
+void follow_python_work(nb::handle object, FuturePtr future) {
+  future->start();
+  nb::object followed;
+  try {
+    followed = object.attr("get_future")();
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_RuntimeError)) throw;  // RuntimeError and NotImplementedError: it has none
+  }
+  if (followed.is_valid() && is_torch_future(followed)) {
+    follow_wrapper(*behind<PythonFutureWrapper>(followed), std::move(future),
+                   std::make_shared<Foreign>(nb::borrow(object).release().ptr()));
+  } else {
+    auto work = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(behind<c10d::Work>(object));
+    follow_by_waiting(std::move(work), std::move(future), foreign(nb::borrow(object)));
+  }
+}
+
 // Completes torch's future when ours is done.
 class Deliver final : public Continuation {
  public:
@@ -180,14 +228,22 @@ class Deliver final : public Continuation {
   void run(Future& source) noexcept override {
     try {
       deliver(source);
-    } catch (nb::python_error& e) {
-      e.discard_as_unraisable("CUDAFuture.to_torch");
     } catch (...) {
-      log_error("to_torch() could not complete %r", target_, exception_of(std::current_exception()));
+      fail_target(exception_of(std::current_exception()));
     }
     delete this;
   }
-  void abandon() noexcept override { delete this; }
+
+  // Torch's future may have got callbacks and children of its own meanwhile, which nobody else would ever run.
+  void abandon() noexcept override {
+    if (!is_finalizing() && !is_forked_child()) {
+      const nb::error_scope raised_already;  // this may be inside the destructor of any object
+      fail_target(make_error("InvalidStateError",
+                             "the CUDAFuture that this one follows was dropped before anybody completed it"));
+    }
+    delete this;
+  }
+
   int visit(ForeignVisitor visitor) const override { return visitor(target_.ptr()); }
 
  private:
@@ -196,17 +252,24 @@ class Deliver final : public Continuation {
     if (source.state() == State::completed) {
       order_current_streams(source, tensors_of(source));
       target_.attr("set_result")(result_of(source));
-      return;
+    } else {
+      source.events().block_current_streams();
+      fail_target(exception_of(source));
     }
-    source.events().block_current_streams();
-    TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
-    python_error error;
-    const nb::object exception = exception_of(source);
-    PyErr_SetObject(exception.type().ptr(), exception.ptr());
-    error.persist();
-    const std::exception_ptr carried = std::make_exception_ptr(std::move(error));
-    const WithoutGil released;
-    native->setError(carried);
+  }
+
+  void fail_target(const nb::object& exception) noexcept {
+    try {
+      TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
+      python_error error;
+      PyErr_SetObject(exception.type().ptr(), exception.ptr());
+      error.persist();
+      const std::exception_ptr carried = std::make_exception_ptr(std::move(error));
+      const WithoutGil released;
+      native->setErrorIfNeeded(carried);
+    } catch (...) {
+      log_error("to_torch() could not complete %r", target_, exception_of(std::current_exception()));
+    }
   }
 
   nb::object target_;
@@ -215,7 +278,7 @@ class Deliver final : public Continuation {
 }  // namespace
 
 nb::object from_torch(nb::handle source) {
-  refuse_after_fork();
+  begin_call();
   if (core_of_or_null(source) != nullptr) return nb::borrow(source);
   if (is_torch_future(source)) {
     auto* wrapper = behind<PythonFutureWrapper>(source);
@@ -227,10 +290,13 @@ nb::object from_torch(nb::handle source) {
     return result;
   }
   if (is_work(source)) {
-    auto* work = behind<c10d::Work>(source);
     auto future = c10::make_intrusive<Future>();
     nb::object result = wrap(future);
-    follow_work(*work, std::move(future));
+    if (Py_TYPE(source.ptr()) == work_class()) {
+      follow_work(*behind<c10d::Work>(source), std::move(future));
+    } else {
+      follow_python_work(source, std::move(future));
+    }
     return result;
   }
   const std::string message =
@@ -241,7 +307,7 @@ nb::object from_torch(nb::handle source) {
 
 nb::object to_torch(nb::handle future) {
   static Imported future_class{"torch.futures", "Future"};
-  refuse_after_fork();
+  begin_call();
   Future& core = expect_future(future, "to_torch()");
   nb::list devices;
   const bool known = core.done() || core.is_bounded();

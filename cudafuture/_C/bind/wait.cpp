@@ -111,9 +111,9 @@ bool RunningChild::is_on_this_thread(const Future& future) noexcept {
   return false;
 }
 
-void wait_until_done(Future& future, const Deadline& deadline) {
-  if (future.done()) return;
-  refuse_after_fork();
+bool try_wait_until_done(Future& future, const Deadline& deadline) {
+  if (future.done()) return true;
+  begin_call();
   refuse_deadlock(future);
   CompletionQueue& queue = CompletionQueue::current();
   const bool on_callback_thread = CallbackThread::get().is_current();
@@ -127,18 +127,27 @@ void wait_until_done(Future& future, const Deadline& deadline) {
     raise_kept_interrupt();
   }
   if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);
-  if (future.done()) return;
-  if (expired(deadline) || !block(future, deadline)) raise_timeout(future, " is still pending");
+  return future.done() || (!expired(deadline) && block(future, deadline));
+}
+
+void wait_until_done(Future& future, const Deadline& deadline) {
+  if (!try_wait_until_done(future, deadline)) raise_timeout(future, " is still pending");
 }
 
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline) {
-  if (future.events().empty()) return;
-  if (!non_blocking) {
-    for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
-    poll_devices(future, deadline);
-    if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
+  if (!future.events().empty()) {
+    if (!non_blocking) {
+      for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
+      poll_devices(future, deadline);
+    }
+    order_current_streams(future, tensors_of(future));
   }
-  order_current_streams(future, tensors_of(future));
+  if (!non_blocking) raise_late_error(future);
+}
+
+void raise_late_error(Future& future) {
+  if (future.state() != State::completed) return;
+  if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
 }
 
 }  // namespace cudafuture::bind
