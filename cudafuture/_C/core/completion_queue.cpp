@@ -18,6 +18,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
   CompletionQueue& queue = current();
   Executor* const usual = parent.default_executor();
   const bool inside = foreign_runtime().inside();
+  bool watching = false;
   while (list != nullptr) {
     Continuation* c = list;
     list = c->next;
@@ -25,7 +26,9 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
     c->parent = FuturePtr::unsafe_reclaim_from_nonowning(&parent);
     if ((c->flags & Continuation::when_ready) != 0) {
       c->flags &= static_cast<std::uint8_t>(~Continuation::when_ready);
-      if (!parent.device_work_finished()) {
+      // Those behind one that is watched are watched too, lest they overtake it.
+      watching = watching || !parent.device_work_finished();
+      if (watching) {
         Watcher::get().watch(c);
         continue;
       }

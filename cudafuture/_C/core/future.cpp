@@ -88,36 +88,48 @@ Future::~Future() {
   if (state() == State::failed && !seen_.load(std::memory_order_relaxed) && unseen_failure != nullptr) {
     unseen_failure(std::move(value_), name());
   }
-  if (is_shut_down()) leak_value();
+  if (is_shut_down()) leak_tensors();
   abandon_all(continuations_.take_all());
+  delete find_rare();
 }
 
 // Whoever drops the last reference to a tensor may have to enter the interpreter, which ends threads from now on. An
 // engine that still works on these tensors must not be the one.
-void Future::leak_value() noexcept {
-  static_cast<void>(new Value(std::move(value_)));
-  if (rare_ != nullptr) static_cast<void>(new std::vector<at::Tensor>(std::move(rare_->named_tensors)));
+void Future::leak_tensors() noexcept {
+  if (!value_.native.isNone()) static_cast<void>(new c10::IValue(std::move(value_.native)));
+  Rare* const rare = find_rare();
+  if (rare == nullptr || rare->named_tensors.empty()) return;
+  static_cast<void>(new std::vector<at::Tensor>(std::move(rare->named_tensors)));
 }
 
 Future::Rare& Future::rare() {
-  if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
-  return *rare_;
+  Rare* rare = rare_.load(std::memory_order_relaxed);
+  if (rare == nullptr) {
+    rare = new Rare;
+    rare_.store(rare, std::memory_order_release);
+  }
+  return *rare;
 }
 
 // ---- facts
 
 const std::string& Future::name() const noexcept {
   static const std::string none;
-  return rare_ == nullptr ? none : rare_->name;
+  const Rare* rare = find_rare();
+  return rare == nullptr ? none : rare->name;
 }
 
 void Future::set_name(std::string name) { rare().name = std::move(name); }
 
-bool Future::is_bounded() const noexcept { return rare_ != nullptr && rare_->bounded; }
+bool Future::is_bounded() const noexcept {
+  const Rare* rare = find_rare();
+  return rare != nullptr && rare->bounded;
+}
 
 const std::vector<c10::Device>& Future::bounding_set() const noexcept {
   static const std::vector<c10::Device> none;
-  return rare_ == nullptr ? none : rare_->bounding_set;
+  const Rare* rare = find_rare();
+  return rare == nullptr ? none : rare->bounding_set;
 }
 
 void Future::set_bounding_set(std::vector<c10::Device> devices) {
@@ -128,10 +140,16 @@ void Future::set_bounding_set(std::vector<c10::Device> devices) {
   rare().bounded = true;
 }
 
-Executor* Future::default_executor() const noexcept { return rare_ == nullptr ? nullptr : rare_->executor; }
+Executor* Future::default_executor() const noexcept {
+  const Rare* rare = find_rare();
+  return rare == nullptr ? nullptr : rare->executor;
+}
 void Future::set_default_executor(Executor* executor) { rare().executor = executor; }
 void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
-FuturePtr Future::released() const { return rare_ == nullptr ? FuturePtr() : rare_->released; }
+FuturePtr Future::released() const {
+  const Rare* rare = find_rare();
+  return rare == nullptr ? FuturePtr() : rare->released;
+}
 void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
 
 std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_now() - born_); }
@@ -156,7 +174,7 @@ bool Future::wait_in_producer(const Clock::time_point* deadline) {
   std::shared_ptr<Producer> producer;
   {
     std::lock_guard lock(mutex_);
-    if (rare_ != nullptr) producer = rare_->producer;
+    if (Rare* rare = find_rare()) producer = rare->producer;
   }
   // In slices: somebody else may complete the future, and the producer would not know.
   while (producer != nullptr && !done()) {
@@ -204,7 +222,8 @@ std::vector<c10::Device> Future::devices() const { return is_bounded() ? boundin
 
 const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   static const std::vector<at::Tensor> none;
-  return rare_ == nullptr ? none : rare_->named_tensors;
+  const Rare* rare = find_rare();
+  return rare == nullptr ? none : rare->named_tensors;
 }
 
 bool Future::device_work_finished() noexcept {
@@ -221,7 +240,7 @@ bool Future::device_work_finished() noexcept {
 std::exception_ptr Future::late_error() const {
   if (!has_late_error_.load(std::memory_order_acquire)) return nullptr;
   std::lock_guard lock(mutex_);
-  return rare_->late_error;
+  return find_rare()->late_error;
 }
 
 void Future::set_late_error(std::exception_ptr error) noexcept {
@@ -242,7 +261,7 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
     value_ = std::move(value);
     events_ = std::move(events);
     if (!named.empty()) rare().named_tensors = std::move(named);
-    if (rare_ != nullptr) producer = std::move(rare_->producer);
+    if (Rare* rare = find_rare()) producer = std::move(rare->producer);
     list = continuations_.take_all();
     waiters = std::exchange(waiters_, nullptr);
     state_.store(outcome, std::memory_order_release);
@@ -279,7 +298,7 @@ bool Future::cancel() {
   {
     std::lock_guard lock(mutex_);
     if (done() || started_) return false;
-    if (rare_ != nullptr) producer = rare_->producer;
+    if (Rare* rare = find_rare()) producer = rare->producer;
   }
   if (producer != nullptr && !producer->cancel(*this)) return false;
   return finish(State::cancelled, {}, {}, {}) || state() == State::cancelled;
@@ -292,8 +311,9 @@ int Future::visit(ForeignVisitor visitor) {
   for (Continuation* c = continuations_.head(); c != nullptr; c = c->next) {
     if (const int stop = c->visit(visitor)) return stop;
   }
-  if (rare_ != nullptr && rare_->producer != nullptr) {
-    if (const int stop = rare_->producer->visit(visitor)) return stop;
+  const Rare* rare = find_rare();
+  if (rare != nullptr && rare->producer != nullptr) {
+    if (const int stop = rare->producer->visit(visitor)) return stop;
   }
   if (const int stop = visitor(value_.object.get())) return stop;
   return visitor(value_.traceback.get());
@@ -307,7 +327,7 @@ void Future::clear() noexcept {
   {
     std::lock_guard lock(mutex_);
     list = continuations_.take_all();
-    if (rare_ != nullptr) producer = std::move(rare_->producer);
+    if (Rare* rare = find_rare()) producer = std::move(rare->producer);
     object = std::move(value_.object);
     traceback = std::move(value_.traceback);
     seen_ = true;

@@ -139,7 +139,8 @@ class Future final : public c10::intrusive_ptr_target {
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
   Rare& rare();
-  void leak_value() noexcept;
+  Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
+  void leak_tensors() noexcept;
   bool wait_in_producer(const Clock::time_point* deadline);
   void unlink(Waiter& waiter) noexcept;
 
@@ -154,8 +155,8 @@ class Future final : public c10::intrusive_ptr_target {
   Waiter* waiters_ = nullptr;
   Value value_;
   EventSet events_;
-  std::unique_ptr<Rare> rare_;
-  std::uint64_t born_;  // CLOCK_MONOTONIC_COARSE, nanoseconds
+  std::atomic<Rare*> rare_{nullptr};  // owned; made when it is first needed, under the lock once others see the future
+  std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
 };
 
 // Called with a failed future that dies before anybody has seen its error.

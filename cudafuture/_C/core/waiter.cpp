@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace cudafuture {
@@ -17,7 +18,9 @@ static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t), "a fu
 bool Waiter::wait(const Clock::time_point* deadline) noexcept {
   timespec until{};
   if (deadline != nullptr) {  // steady_clock is CLOCK_MONOTONIC, the clock of FUTEX_WAIT_BITSET
-    const auto t = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline->time_since_epoch()).count();
+    // Times before its beginning are refused by the kernel.
+    const auto epoch = std::max(deadline->time_since_epoch(), Clock::duration::zero());
+    const auto t = std::chrono::duration_cast<std::chrono::nanoseconds>(epoch).count();
     until = {t / 1'000'000'000, t % 1'000'000'000};
   }
   while (released_.load(std::memory_order_acquire) == 0) {

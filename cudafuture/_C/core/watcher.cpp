@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "core/completion_queue.h"
 #include "core/future.h"
@@ -43,7 +44,7 @@ Watcher::Statistics Watcher::statistics() const noexcept {
 }
 
 void Watcher::loop() noexcept {
-  pthread_setname_np(pthread_self(), "cudafuture-watch");
+  pthread_setname_np(pthread_self(), "cudafuture-poll");
   std::vector<Continuation*> watched;
   std::unique_lock lock(mutex_);
   std::chrono::microseconds pause = first_pause_;
@@ -59,7 +60,13 @@ void Watcher::loop() noexcept {
     inbox_.clear();
     lock.unlock();
 
-    const auto is_due = [](Continuation* c) { return c->parent->device_work_finished(); };
+    // Each future is asked once in a round: its callbacks keep their order when its device finishes between two looks.
+    std::unordered_map<const Future*, bool> finished;
+    const auto is_due = [&](Continuation* c) {
+      const auto [known, first] = finished.try_emplace(c->parent.get());
+      if (first) known->second = c->parent->device_work_finished();
+      return known->second;
+    };
     const auto due = std::stable_partition(watched.begin(), watched.end(), [&](auto* c) { return !is_due(c); });
     const std::vector<Continuation*> ready(due, watched.end());
     watched.erase(due, watched.end());
