@@ -1,14 +1,16 @@
 """from_torch and to_torch: torch's own handles, both ways."""
 
+import datetime as dt
 import gc
 import threading
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.futures import Future as TorchFuture
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, InvalidStateError
 
 
 def test_a_torch_future_completes_ours():
@@ -138,3 +140,95 @@ def test_an_error_survives_the_wrapper_that_carried_it():
         source.set_exception(ValueError("kept"))
         del source
         assert isinstance(future.exception(timeout=60), ValueError)
+
+
+def test_to_torch_of_a_future_that_is_dropped_fails_torchs():
+    future = CUDAFuture()
+    bridged = future.to_torch()
+    child = bridged.then(lambda f: f.wait())
+    del future
+    with pytest.raises(InvalidStateError, match="dropped before anybody completed it"):
+        bridged.wait()
+    with pytest.raises(RuntimeError, match="dropped before anybody completed it"):
+        child.wait()
+
+
+def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog):
+    source = TorchFuture()
+    future = CUDAFuture.from_torch(source)
+    child = future.then(lambda f: f.value())
+    del source
+    with pytest.raises(InvalidStateError, match="dropped before anybody completed it"):
+        child.wait(timeout=60)
+    del future, child
+    assert caplog.text == ""
+
+
+def test_to_torch_whose_target_is_done_already_is_left_alone():
+    future = CUDAFuture()
+    bridged = future.to_torch()
+    bridged.set_result("by hand")
+    future.set_result("too late")
+    assert bridged.wait() == "by hand"
+
+
+# ---- Works whose class is written in Python, as those of backends in Python are
+
+
+class PythonWork(dist.Work):
+    def __init__(self, followed=None):
+        super().__init__()
+        self.followed = followed
+        self.finished = threading.Event()
+
+    def get_future(self):
+        if self.followed is None:
+            raise NotImplementedError
+        return self.followed
+
+    def wait(self, timeout=dt.timedelta(0)):
+        self.finished.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return True
+
+
+def test_a_python_work_completes_and_fails_through_its_own_future():
+    for outcome in ([torch.ones(1)], KeyError("typed")):
+        source = TorchFuture()
+        future = CUDAFuture.from_torch(PythonWork(source))
+        assert not future.cancel()
+        with pytest.raises(TimeoutError):
+            future.wait(timeout=0.01)
+        (source.set_exception if isinstance(outcome, KeyError) else source.set_result)(outcome)
+        if isinstance(outcome, KeyError):
+            assert future.exception(timeout=60) is outcome
+        else:
+            assert future.wait(timeout=60) is outcome
+
+
+def test_a_python_work_lives_until_it_is_done():
+    source = TorchFuture()
+    work = PythonWork(source)
+    alive = weakref.ref(work)
+    future = CUDAFuture.from_torch(work)
+    del work
+    gc.collect()
+    assert alive() is not None
+    source.set_result(1)
+    assert future.wait(timeout=60) == 1
+    del source
+    assert alive() is None
+
+
+@pytest.mark.parametrize("outcome", [None, ValueError("of a wait")])
+def test_a_python_work_without_a_future_is_waited_for(outcome):
+    work = PythonWork()
+    work.outcome = outcome
+    future, finished = CUDAFuture.from_torch(work), work.finished
+    del work
+    gc.collect()
+    assert not future.done()
+    finished.set()
+    error = future.exception(timeout=60)
+    assert error is outcome

@@ -1,5 +1,6 @@
 """One future out of many, and waiting for several."""
 
+import gc
 import threading
 
 import pytest
@@ -190,8 +191,6 @@ def test_wait_returns_who_is_done_and_who_is_not():
 
 
 def test_wait_for_the_first_leaves_nothing_behind_on_the_others():
-    import gc
-
     pending = CUDAFuture()
     for _ in range(10):
         wait([pending, CUDAFuture.completed(1)], return_when="FIRST_EXCEPTION", timeout=0)
@@ -247,3 +246,52 @@ def test_as_completed_times_out_and_the_futures_stay_good():
 def test_as_completed_takes_each_distinct_future_once():
     part = CUDAFuture.completed(1)
     assert list(as_completed([part, part])) == [part]
+
+
+def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it():
+    source, result = CUDAFuture(), []
+    children = []
+
+    def look(_):
+        result.append(wait(children, return_when="FIRST_COMPLETED", timeout=60)[0])
+        result.append([f.value() for f in as_completed(children, timeout=60)])
+
+    source.add_done_callback(look)
+    children.append(source.then(lambda f: f.value() + 1))
+    source.set_result(1)
+    assert result == [{children[0]}, [2]]
+
+
+def test_as_completed_gives_those_that_are_done_first_and_in_their_order():
+    pending, first, second = CUDAFuture(), CUDAFuture.completed(1), CUDAFuture.completed(2)
+    iterator = as_completed([first, pending, second])
+    assert [next(iterator), next(iterator)] == [first, second]
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**400])
+def test_a_timeout_beyond_all_clocks_is_none(timeout):
+    done = CUDAFuture.completed(1)
+    assert wait([done], timeout=timeout, return_when="FIRST_COMPLETED") == ({done}, set())
+    assert list(as_completed([done], timeout=timeout)) == [done]
+    assert wait_all([done], timeout=timeout) == [1]
+    assert done.wait(timeout=timeout) == 1
+
+
+@pytest.mark.parametrize("how", [gather, lambda *fs: collect_any(fs), lambda *fs: collect_all(fs)])
+def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how):
+    pending = CUDAFuture()
+    for _ in range(10):
+        how(pending, CUDAFuture.completed(1)).cancel()
+        gather(pending, CUDAFuture.failed(ValueError())).exception()
+        collect_any([pending, CUDAFuture.completed(1)]).wait()
+    assert gc.get_referents(pending) == [CUDAFuture]
+
+
+def test_wait_all_that_timed_out_takes_no_failure_away(caplog):
+    slow = CUDAFuture(name="slow")
+    with pytest.raises(TimeoutError):
+        wait_all([slow], timeout=0)
+    assert gc.get_referents(slow) == [CUDAFuture]
+    slow.set_exception(ValueError("for later"))
+    assert caplog.text == ""
+    assert isinstance(slow.exception(), ValueError)

@@ -63,7 +63,7 @@ def complete(number, frame):
     pending.set_result("by the handler")
 
 def fail(number, frame):
-    raise OSError("by the handler")
+    raise TimeoutError("by the handler")
 
 signal.signal(signal.SIGUSR1, handler)
 signal.signal(signal.SIGUSR2, complete)
@@ -172,7 +172,7 @@ def test_a_handler_may_complete_the_future_that_is_waited_for(waiting: Waiting, 
 def test_what_a_handler_raises_comes_out_of_the_wait(waiting: Waiting, way: str) -> None:
     with waiting(way) as child:
         child.send(signal.SIGALRM)
-        assert child.hear() == "OSError"
+        assert child.hear() == "TimeoutError"
         child.say("go on")
 
 

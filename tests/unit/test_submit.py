@@ -1,13 +1,15 @@
 """submit and copy: functions and copies that run elsewhere."""
 
+import concurrent.futures
+import functools
 import threading
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
 
-from cudafuture import copy, executors, submit
+from cudafuture import CUDAFuture, InvalidStateError, copy, executors, submit
 
 
 def test_submit_runs_a_function_with_its_arguments():
@@ -82,3 +84,46 @@ def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all():
 def test_copy_to_a_device_that_is_none_is_refused():
     with pytest.raises((RuntimeError, TypeError)):
         copy(torch.ones(1), "nowhere")
+
+
+class Refusing(Executor):
+    """Takes a call, and fails it without having called it, as executors do that cannot send it where it would run."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def submit(self, fn, /, *args, **kwargs):
+        handle = concurrent.futures.Future()
+        if self.error is None:
+            handle.cancel()
+        else:
+            handle.set_exception(self.error)
+        return handle
+
+
+def test_an_executor_that_fails_a_callback_without_running_it_fails_the_future():
+    error = ValueError("cannot be sent")
+    assert submit(int, executor=Refusing(error)).exception(timeout=60) is error
+    assert CUDAFuture.completed(1).then(int, executor=Refusing(error)).exception(timeout=60) is error
+    assert submit(int, executor=Refusing(None)).cancelled()
+
+
+def test_an_executor_that_was_shut_down_is_an_invalid_state():
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(InvalidStateError, match="does not take the callback any more: cannot schedule"):
+        submit(int, executor=pool).wait(timeout=60)
+
+
+def test_an_executor_of_processes_is_refused():
+    with ProcessPoolExecutor(1) as pool:
+        with pytest.raises(TypeError, match="ProcessPoolExecutor"):
+            submit(int, executor=pool)
+        with pytest.raises(TypeError, match="ProcessPoolExecutor"):
+            CUDAFuture.completed(1).then(int, executor=pool)
+
+
+def test_a_callable_with_an_odd_name_is_submitted():
+    odd = functools.partial(str, "called")
+    odd.__qualname__ = 3
+    assert submit(odd).wait() == "called"

@@ -351,3 +351,17 @@ def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child():
 def test_a_method_called_on_something_else_is_refused(method):
     with pytest.raises(TypeError, match="takes CUDAFutures"):
         getattr(CUDAFuture, method)(42, print)
+
+
+def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once():
+    def interrupt(_):
+        raise KeyboardInterrupt("by a callback")
+
+    parent = CUDAFuture()
+    child = parent.then(lambda f: f.value())
+    child.add_done_callback(interrupt)
+    with pytest.raises(KeyboardInterrupt, match="by a callback"):  # noqa: PT012
+        del parent
+        for _ in range(1000):  # CPython looks here
+            pass
+    CUDAFuture().set_result("raises nothing any more")

@@ -128,7 +128,7 @@ Deadline deadline_in(nb::handle timeout) {
   if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
     if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw nb::python_error();
     PyErr_Clear();  // a whole number too large for a float: no deadline, or a negative one
-    seconds = nb::cast<bool>(timeout < nb::int_(0)) ? -1.0 : 1e300;
+    seconds = PyObject_RichCompareBool(timeout.ptr(), nb::int_(0).ptr(), Py_LT) != 0 ? -1.0 : 1e300;
   }
   if (std::isnan(seconds) || seconds < 0) {
     const std::string message =
