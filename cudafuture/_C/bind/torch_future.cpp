@@ -24,11 +24,19 @@ using TorchFuture = c10::ivalue::Future;
 using TorchFuturePtr = c10::intrusive_ptr<TorchFuture>;
 using torch::jit::PythonFutureWrapper;
 
-// The C++ object behind a pybind11 one, which is of the class.
+// The C++ object behind a pybind11 one, which is of the class. The conduit is the way that pybind11 promises to keep,
+// and takes microseconds: it calls a method. It is asked once whether the pointer is where torch's own pybind11 headers
+// have it, and from then on only if it is not.
 template <class T>
 T* behind(nb::handle object) {
-  T* found = pybind11_conduit_v1::get_type_pointer_ephemeral<T>(object.ptr());
+  enum { unknown, right, wrong };
+  static int layout = unknown;
+  const auto* instance = reinterpret_cast<pybind11::detail::instance*>(object.ptr());
+  void* const at_hand = instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
+  if (layout == right && at_hand != nullptr) return static_cast<T*>(at_hand);
+  T* const found = pybind11_conduit_v1::get_type_pointer_ephemeral<T>(object.ptr());
   if (found == nullptr) throw nb::python_error();
+  if (layout == unknown) layout = found == at_hand ? right : wrong;
   return found;
 }
 
@@ -166,25 +174,6 @@ void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future, Fo
   }).detach();
 }
 
-// Lets a thread that waits for the future wait for the Work itself. Gloo completes a Work's future first and the Work
-// last; who is woken by the future competes with Gloo's thread for the core (measured: some microseconds).
-class WorkProducer final : public Producer {
- public:
-  explicit WorkProducer(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
-
-  bool wait(Waiter::Clock::time_point deadline) noexcept override {
-    const auto left = deadline - Waiter::Clock::now();
-    try {
-      work_->wait(std::max(std::chrono::ceil<std::chrono::milliseconds>(left), std::chrono::milliseconds(1)));
-    } catch (...) {  // over time, or failed: the future says which
-    }
-    return true;
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
-};
-
 void follow_work(c10d::Work& work, FuturePtr future) {
   future->start();  // it owns the tensors: too late to cancel
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
@@ -196,8 +185,6 @@ void follow_work(c10d::Work& work, FuturePtr future) {
   if (native == nullptr) {
     follow_by_waiting(std::move(owned), std::move(future));
   } else {
-    // Not where devices are: there a Work's wait() means something else.
-    if (native->devices().empty()) future->set_producer(std::make_shared<WorkProducer>(std::move(owned)));
     follow_natively(native, std::move(future));
   }
 }

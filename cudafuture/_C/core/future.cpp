@@ -16,8 +16,6 @@
 namespace cudafuture {
 namespace {
 
-constexpr std::chrono::milliseconds kProducerSlice{50};
-
 UnseenFailureHook unseen_failure = nullptr;
 
 std::uint64_t coarse_now() noexcept {
@@ -157,7 +155,7 @@ std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nano
 // ---- consumer
 
 bool Future::wait_until(const Clock::time_point* deadline) {
-  if (done() || wait_in_producer(deadline)) return true;
+  if (done()) return true;
   Waiter waiter;
   {
     std::lock_guard lock(mutex_);
@@ -167,22 +165,6 @@ bool Future::wait_until(const Clock::time_point* deadline) {
   }
   if (waiter.wait(deadline)) return true;
   unlink(waiter);
-  return done();
-}
-
-bool Future::wait_in_producer(const Clock::time_point* deadline) {
-  std::shared_ptr<Producer> producer;
-  {
-    std::lock_guard lock(mutex_);
-    if (Rare* rare = find_rare()) producer = rare->producer;
-  }
-  // In slices: somebody else may complete the future, and the producer would not know.
-  while (producer != nullptr && !done()) {
-    Clock::time_point slice = Clock::now() + kProducerSlice;
-    if (deadline != nullptr) slice = std::min(slice, *deadline);
-    if (!producer->wait(slice)) break;
-    if (Clock::now() < slice || (deadline != nullptr && slice == *deadline)) break;
-  }
   return done();
 }
 

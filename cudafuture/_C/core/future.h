@@ -53,10 +53,7 @@ class Producer {
  public:
   virtual ~Producer() = default;
   virtual bool cancel(Future&) { return true; }  // may be asked twice; false: it is too late
-  // Blocks in the producer's own wait, which can be quicker than being told; at most until the deadline. False: it has
-  // none. That the future is done afterwards is likely, not certain.
-  virtual bool wait(Waiter::Clock::time_point) noexcept { return false; }
-  virtual void finished(Future&) noexcept {}  // the future is done, however it came about
+  virtual void finished(Future&) noexcept {}     // the future is done, however it came about
   virtual int visit(ForeignVisitor) const { return 0; }
 };
 
@@ -141,7 +138,6 @@ class Future final : public c10::intrusive_ptr_target {
   Rare& rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
   void leak_tensors() noexcept;
-  bool wait_in_producer(const Clock::time_point* deadline);
   void unlink(Waiter& waiter) noexcept;
 
   mutable std::mutex mutex_;
