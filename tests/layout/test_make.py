@@ -1,0 +1,110 @@
+"""The Makefile and CI, looked at through make itself: what would be done, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layout.tree import PACKAGE, ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a copy of what a build is made from, with no trace of one."""
+    for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", "README.md", "cmake", "tools", ".ci"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)  # type: ignore[operator]
+    ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "cudafuture", ignore=ignored)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> list[str]:
+    """Return the lines that make prints."""
+    ours = ("PYTHON", "VENV", "JOBS")
+    environment = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("MAKE") and k != "MFLAGS"}
+    command = ["make", "--no-print-directory", *arguments]
+    run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def would_do(checkout: Path, *arguments: str) -> list[str]:
+    """Return the commands that make would run, without those that only mark a step as done."""
+    return [line for line in make(checkout, "-n", *arguments) if not line.startswith(("touch", "mkdir", "make: "))]
+
+
+def test_a_fresh_clone_makes_an_environment_and_builds_in_it(checkout: Path) -> None:
+    python = f"{checkout}/.venv/bin/python"
+    assert would_do(checkout, "setup") == [
+        "tools/venv.sh python3 .venv",
+        f"{python} tools/environment.py build",
+        f"{python} -m pip install --no-build-isolation --no-deps -e .",
+    ]
+
+
+def test_the_python_and_the_folder_of_the_environment_can_be_chosen(checkout: Path) -> None:
+    steps = would_do(checkout, "setup", "PYTHON=/opt/some/python", "VENV=/tmp/elsewhere")
+    assert steps[0] == "tools/venv.sh /opt/some/python /tmp/elsewhere"
+    assert all(step.startswith("/tmp/elsewhere/bin/python ") for step in steps[1:])
+
+
+def test_without_an_environment_the_chosen_python_is_used_as_it_is(checkout: Path) -> None:
+    steps = would_do(checkout, "setup", f"PYTHON={sys.executable}", "VENV=")
+    assert not any("venv.sh" in step for step in steps)
+    assert all(step.startswith(f"{sys.executable} ") for step in steps)
+
+
+@pytest.mark.parametrize("command", ["demo", "test", "lint"])
+def test_what_has_been_set_up_is_not_set_up_again(checkout: Path, command: str) -> None:
+    state = checkout / ".venv" / ".cudafuture"
+    state.mkdir(parents=True)
+    for step in ("python", "has-build", "has-test", "has-demo", "has-lint", "built"):
+        (state / step).touch()
+    assert [s for s in would_do(checkout, command) if "pip install" in s or "environment.py" in s] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "does"),
+    [
+        ("cudafuture/_C/core/future.cpp", ["pip install"]),
+        ("pyproject.toml", ["environment.py build", "pip install"]),
+        ("README.md", []),
+        ("cudafuture/combine.py", []),  # the installation is an editable one
+    ],
+)
+def test_what_has_changed_decides_what_is_done_again(checkout: Path, changed: str, does: list[str]) -> None:
+    state = checkout / ".venv" / ".cudafuture"
+    state.mkdir(parents=True)
+    for step in ("python", "has-build", "built"):
+        (state / step).touch()
+    late = (state / "built").stat().st_mtime + 10
+    os.utime(checkout / changed, (late, late))
+    steps = would_do(checkout, "setup")
+    assert len(steps) == len(does)
+    assert all(what in step for what, step in zip(does, steps, strict=True))
+
+
+def test_the_tests_run_in_parallel_and_the_native_ones_with_them(checkout: Path) -> None:
+    for command in ("test", "soak"):
+        steps = would_do(checkout, command)
+        assert any("-m pytest -n auto" in step for step in steps)
+        assert [step.split()[-1] for step in steps if "native_tests.sh" in step] == ["thread", "address"]
+
+
+def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path) -> None:
+    recorder = tmp_path / "bin" / "make"
+    recorder.parent.mkdir()
+    recorder.write_text('#!/bin/sh\necho "$@" >> "$RECORD"\n')
+    recorder.chmod(0o755)
+    record = tmp_path / "record"
+    environment = os.environ | {"PATH": f"{recorder.parent}:{os.environ['PATH']}", "RECORD": str(record)}
+    subprocess.run(["bash", checkout / ".ci" / "run"], env=environment, check=True)
+    assert record.read_text().split() == ["lint", "test"]
+    assert "make test " in (checkout / "README.md").read_text()

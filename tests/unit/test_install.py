@@ -1,0 +1,50 @@
+"""`pip install .`, without an editable checkout behind it: built, installed elsewhere, and used there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from soak import SOAK
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "cmake", "cudafuture")
+
+USE = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+import cudafuture
+from cudafuture import CUDAFuture, submit
+assert CUDAFuture.completed(1).then(lambda f: f.value() + 1).wait() == 2
+assert submit(divmod, 7, 2).wait() == (3, 1)
+print(cudafuture.__file__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="compiles everything once more; CUDAFUTURE_SOAK=1 does it")
+def test_a_plain_install_works_without_the_checkout(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in PARTS:
+        part = ROOT / name
+        ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+        shutil.copytree(part, source / name, ignore=ignored) if part.is_dir() else shutil.copy(part, source / name)
+    scripts = sysconfig.get_path("scripts")
+    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}  # cmake and ninja may be there
+    pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, str(source)], env=environment, check=True, capture_output=True, timeout=1800)
+    shutil.rmtree(source)
+    # -S: the editable checkout, if there is one, is not on the path, but then neither is torch.
+    command = [sys.executable, "-I", "-S", "-c", USE, str(target), sysconfig.get_path("purelib")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.stderr == ""
+    assert Path(run.stdout.strip()).is_relative_to(target)
+    assert not list(target.rglob("*.cpp"))
