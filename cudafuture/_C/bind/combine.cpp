@@ -226,7 +226,8 @@ void Link::let_go() noexcept {
 }
 
 nb::object combine(How how, nb::handle futures, bool cancel_parts) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   std::vector<PyObject*> parts;
   const nb::object sequence = nb::steal(PySequence_Fast(futures.ptr(), "an iterable of CUDAFutures"));
   if (!sequence.is_valid()) throw nb::python_error();

@@ -45,6 +45,7 @@ int clear(PyObject* self) {
 // The collector calls this for a whole island of garbage before it takes the first object apart.
 void finalize(PyObject* self) {
   if (!nb::inst_ready(self)) return;
+  const Entry entry;
   PyFuture* const future = nb::inst_ptr<PyFuture>(self);
   future->is_garbage = true;
   if (future->core.use_count() == 1 && future->core->is_unseen_failure()) log_unseen_failure(*future->core);
@@ -67,7 +68,8 @@ Lifetime lifetime_from(const char* lifetime) {
 
 void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const char* name,
           const char* lifetime) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
   if (*name != '\0') core->set_name(name);
@@ -81,14 +83,16 @@ void expect_exception(nb::handle exc, const char* who) {
 }
 
 nb::object completed(nb::object value) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   nb::object future = wrap(c10::make_intrusive<Future>());
   complete(core_of(future), std::move(value));
   return future;
 }
 
 nb::object failed(nb::object exc) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   expect_exception(exc, "failed()");
   nb::object future = wrap(c10::make_intrusive<Future>());
   fail(core_of(future), std::move(exc));
@@ -98,6 +102,7 @@ nb::object failed(nb::object exc) {
 // ---- consumer
 
 bool ready(PyFuture& self) {
+  const Entry entry;
   Future& future = *self.core;
   if (!future.device_work_finished()) return false;
   raise_late_error(future);
@@ -105,6 +110,7 @@ bool ready(PyFuture& self) {
 }
 
 nb::object wait_with(Future& future, bool non_blocking, nb::handle timeout) {
+  const Entry entry;
   const Deadline deadline = deadline_in(timeout);
   wait_until_done(future, deadline);
   wait_for_devices(future, non_blocking, deadline);
@@ -122,6 +128,7 @@ nb::object result(PyFuture& self, nb::handle timeout) {
 }
 
 nb::object value(PyFuture& self) {
+  const Entry entry;
   if (!self.core->done()) {
     raise_error("InvalidStateError", "value(): the future is pending; wait() for it, or ask done() first");
   }
@@ -129,6 +136,7 @@ nb::object value(PyFuture& self) {
 }
 
 nb::object exception(PyFuture& self, nb::handle timeout) {
+  const Entry entry;
   const FuturePtr future = self.core;
   const Deadline deadline = deadline_in(timeout);
   wait_until_done(*future, deadline);
@@ -138,12 +146,14 @@ nb::object exception(PyFuture& self, nb::handle timeout) {
 }
 
 bool wait_done(PyFuture& self, nb::handle timeout) {
+  const Entry entry;
   const FuturePtr future = self.core;
   return try_wait_until_done(*future, deadline_in(timeout));
 }
 
 bool cancel(PyFuture& self) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   const FuturePtr future = self.core;
   const bool cancelled = future->cancel();
   raise_kept_interrupt();
@@ -153,7 +163,8 @@ bool cancel(PyFuture& self) {
 // ---- producer
 
 void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle tensors) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   const FuturePtr future = self.core;
   bool first;
   if (stream.is_none() && tensors.is_none()) {
@@ -174,7 +185,8 @@ void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle 
 }
 
 void set_exception(PyFuture& self, nb::object exc) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   expect_exception(exc, "set_exception()");
   const FuturePtr future = self.core;
   if (!fail(*future, std::move(exc))) raise_done_already(*future, "set_exception()");
@@ -190,7 +202,8 @@ nb::object devices(PyFuture& self) {
 }
 
 nb::object late_error(PyFuture& self) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   const std::exception_ptr late = self.core->late_error();
   return late == nullptr ? nb::none() : exception_of(late);
 }

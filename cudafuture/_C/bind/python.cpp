@@ -12,22 +12,16 @@
 namespace cudafuture::bind {
 namespace {
 
-// Whether this thread has come here from Python, or serves it. An engine's thread (Gloo's) enters Python behind our
+// How many of our functions this thread is inside. None: an engine's thread (Gloo's) that enters Python behind our
 // back, to drop a tensor.
-thread_local bool is_pythons = false;
-
-}  // namespace
-
-void serve_python() noexcept { is_pythons = true; }
-
-namespace {
+thread_local int entries = 0;
 
 // The callback thread keeps one thread state for its life, so that threading.local works in callbacks.
 thread_local PyThreadState* kept_state = nullptr;
 
 bool enter() noexcept {
   if (is_finalizing()) return false;
-  serve_python();
+  ++entries;  // for good: it serves Python
   if (kept_state != nullptr) {
     take_gil(std::exchange(kept_state, nullptr));
   } else {
@@ -58,14 +52,12 @@ bool is_inside() noexcept {
 
 }  // namespace
 
-void begin_call() {
-  serve_python();
-  refuse_after_fork();
-}
+Entry::Entry() noexcept { ++entries; }
 
-WithoutGil::WithoutGil() noexcept {
-  serve_python();
-  state_ = PyEval_SaveThread();
+// On a thread that is not to go on this is a part of its unwinding.
+Entry::~Entry() {
+  if (is_finalizing() && !is_main_thread()) park();
+  --entries;
 }
 
 WithoutGil::~WithoutGil() { take_gil(state_); }
@@ -74,19 +66,20 @@ WithoutGil::~WithoutGil() { take_gil(state_); }
 // function that may not be unwound stops that here, in `park`.
 void take_gil(PyThreadState* state) noexcept {
   if (is_finalizing() && !is_main_thread()) park();
+  const Entry entry;
   PyEval_RestoreThread(state);
 }
 
 void keep_threads_from_unwinding() noexcept {
   static std::terminate_handler usual = nullptr;
   usual = std::set_terminate([] {
-    if (is_pythons && is_finalizing() && !is_main_thread() && std::current_exception() == nullptr) park();
+    if (entries > 0 && is_finalizing() && !is_main_thread() && std::current_exception() == nullptr) park();
     usual();
   });
 }
 
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
-  serve_python();
+  const Entry entry;
   return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
 }
 

@@ -18,7 +18,7 @@ namespace nb = nanobind;
 // the GIL then would end the thread in the middle of C++ frames.
 class WithoutGil {
  public:
-  WithoutGil() noexcept;
+  WithoutGil() noexcept : state_(PyEval_SaveThread()) {}
   ~WithoutGil();
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
@@ -33,14 +33,18 @@ void take_gil(PyThreadState* state) noexcept;
 // ends inside this call is parked here, before anything of ours is unwound without the GIL.
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 
-// Begins a call from Python that may run more of it. Raises in a forked child.
-void begin_call();
-// Said by a thread of the library's own that will enter Python.
-void serve_python() noexcept;
+// Stands in every function of ours that runs Python, directly or not. A thread that CPython ends by unwinding it while
+// the interpreter finalizes is parked there.
+class Entry {
+ public:
+  Entry() noexcept;
+  ~Entry();
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+};
 
-// From now on a thread of Python's that CPython ends by unwinding it while the interpreter finalizes is parked instead.
-// Only those that have called this library: nobody joins them, but an engine joins its own threads, and would wait for
-// ever. Called at exit.
+// From now on that is done where a function may not be unwound at all, too. Only inside an Entry: other threads that
+// end so are not ours, and an engine that joins its own would wait for ever. Called at exit.
 void keep_threads_from_unwinding() noexcept;
 
 bool is_finalizing() noexcept;

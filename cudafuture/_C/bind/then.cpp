@@ -75,6 +75,7 @@ class Then final : public Continuation {
 
   // The callback itself, in whatever thread.
   void execute(Future& parent) noexcept {
+    const Entry entry;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
     if (child != nullptr && !child->start()) return;  // cancelled before it began
     const FuturePtr traced = child != nullptr ? wrapped_core(child_) : FuturePtr();
@@ -290,8 +291,9 @@ FuturePtr make_child(const Future& parent, int priority) {
 
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async) {
+  const Entry entry;
   Future& parent = expect_future(future, async ? "then_async()" : "then()");
-  begin_call();
+  refuse_after_fork();
   expect_callable(fn, async ? "then_async()" : "then()");
   nb::object child = wrap(make_child(parent, priority.value_or(parent.priority())));
   auto then = std::make_unique<Then>(nb::borrow(fn), child);
@@ -306,7 +308,8 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
 }
 
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   auto parent = c10::make_intrusive<Future>(priority);
   auto core = c10::make_intrusive<Future>(priority);
   core->set_name(name);
@@ -322,8 +325,9 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 }
 
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready) {
+  const Entry entry;
   Future& parent = expect_future(future, "add_done_callback()");
-  begin_call();
+  refuse_after_fork();
   expect_callable(fn, "add_done_callback()");
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
   choose_executor(*then, executor);
@@ -333,6 +337,7 @@ void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bo
 }
 
 int remove_done_callback(nb::handle future, nb::handle fn) {
+  const Entry entry;
   if (is_forked_child()) return 0;  // nothing will ever run it
   int removed = 0;
   const auto calls_fn = [&](const Continuation& c) {

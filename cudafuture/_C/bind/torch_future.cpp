@@ -159,7 +159,7 @@ void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_
 // thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future, Foreign object = {}) {
   std::thread([work = std::move(work), future = std::move(future), object = std::move(object)] {
-    if (object) serve_python();
+    const Entry entry;  // a Work written in Python runs it
     try {
       work->wait();
       std::vector<at::Tensor> result;
@@ -265,7 +265,8 @@ class Deliver final : public Continuation {
 }  // namespace
 
 nb::object from_torch(nb::handle source) {
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   if (core_of_or_null(source) != nullptr) return nb::borrow(source);
   if (is_torch_future(source)) {
     auto* wrapper = behind<PythonFutureWrapper>(source);
@@ -294,7 +295,8 @@ nb::object from_torch(nb::handle source) {
 
 nb::object to_torch(nb::handle future) {
   static Imported future_class{"torch.futures", "Future"};
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
   nb::list devices;
   const bool known = core.done() || core.is_bounded();

@@ -113,7 +113,8 @@ bool RunningChild::is_on_this_thread(const Future& future) noexcept {
 
 bool try_wait_until_done(Future& future, const Deadline& deadline) {
   if (future.done()) return true;
-  begin_call();
+  const Entry entry;
+  refuse_after_fork();
   refuse_deadlock(future);
   CompletionQueue& queue = CompletionQueue::current();
   const bool on_callback_thread = CallbackThread::get().is_current();
