@@ -65,6 +65,7 @@ def complete(number, frame):
 def fail(number, frame):
     raise TimeoutError("by the handler")
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
 signal.signal(signal.SIGUSR1, handler)
 signal.signal(signal.SIGUSR2, complete)
 signal.signal(signal.SIGALRM, fail)
