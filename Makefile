@@ -51,7 +51,7 @@ lint: $(STATE)/has-build $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 	$(PY) -m pytest -q tests/layout
 
 bench: $(STATE)/built $(STATE)/has-demo
-	$(PY) benchmarks/core.py
+	$(PY) benchmarks/core.py --check --json build/core.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Generator
 from typing import Any, TypeVar
 
@@ -30,7 +29,6 @@ def through_loop(future: _C.CUDAFuture[T]) -> Generator[Any, None, T]:
 
 def _until_ready(future: _C.CUDAFuture[Any]) -> Generator[Any, None, None]:
     loop = asyncio.get_running_loop()
-    loop_thread = threading.get_ident()
     waiter: asyncio.Future[None] = loop.create_future()
 
     def release() -> None:
@@ -38,9 +36,9 @@ def _until_ready(future: _C.CUDAFuture[Any]) -> Generator[Any, None, None]:
             waiter.set_result(None)
 
     def wake(_: object) -> None:
-        call = loop.call_soon if threading.get_ident() == loop_thread else loop.call_soon_threadsafe
+        # Also in the loop's own thread: a signal handler may complete the future while the loop sleeps.
         with contextlib.suppress(RuntimeError):  # the loop is closed: no task is left to be woken
-            call(release)
+            loop.call_soon_threadsafe(release)
 
     _C.add_ready_callback(future, wake)
     try:

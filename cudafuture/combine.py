@@ -167,41 +167,43 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
     def __init__(self, futures: Iterable[CUDAFuture[T]], timeout: float | None) -> None:
         self._futures = _distinct(futures)
         self._left = _Countdown(timeout)
-        self._in_turn = self._wait_in_turn()
+        self._in_turn = _in_turn(self._futures, self._left)
 
     def __next__(self) -> CUDAFuture[T]:
         return next(self._in_turn)
 
-    def _wait_in_turn(self) -> Iterator[CUDAFuture[T]]:
-        with _Arrivals(self._futures, self._left) as arrivals:
-            yield from arrivals
-            if not arrivals.complete:
-                raise _time_is_over(self._futures)
-
     async def __aiter__(self) -> AsyncIterator[CUDAFuture[T]]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[CUDAFuture[T]] = asyncio.Queue()
+        futures, self._futures = self._futures, ()  # a second time there are none
 
         def arrive(future: CUDAFuture[T]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(arrived.put_nowait, future)
 
         try:
-            for future in self._futures:
+            for future in futures:
                 if _is_ready(future):
                     arrived.put_nowait(future)
                 else:
                     _C.add_ready_callback(future, arrive)
-            for _ in self._futures:
+            for _ in futures:
                 try:
                     yield (
                         arrived.get_nowait() if arrived.qsize() else await asyncio.wait_for(arrived.get(), self._left())
                     )
                 except asyncio.TimeoutError:  # the builtin one since Python 3.11
-                    raise _time_is_over(self._futures) from None
+                    raise _time_is_over(futures) from None
         finally:
-            for future in self._futures:
+            for future in futures:
                 _C.remove_done_callback(future, arrive)
+
+
+def _in_turn(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
+    with _Arrivals(futures, left) as arrivals:
+        yield from arrivals
+        if not arrivals.complete:
+            raise _time_is_over(futures)
 
 
 class _Arrivals(Generic[T]):
@@ -242,10 +244,14 @@ class _Arrivals(Generic[T]):
 
     def _wait(self) -> bool:
         """Wait for an arrival. Through a future, whose wait runs the callbacks that stand behind the caller's own."""
-        signal: CUDAFuture[None] = CUDAFuture()
+        while not self._arrived:
+            signal: CUDAFuture[None] = CUDAFuture()
+            self._signals.append(signal)
+            if not self._arrived and not _C.wait_done(signal, self._left()):
+                break
+            # An arrival that was taken already may have set the signal only now: look again.
         self._signals.clear()
-        self._signals.append(signal)
-        return bool(self._arrived) or _C.wait_done(signal, self._left()) or bool(self._arrived)
+        return bool(self._arrived)
 
 
 class _Countdown:

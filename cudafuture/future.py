@@ -68,6 +68,8 @@ def submit(  # type: ignore[misc]
     name = getattr(fn, "__qualname__", None)
     if not isinstance(name, str):
         name = type(fn).__qualname__
+    if not name.isascii():
+        name = name.encode("utf-8", "backslashreplace").decode()  # a surrogate has no UTF-8
     return _C.submit(call, executor if executor is not None else default_executor(), priority, name)
 
 
@@ -84,7 +86,7 @@ def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CU
     Copies within the host run on ``executors.default_executor()``.
 
     Raises:
-        TypeError, RuntimeError: no such device.
+        TypeError, ValueError, RuntimeError: no such device, or nothing to copy out of it (meta).
 
     >>> copy({"x": torch.ones(2)}, "cpu").wait()
     {'x': tensor([1., 1.])}
@@ -116,6 +118,8 @@ def _copy_leaf(leaf: Any, target: torch.device) -> Any:
         return leaf
     if leaf.device.type == "cpu" and target.type == "cpu":
         return leaf.detach().clone()
+    if "meta" in (leaf.device.type, target.type):
+        return leaf.detach().to(target, copy=True)
     if leaf.device.type == "cpu":
         return leaf.detach().pin_memory().to(target, non_blocking=True)
     if target.type == "cpu":

@@ -1,9 +1,6 @@
 // Threads that wait for a future: when they wake, and what a deadline leaves behind.
 #include <atomic>
 #include <chrono>
-#include <functional>
-#include <memory>
-#include <utility>
 
 #include "callback.h"
 #include "rules.h"
@@ -12,21 +9,6 @@
 using namespace cudafuture;
 using namespace cudafuture::fake;
 using Clock = Future::Clock;
-
-namespace {
-
-// A producer with a wait of its own.
-class WaitedIn final : public Producer {
- public:
-  using Wait = std::function<bool(Clock::time_point)>;
-  explicit WaitedIn(Wait wait) : wait_(std::move(wait)) {}
-  bool wait(Clock::time_point until) noexcept override { return wait_(until); }
-
- private:
-  Wait wait_;
-};
-
-}  // namespace
 
 TEST_SUITE_BEGIN("waiter");
 
@@ -160,73 +142,6 @@ TEST_CASE_FIXTURE(Rules, "waiters that give up leave the others linked") {
     }
   });
   CHECK(woke == 3);
-}
-
-TEST_CASE_FIXTURE(Rules, "a producer that can wait is waited in, without the future's lock, and lives meanwhile") {
-  const FuturePtr future = pending();
-  int asked = 0;
-  future->set_producer(std::make_shared<WaitedIn>([&, f = future.get()](Clock::time_point) {
-    ++asked;
-    f->complete({});  // which drops the producer
-    return true;
-  }));
-  CHECK(future->wait_until(nullptr));
-  CHECK(asked == 1);
-}
-
-TEST_CASE_FIXTURE(Rules, "waiting in a producer never goes beyond the deadline") {
-  const FuturePtr future = pending();
-  const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(2);
-  bool beyond = false;
-  future->set_producer(std::make_shared<WaitedIn>([&](Clock::time_point until) {
-    beyond = beyond || until > deadline;
-    std::this_thread::sleep_until(until);  // an engine that has nothing to say
-    return true;
-  }));
-  CHECK_FALSE(future->wait_until(&deadline));
-  CHECK(Clock::now() >= deadline);
-  CHECK_FALSE(beyond);
-  const Clock::time_point past{};
-  CHECK_FALSE(future->wait_until(&past));
-  CHECK_FALSE(future->done());
-}
-
-TEST_CASE_FIXTURE(Rules, "a future that somebody else completes ends the wait in its producer") {
-  const FuturePtr future = pending();
-  Signal waiting;
-  future->set_producer(std::make_shared<WaitedIn>([&, first = true](Clock::time_point until) mutable {
-    if (std::exchange(first, false)) waiting.send();
-    std::this_thread::sleep_until(until);
-    return true;
-  }));
-  together(2, [&](int i) {
-    if (i == 0) {
-      CHECK(future->wait_until(nullptr));
-    } else {
-      waiting.wait();
-      future->complete({});
-    }
-  });
-}
-
-TEST_CASE_FIXTURE(Rules,
-                  "a producer that has no wait, or returns early, is asked once and then waited for like any other") {
-  for (const bool has_wait : {false, true}) {
-    const FuturePtr future = pending();
-    Signal asked;
-    future->set_producer(std::make_shared<WaitedIn>([&](Clock::time_point) {
-      asked.send();  // twice would be an error of the latch
-      return has_wait;
-    }));
-    together(2, [&](int i) {
-      if (i == 0) {
-        CHECK(future->wait_until(nullptr));
-      } else {
-        asked.wait();
-        future->complete({});
-      }
-    });
-  }
 }
 
 TEST_SUITE_END();

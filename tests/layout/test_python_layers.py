@@ -15,7 +15,7 @@ ROWS = (
     ("errors", "config", "_build_info", "_log", "_tensors"),
     ("_native",),
     ("_C",),
-    ("streams", "executors", "_await"),
+    ("streams", "executors", "_await", "_work"),
     ("future",),
     ("combine", "trace"),
     ("distributed", "storage", "prefetch", "pipeline", "data"),
@@ -26,7 +26,7 @@ ROWS = (
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
 # What the native module imports by name while it runs. No arrow, as long as these know nothing of what is above.
-CALLED_BY_NATIVE = {"errors", "_log", "_tensors", "_await"}
+CALLED_BY_NATIVE = {"errors", "_log", "_tensors", "_await", "_work"}
 
 FILES = python_files("cudafuture")
 BELOW_THE_FRONT_DOOR = [f for f in FILES if f != PACKAGE / "__init__.py"]

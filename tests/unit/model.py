@@ -111,6 +111,8 @@ class Model:
         elif node.is_whole:
             left = [len(node.parents)]
             for part in node.parents:
+                if node.done:  # a part that was done already has decided
+                    break
                 self._attach(part, lambda part=part: self._part_done(node, part, left), node)  # type: ignore[misc]
 
     def _run_then(self, node: Node) -> None:

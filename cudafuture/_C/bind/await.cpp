@@ -60,7 +60,7 @@ PyObject* await_slot(PyObject* self) noexcept {
       return reinterpret_cast<PyObject*>(done);
     }
     static Imported through_loop{"cudafuture._await", "through_loop"};
-    return through_loop()(nb::handle(self)).release().ptr();
+    return call(through_loop(), nb::handle(self)).release().ptr();
   } catch (nb::python_error& e) {
     e.restore();
   } catch (const std::exception& e) {

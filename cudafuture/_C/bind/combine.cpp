@@ -39,20 +39,23 @@ class Link final : public Continuation {
   void let_go() noexcept;
 };
 
-// Cancels futures one after the other: parts that are gathers themselves add theirs to the list of the outermost call.
+// Cancels futures. Parts that are gathers themselves come back here, and from some depth on add theirs to the list of
+// the outermost call.
 void cancel_in_turn(std::vector<nb::object> futures) {
+  constexpr int kMaxDepth = 100;
   static thread_local std::vector<nb::object>* outermost = nullptr;
-  if (outermost != nullptr) {
+  static thread_local int depth = 0;
+  if (depth == kMaxDepth) {
     std::move(futures.begin(), futures.end(), std::back_inserter(*outermost));
     return;
   }
-  outermost = &futures;
+  std::vector<nb::object>* const above = depth++ == 0 ? std::exchange(outermost, &futures) : nullptr;
   while (!futures.empty()) {
     const nb::object future = std::move(futures.back());
     futures.pop_back();
     core_of(future).cancel();
   }
-  outermost = nullptr;
+  if (--depth == 0) outermost = above;
 }
 
 class Combined final : public Producer, public std::enable_shared_from_this<Combined> {
@@ -171,7 +174,8 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     nb::list errors;
     for (PyObject* p : parts_) errors.append(exception_of(core_of(p)));
     const nb::object type = nb::module_::import_("cudafuture.errors").attr("AllFailedError");
-    fail(whole, type("all " + std::to_string(parts_.size()) + " futures given to collect_any failed", errors));
+    const nb::str message(("all " + std::to_string(parts_.size()) + " futures given to collect_any failed").c_str());
+    fail(whole, call(type, message, errors));
   }
 
   How how_;
@@ -229,16 +233,17 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
   const Entry entry;
   refuse_after_fork();
   std::vector<PyObject*> parts;
-  const nb::object sequence = nb::steal(PySequence_Fast(futures.ptr(), "an iterable of CUDAFutures"));
+  const nb::object sequence =
+      nb::steal(PySequence_Tuple(futures.ptr()));  // keeps the parts to the end of this function
   if (!sequence.is_valid()) throw nb::python_error();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+  const Py_ssize_t count = PyTuple_GET_SIZE(sequence.ptr());
   parts.reserve(static_cast<std::size_t>(count));
   int priority = 0;  // that of the most urgent part
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const Future& part = expect_future(PySequence_Fast_GET_ITEM(sequence.ptr(), i), "combining");
+    const Future& part = expect_future(PyTuple_GET_ITEM(sequence.ptr(), i), "combining");
     priority = i == 0 ? part.priority() : std::min(priority, part.priority());
   }
-  for (Py_ssize_t i = 0; i < count; ++i) parts.push_back(Py_NewRef(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
+  for (Py_ssize_t i = 0; i < count; ++i) parts.push_back(Py_NewRef(PyTuple_GET_ITEM(sequence.ptr(), i)));
 
   auto core = c10::make_intrusive<Future>(priority);
   Future& whole = *core;
@@ -257,7 +262,13 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
     link.whole = wrapper.inc_ref().ptr();
     link.index = i;
   }
-  for (std::size_t i = 0; i < parts.size(); ++i) core_of(parts[i]).attach(&combined->links[i]);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (whole.done()) {  // a part that was done already has decided
+      combined->links[i].abandon();
+    } else {
+      core_of(parts[i]).attach(&combined->links[i]);
+    }
+  }
   raise_kept_interrupt();
   return wrapper;
 }

@@ -141,7 +141,7 @@ void find_tensors(nb::handle value, std::vector<at::Tensor>& found) {
   if (find_natively(value.ptr(), found, kMaxNativeDepth)) return;
   static Imported find{"cudafuture._tensors", "find_tensors"};
   found.clear();
-  for (nb::handle tensor : find()(value)) {
+  for (nb::handle tensor : call(find(), value)) {
     const at::Tensor& t = THPVariable_Unpack(tensor.ptr());
     if (has_streams(t.device())) found.push_back(t);
   }

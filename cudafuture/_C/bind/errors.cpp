@@ -28,9 +28,7 @@ nb::object make(PyObject* type, std::string_view message) {
   const auto size = static_cast<Py_ssize_t>(message.size());
   const nb::object text = nb::steal(PyUnicode_DecodeUTF8(message.data(), size, "backslashreplace"));
   if (!text.is_valid()) throw nb::python_error();
-  nb::object object = nb::steal(PyObject_CallOneArg(type, text.ptr()));
-  if (!object.is_valid()) throw nb::python_error();
-  return object;
+  return call(type, text);
 }
 
 template <class T>
@@ -69,6 +67,7 @@ void raise(nb::handle exception) {
 void raise_error(const char* type, const std::string& message) { raise(make_error(type, message)); }
 
 nb::object exception_of(const std::exception_ptr& error) {
+  if (error == nullptr) park_if_unwinding();
   try {
     std::rethrow_exception(error);
   } catch (const Error& e) {
@@ -112,10 +111,11 @@ void log_error(const char* what, nb::handle subject, nb::handle exception) noexc
   if (is_finalizing()) return;
   static Imported log{"cudafuture._log", "error"};
   try {
-    log()(what, subject, exception);
+    call(log(), nb::str(what), subject, exception);
   } catch (nb::python_error& e) {
     e.discard_as_unraisable(what);
   } catch (...) {
+    park_if_unwinding();
   }
 }
 

@@ -66,13 +66,13 @@ Lifetime lifetime_from(const char* lifetime) {
   throw nb::value_error("lifetime is 'record' or 'hold'");
 }
 
-void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const char* name,
+void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const std::string& name,
           const char* lifetime) {
   const Entry entry;
   refuse_after_fork();
   auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
-  if (*name != '\0') core->set_name(name);
+  if (!name.empty()) core->set_name(name);
   new (self.p) PyFuture(std::move(core), self.h.ptr());
 }
 
@@ -281,8 +281,10 @@ Future* core_of_or_null(nb::handle object) noexcept {
 
 Future& expect_future(nb::handle object, const char* who) {
   if (Future* future = core_of_or_null(object)) return *future;
+  const bool is_several = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
   const std::string message = std::string(who) + " takes CUDAFutures, not " + nb::repr(object).c_str() +
-                              "; CUDAFuture.from_torch() makes one of torch's handles";
+                              (is_several ? "; gather() takes them one by one: gather(*futures)"
+                                          : "; CUDAFuture.from_torch() makes one of torch's handles");
   throw nb::type_error(message.c_str());
 }
 

@@ -25,10 +25,21 @@ nb::dict statistics() {
   return d;
 }
 
+PyObject* interrupt = nullptr;  // Ctrl-C while the last callbacks ran
+
 void shut_down_at_exit() {
   keep_threads_from_unwinding();
-  const WithoutGil released;  // the threads may need it to finish what they are doing
-  shut_down();
+  {
+    const WithoutGil released;  // the threads may need it to finish what they are doing
+    shut_down([]() noexcept {
+      const PyGILState_STATE state = PyGILState_Ensure();
+      const bool interrupted = PyErr_CheckSignals() != 0;
+      if (interrupted) interrupt = take_current_exception().release().ptr();
+      PyGILState_Release(state);
+      return !interrupted;
+    });
+  }
+  if (interrupt != nullptr) raise(nb::steal(std::exchange(interrupt, nullptr)));
 }
 
 }  // namespace

@@ -21,7 +21,8 @@ void add_note(nb::handle exception, const std::string& name) {
       return;
     }
     exception.attr("__notes__").attr("append")(note);
-  } catch (...) {  // an exception class that takes no attributes, or odd ones, keeps its silence
+  } catch (...) {
+    park_if_unwinding();  // an exception class that takes no attributes, or odd ones, keeps its silence
   }
 }
 
@@ -149,6 +150,7 @@ bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& 
     }
     events = EventSet::record(devices, streams);
   } catch (...) {
+    park_if_unwinding();
     late = std::current_exception();
   }
   const bool first =

@@ -83,6 +83,15 @@ PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
   return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
 }
 
+PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept {
+  const Entry entry;
+  return PyObject_Vectorcall(callable, arguments, count, nullptr);
+}
+
+void park_if_unwinding() noexcept {
+  if (std::current_exception() == nullptr) park();
+}
+
 bool is_finalizing() noexcept {
 #if PY_VERSION_HEX >= 0x030d0000
   return Py_IsFinalizing() != 0;

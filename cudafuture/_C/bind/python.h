@@ -32,6 +32,7 @@ void take_gil(PyThreadState* state) noexcept;
 // Calls `callable`, with one argument or none (null). Null, with the error set, when it raises. A thread that CPython
 // ends inside this call is parked here, before anything of ours is unwound without the GIL.
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
+PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
 // Stands in every function of ours that runs Python, directly or not. A thread that CPython ends by unwinding it while
 // the interpreter finalizes is parked there.
@@ -69,6 +70,18 @@ class Imported {
 // Seconds from Python. None and very long ones: no deadline. Negative and NaN: ValueError.
 using Deadline = std::optional<Future::Clock::time_point>;
 Deadline deadline_in(nb::handle timeout);
+
+// The same for several arguments. Throws what it raises.
+template <class... Arguments>
+nb::object call(nb::handle callable, const Arguments&... arguments) {
+  PyObject* const list[] = {nb::handle(arguments).ptr()...};
+  nb::object result = nb::steal(call_python(callable.ptr(), list, sizeof...(arguments)));
+  if (!result.is_valid()) throw nb::python_error();
+  return result;
+}
+
+// In a handler for all exceptions: the unwinding of a thread that is not to go on looks like one, and ends here.
+void park_if_unwinding() noexcept;
 
 inline Foreign foreign(nb::object object) noexcept { return Foreign(object.release().ptr()); }
 

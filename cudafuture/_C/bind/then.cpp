@@ -38,6 +38,13 @@ class EnteredContext {
   PyObject* context_;
 };
 
+bool keep_if_interrupt(const nb::object& exception) {
+  const bool is_exit = PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0 ||
+                       PyErr_GivenExceptionMatches(exception.ptr(), PyExc_SystemExit) != 0;
+  if (is_exit) keep_interrupt(exception);
+  return is_exit;
+}
+
 // A callback with a child future (then), or without one (add_done_callback).
 class Then final : public Continuation {
  public:
@@ -162,9 +169,7 @@ class Then final : public Continuation {
 
   void failed(Future& parent, Future* child, nb::object exception, const std::vector<c10::Stream>& streams) noexcept {
     try {
-      const bool is_exit = PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0 ||
-                           PyErr_GivenExceptionMatches(exception.ptr(), PyExc_SystemExit) != 0;
-      if (is_exit) keep_interrupt(exception);
+      const bool is_exit = keep_if_interrupt(exception);
       if (child != nullptr) {
         if (!fail(*child, exception, streams)) log_error("a callback of %r raised", child_, exception);
       } else if (!is_exit || !is_main_thread()) {
@@ -183,12 +188,12 @@ class Then final : public Continuation {
       python_executor.reset();
       const nb::object job =
           make_job(this, FuturePtr::unsafe_reclaim_from_nonowning(&parent));  // owns this from now on
-      try {
+      try {  // from here on this callback may have run, and be gone
         const nb::object handle = executor.attr("submit")(job);
         if (nb::hasattr(handle, "add_done_callback")) handle.attr("add_done_callback")(job.attr("settle"));
       } catch (nb::python_error& e) {
         const nb::object error = nb::borrow(e.value());
-        refuse(parent, error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
+        refuse(job, error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
       }
     } catch (nb::python_error& e) {
       e.discard_as_unraisable("cudafuture");
@@ -196,6 +201,7 @@ class Then final : public Continuation {
   }
 
   static nb::object make_job(Then* then, FuturePtr parent);
+  static void refuse(nb::handle job, nb::object error);
 
   // The bare RuntimeError with which executors of concurrent.futures refuse work when they, or Python, have ended.
   static nb::object shut_down_error(const nb::object& error) {
@@ -211,38 +217,43 @@ class Then final : public Continuation {
   CallerContext caller_;
 };
 
-// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come.
+// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come. An executor may
+// call it, drop it, call it twice, or cancel its own handle while it runs: the callback is taken out once.
 class Job {
  public:
   Job(Then* then, FuturePtr parent) : then_(then), parent_(std::move(parent)) {}
-  ~Job() {
-    if (then_ == nullptr) return;
-    then_->refuse();
-    finish();
-  }
+  ~Job() { refuse({}); }
+
   void operator()() {
-    if (then_ == nullptr) return;
-    then_->execute(*parent_);
-    finish();
+    Then* const then = std::exchange(then_, nullptr);
+    if (then == nullptr) return;
+    then->execute(*parent_);
+    then->dispose();
   }
+
   // The executor's own handle is done. If this was never called, the handle says why.
   void settle(nb::handle handle) {
-    if (then_ == nullptr) return;
-    nb::object error = nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")();
-    if (error.is_none()) {
-      then_->refuse();
-    } else {
-      then_->refuse(*parent_, std::move(error));
-    }
-    finish();
+    if (then_ != nullptr) refuse(nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")());
   }
+
+  // It will not be called. Without an error its future is cancelled.
+  void refuse(nb::object error) {
+    Then* const then = std::exchange(then_, nullptr);
+    if (then == nullptr) {
+      if (error.is_valid()) keep_if_interrupt(error);
+      return;
+    }
+    if (error.is_valid() && !error.is_none()) {
+      then->refuse(*parent_, std::move(error));
+    } else {
+      then->refuse();
+    }
+    then->dispose();
+  }
+
+  int visit(ForeignVisitor visitor) const { return then_ == nullptr ? 0 : then_->visit(visitor); }
 
  private:
-  void finish() {
-    std::exchange(then_, nullptr)->dispose();
-    parent_.reset();
-  }
-
   Then* then_;
   FuturePtr parent_;
 };
@@ -250,6 +261,25 @@ class Job {
 nb::object Then::make_job(Then* then, FuturePtr parent) {
   return nb::cast(new Job(then, std::move(parent)), nb::rv_policy::take_ownership);
 }
+
+void Then::refuse(nb::handle job, nb::object error) { nb::inst_ptr<Job>(job)->refuse(std::move(error)); }
+
+int traverse_job(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<Job>(self)->visit({reinterpret_cast<int (*)(void*, void*)>(visit), arg});
+}
+
+int clear_job(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Job>(self)->refuse({});
+  return 0;
+}
+
+PyType_Slot job_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_job)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_job)},
+    {0, nullptr},
+};
 
 void expect_callable(nb::handle fn, const char* who) {
   if (PyCallable_Check(fn.ptr()) != 0) return;
@@ -353,7 +383,7 @@ int remove_done_callback(nb::handle future, nb::handle fn) {
 }
 
 void bind_executors(nb::module_& m) {
-  nb::class_<Job>(m, "_Job").def("__call__", &Job::operator()).def("settle", &Job::settle);
+  nb::class_<Job>(m, "_Job", nb::type_slots(job_slots)).def("__call__", &Job::operator()).def("settle", &Job::settle);
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def_ro("name", &HostExecutor::name)
       .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });

@@ -157,9 +157,8 @@ void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_
 
 // A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
 // thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
-void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future, Foreign object = {}) {
-  std::thread([work = std::move(work), future = std::move(future), object = std::move(object)] {
-    const Entry entry;  // a Work written in Python runs it
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future) {
+  std::thread([work = std::move(work), future = std::move(future)] {
     try {
       work->wait();
       std::vector<at::Tensor> result;
@@ -202,8 +201,8 @@ void follow_python_work(nb::handle object, FuturePtr future) {
     follow_wrapper(*behind<PythonFutureWrapper>(followed), std::move(future),
                    std::make_shared<Foreign>(nb::borrow(object).release().ptr()));
   } else {
-    auto work = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(behind<c10d::Work>(object));
-    follow_by_waiting(std::move(work), std::move(future), foreign(nb::borrow(object)));
+    static Imported follow{"cudafuture._work", "follow"};
+    call(follow(), object, wrap(std::move(future)));
   }
 }
 

@@ -64,6 +64,10 @@ bool block(Future& future, const Deadline& deadline) {
     check_signals();
     if (done) return true;
     if (expired(deadline)) return false;
+    if (CallbackThread::get().has_lost()) {
+      raise_error("InvalidStateError",
+                  "the process is exiting: what would have completed this future, or another, came too late");
+    }
     if (callback_thread && is_shut_down()) {
       raise_error("InvalidStateError", "the process is exiting: a callback waited for a future that nobody completed");
     }

@@ -10,6 +10,12 @@
 #include "core/reaper.h"
 
 namespace cudafuture {
+namespace {
+
+constexpr std::chrono::milliseconds kPatience{50};
+
+}  // namespace
+
 // Wakes the callback thread when the future that it helps with is done.
 class CallbackThread::Waker final : public Continuation {
  public:
@@ -51,7 +57,12 @@ bool CallbackThread::put(Put&& put) noexcept {
 
 // What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
 void CallbackThread::post(Continuation* c) noexcept {
-  if (!put([c](Inbox& inbox) { inbox.due.push(c); }) && foreign_runtime().inside()) c->abandon();
+  if (put([c](Inbox& inbox) { inbox.due.push(c); })) return;
+  if (foreign_runtime().inside()) {
+    c->abandon();
+  } else {
+    lost_.store(true, std::memory_order_release);
+  }
 }
 
 void CallbackThread::post_release(void* object) noexcept {
@@ -85,12 +96,18 @@ void CallbackThread::loop() noexcept {
     if (inbox_.empty()) break;  // stopping, and nothing is left
     Inbox inbox = std::exchange(inbox_, {});
     lock.unlock();
-    if (!runtime.enter()) return;  // the interpreter is gone: leak the inbox
+    if (!runtime.enter()) {  // the interpreter is gone: leak the inbox
+      static_cast<void>(new Inbox(std::move(inbox)));
+      lock.lock();
+      break;
+    }
     accept(std::move(inbox));
     while (!batch_.empty()) run_one();
     runtime.leave();
     lock.lock();
   }
+  ended_ = true;
+  wake_.notify_all();
 }
 
 void CallbackThread::help(Future& awaited, const std::chrono::steady_clock::time_point* deadline) noexcept {
@@ -123,13 +140,22 @@ void CallbackThread::help(Future& awaited, const std::chrono::steady_clock::time
   if (awaited.detach(waker)) waker->abandon();
 }
 
-void CallbackThread::stop() noexcept {
+void CallbackThread::stop(bool (*go_on)() noexcept) noexcept {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
+    wake_.notify_all();
+    if (!thread_.joinable()) return;
+    while (!wake_.wait_for(lock, kPatience, [this] { return ended_; })) {
+      lock.unlock();
+      const bool going = go_on == nullptr || go_on();
+      lock.lock();
+      if (going) continue;
+      thread_.detach();
+      return;
+    }
   }
-  wake_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
 }
 
 }  // namespace cudafuture

@@ -31,8 +31,13 @@ class CallbackThread final : public Executor {
   // thread's queue.
   void help(Future& awaited, const std::chrono::steady_clock::time_point* deadline) noexcept;
 
-  // Runs what was posted so far, then joins. What comes later does not run.
-  void stop() noexcept;
+  // Runs what was posted so far, then joins. What comes later does not run. `go_on` is asked now and then while that
+  // takes time; when it says no the thread is left to itself.
+  void stop(bool (*go_on)() noexcept = nullptr) noexcept;
+
+  // Something came too late from outside the interpreter: whoever waits for what it would have completed waits for
+  // ever.
+  bool has_lost() const noexcept { return lost_.load(std::memory_order_acquire); }
 
   std::uint64_t callbacks_run() const noexcept { return callbacks_run_.load(std::memory_order_relaxed); }
 
@@ -58,6 +63,8 @@ class CallbackThread final : public Executor {
   ContinuationList batch_;  // of the thread itself: taken out of the inbox, not run yet
   std::thread thread_;
   bool stopping_ = false;
+  bool ended_ = false;
+  std::atomic<bool> lost_{false};
   std::atomic<std::thread::id> id_{};
   std::atomic<std::uint64_t> callbacks_run_{0};
 };

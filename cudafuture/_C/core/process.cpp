@@ -37,10 +37,10 @@ void refuse_after_fork() {
                   "'forkserver' method, or fork before the first future is made");
 }
 
-void shut_down() noexcept {
+void shut_down(bool (*go_on)() noexcept) noexcept {
   if (is_forked_child() || down.exchange(true)) return;
   Watcher::get().stop();
-  CallbackThread::get().stop();
+  CallbackThread::get().stop(go_on);
 }
 
 bool is_shut_down() noexcept { return down.load(std::memory_order_acquire); }

@@ -15,7 +15,8 @@ void refuse_after_fork();
 
 // Stops and joins the library's threads. From then on nothing runs a callback; what is posted is leaked on purpose.
 // Must be called without the interpreter, which the threads may need to finish what they are doing.
-void shut_down() noexcept;
+// `go_on` is asked now and then while callbacks take their time; when it says no they are left to themselves.
+void shut_down(bool (*go_on)() noexcept = nullptr) noexcept;
 bool is_shut_down() noexcept;
 
 }  // namespace cudafuture
