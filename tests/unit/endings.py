@@ -7,6 +7,7 @@ import contextlib
 import datetime as dt
 import gc
 import json
+import logging
 import os
 import queue
 import signal
@@ -195,6 +196,38 @@ def collectives() -> None:
     keep.append(CUDAFuture.from_torch(groups[0].allreduce([torch.ones(1)], options)).then(lambda f: f.value()))
 
 
+def failing_threads() -> None:
+    """Leave daemon threads that make errors, log them and drop failures all the time."""
+    logging.getLogger("cudafuture").addHandler(logging.NullHandler())
+    logging.getLogger("cudafuture").propagate = False
+
+    def loop(step: Callable[[], object]) -> None:
+        while True:
+            step()
+
+    def noted() -> None:
+        future: CUDAFuture[int] = CUDAFuture(name="noted")
+        future.set_exception(ValueError())
+
+    def all_failed() -> None:
+        collect_any([CUDAFuture.failed(ValueError()), CUDAFuture.failed(KeyError())]).exception()
+
+    daemon(loop, lambda: CUDAFuture.completed(1).add_done_callback(lambda f: 1 / 0))
+    daemon(loop, lambda: CUDAFuture.failed(ValueError()))
+    daemon(loop, noted)
+    daemon(loop, all_failed)
+
+
+class NeverDone(dist.Work):
+    def wait(self, timeout: object = None) -> bool:
+        while True:
+            threading.Event().wait(1e-4)
+
+
+def works_in_python() -> None:
+    keep.extend(CUDAFuture.from_torch(NeverDone()) for _ in range(5))
+
+
 def event_loops() -> None:
     never: CUDAFuture[int] = CUDAFuture()
 
@@ -258,6 +291,8 @@ SCENARIOS = {
         busy_executors,
         torch_futures,
         collectives,
+        failing_threads,
+        works_in_python,
         event_loops,
         late_use,
         finalizers,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,5 +398,36 @@ def test_async_for_whose_task_is_cancelled_leaves_no_callback(run: Run) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert callbacks_of(pending) == []
+
+    run(main())
+
+
+def test_a_signal_handler_that_completes_a_future_wakes_the_loop(run: Run) -> None:
+    main_thread = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+
+    def signal_when_asleep() -> None:
+        while ") S " not in main_thread.read_text():
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    async def main() -> str:
+        future: CUDAFuture[str] = CUDAFuture()
+        usual = signal.signal(signal.SIGUSR1, lambda number, frame: future.set_result("by the handler"))
+        thread = threading.Thread(target=signal_when_asleep)
+        asyncio.get_running_loop().call_soon(thread.start)
+        try:
+            return await future
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, usual)
+
+    assert run(main()) == "by the handler"
+
+
+def test_async_for_a_second_time_yields_nothing(run: Run) -> None:
+    async def main() -> None:
+        each = as_completed([CUDAFuture.completed(1)])
+        assert [f.value() async for f in each] == [1]
+        assert [f async for f in each] == []
 
     run(main())

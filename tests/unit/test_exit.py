@@ -26,7 +26,8 @@ from unit.endings import main
 main(say, *sys.argv[1:])
 """
 
-EVERYTHING = [name for name in SCENARIOS if name not in ("a_callback_that_posts_itself", "a_callback_that_waits")]
+APART = ("a_callback_that_posts_itself", "a_callback_that_waits", "failing_threads")  # do not go with others, or slowly
+EVERYTHING = [name for name in SCENARIOS if name not in APART]
 
 
 def expect_endings(way: str, count: int, *scenarios: str) -> None:
@@ -94,3 +95,50 @@ def test_a_process_ends_with_a_collective_in_flight_as_well_as_torch_lets_it(siz
     for _ in range(soak_count(40)):
         with Child(COLLECTIVE, str(size)) as process:
             assert process.end() in (0, -signal.SIGABRT)
+
+
+TOO_LATE = """
+import atexit
+
+def late():
+    import torch
+    from cudafuture import CUDAFuture
+    source = torch.futures.Future()
+    future = CUDAFuture.from_torch(source)
+    source.set_result(1)
+    try: future.wait()
+    except RuntimeError as e: say(f"{type(e).__name__}: {e}")
+
+atexit.register(late)  # runs after the library's own
+import cudafuture
+"""
+
+
+def test_what_comes_too_late_at_exit_is_not_waited_for() -> None:
+    with Child(TOO_LATE) as process:
+        assert process.hear() == (
+            "InvalidStateError: the process is exiting: what would have completed this future, or another, came "
+            "too late"
+        )
+        assert process.end() == 0
+
+
+BLOCKED = """
+import signal, threading
+from cudafuture import CUDAFuture, executors
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+blocked, never = threading.Event(), threading.Event()
+CUDAFuture.completed(1).add_done_callback(lambda f: blocked.set() or never.wait(), executor=executors.callback_thread)
+blocked.wait()
+import atexit
+atexit.register(say, "exiting")  # runs before the library's own
+"""
+
+
+def test_ctrl_c_ends_an_exit_that_waits_for_a_callback() -> None:
+    with Child(BLOCKED) as process:
+        assert process.hear() == "exiting"
+        process.send(signal.SIGINT)
+        process.end()
+        assert "KeyboardInterrupt" in process.errors()

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import functools
+import gc
 import threading
+import weakref
 from collections import namedtuple
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -127,3 +129,79 @@ def test_a_callable_with_an_odd_name_is_submitted():
     odd = functools.partial(str, "called")
     odd.__qualname__ = 3
     assert submit(odd).wait() == "called"
+
+
+class Handle:
+    """What an executor's submit() returns; tells its callbacks what the test says."""
+
+    def __init__(self):
+        self.callbacks = []
+
+    def add_done_callback(self, fn):
+        self.callbacks.append(fn)
+
+    def cancelled(self):
+        return True
+
+
+class Keeping:
+    """An executor that keeps what it is given."""
+
+    def __init__(self):
+        self.jobs = []
+        self.handle = Handle()
+
+    def submit(self, job):
+        self.jobs.append(job)
+        return self.handle
+
+
+def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing():
+    executor = Keeping()
+
+    def cancel_the_handle(future):
+        for callback in executor.handle.callbacks:
+            callback(executor.handle)  # as asyncio's run_in_executor does
+        return [future.value()] * 10
+
+    child = CUDAFuture.completed(1).then(cancel_the_handle, executor=executor)
+    executor.jobs[0]()
+    assert child.wait() == [1] * 10
+
+
+def test_a_job_that_is_called_twice_runs_once():
+    executor, ran = Keeping(), []
+
+    def call_again(future):
+        ran.append(1)
+        executor.jobs[0]()
+
+    CUDAFuture.completed(1).add_done_callback(call_again, executor=executor)
+    executor.jobs[0]()
+    executor.jobs[0]()
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("where", ["submit", "add_done_callback"])
+def test_an_executor_that_raises_after_it_has_run_the_callback_changes_nothing(where):
+    class Raising(Keeping):
+        def submit(self, job):
+            job()
+            if where == "submit":
+                raise RuntimeError("after running it")
+            return self
+
+        def add_done_callback(self, fn):
+            raise KeyError("closed")
+
+    children = [CUDAFuture.completed(i).then(lambda f: [f.value()] * 3, executor=Raising()) for i in range(100)]
+    assert [c.wait() for c in children] == [[i] * 3 for i in range(100)]
+
+
+def test_a_cycle_through_an_executor_that_keeps_its_jobs_is_collected():
+    executor = Keeping()
+    child = CUDAFuture.completed(1).then(lambda f, executor=executor: executor, executor=executor)
+    alive = weakref.ref(executor), weakref.ref(child)
+    del executor, child
+    gc.collect()
+    assert [a() for a in alive] == [None, None]

@@ -365,3 +365,12 @@ def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once():
         for _ in range(1000):  # CPython looks here
             pass
     CUDAFuture().set_result("raises nothing any more")
+
+
+def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog):
+    inner = CUDAFuture(name="inner")
+    child = CUDAFuture.completed(1).then_async(lambda f, inner=inner: inner)
+    assert child.cancel()
+    inner.set_exception(OSError("disk"))
+    del inner
+    assert "disk" in caplog.text
