@@ -96,8 +96,7 @@ void CallbackThread::loop() noexcept {
     if (inbox_.empty()) break;  // stopping, and nothing is left
     Inbox inbox = std::exchange(inbox_, {});
     lock.unlock();
-    if (!runtime.enter()) {  // the interpreter is gone: leak the inbox
-      static_cast<void>(new Inbox(std::move(inbox)));
+    if (!runtime.enter()) {  // the interpreter is gone: leak what is in the inbox, which owns nothing
       lock.lock();
       break;
     }
