@@ -1,0 +1,21 @@
+"""Testing programs of several processes, for this project and for others.
+
+``world``, a pytest fixture, runs a function in processes that are reused from test to test::
+
+    @pytest.mark.world(2)
+    def test_the_sum_is_the_same_everywhere(world):
+        def total():
+            tensor = torch.ones(1) * dist.get_rank()
+            dist.all_reduce(tensor)
+            return tensor.item()
+
+        assert world.run(total) == [1.0, 1.0]
+
+``torchrun`` launches a script as the command does. Neither uses a port that could be taken, and neither leaves a
+process behind. Install them with ``pip install cudafuture[testing]``; the pytest plugin is then found by itself.
+"""
+
+from cudafuture.testing.launch import Finished, torchrun
+from cudafuture.testing.world import World, WorldError
+
+__all__ = ["Finished", "World", "WorldError", "torchrun"]

@@ -1,0 +1,46 @@
+"""Messages of bytes between a test and its workers, over a pair of sockets."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+__all__ = ["Channel"]
+
+_LENGTH = struct.Struct("!Q")
+
+
+class Channel:
+    """One end. Every message arrives whole, or not at all."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Send a message. OSError when the other end is gone."""
+        self._end.sendall(_LENGTH.pack(len(message)))
+        self._end.sendall(message)
+
+    def receive(self) -> bytes:
+        """Wait for the next message. EOFError when the other end is gone, even in the middle of one."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._read(length)
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray(length)
+        rest = memoryview(data)
+        while rest:
+            try:
+                count = self._end.recv_into(rest)
+            except ConnectionError:
+                count = 0
+            if count == 0:
+                raise EOFError("the other end is gone")
+            rest = rest[count:]
+        return bytes(data)

@@ -1,0 +1,173 @@
+"""The processes of worlds, seen from the test; they are reused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from cudafuture.testing._channel import Channel
+from cudafuture.testing._job import DUMP, END, IDLE, READY, Job, Outcome
+
+__all__ = ["Pool", "Worker", "dump_stacks"]
+
+_START = 120.0  # seconds for a worker to import what it needs
+_PATIENCE = 5.0  # seconds for a worker to leave its world
+_DUMP_PATIENCE = 2.0  # seconds for a process to write its stacks
+_MOST_IDLE = 8  # workers that are kept for later
+_TAIL = 4000  # characters of a worker's output that are shown
+
+
+def dump_stacks(workers: Iterable[Worker]) -> list[str]:
+    """Return the Python stacks of all threads of each worker."""
+    asked = list(workers)
+    for worker in asked:
+        worker.signal(signal.SIGCONT)  # it may have been stopped
+        worker.signal(DUMP)
+    deadline = time.monotonic() + _DUMP_PATIENCE
+    while time.monotonic() < deadline and not all(worker.stacks() for worker in asked):
+        time.sleep(0.02)
+    return [worker.stacks() or "(it wrote no stacks)" for worker in asked]
+
+
+class Worker:
+    """A process that calls functions, seen from the test."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="cudafuture-worker-"))
+        ours, theirs = socket.socketpair()
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        with theirs, (self._folder / "output").open("w") as output:
+            descriptor = str(theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cudafuture.testing._worker", descriptor, str(self._folder / "stacks")],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.channel = Channel(ours)
+        self._started = False
+
+    def wait_until_started(self) -> bool:
+        """Wait until it takes jobs. False when it does not come to that."""
+        if not self._started:
+            self._started = self._hears(READY, _START)
+        return self._started
+
+    def begin(self, job: Job) -> None:
+        with contextlib.suppress(OSError):  # it is gone: whoever waits for its answer hears that
+            self.channel.send(pickle.dumps(job))
+
+    def answer(self) -> Outcome:
+        outcome: Outcome = pickle.loads(self.channel.receive())
+        return outcome
+
+    def end(self) -> bool:
+        """Let it leave the world. False when it does not."""
+        try:
+            self.channel.send(END)
+        except OSError:
+            return False
+        return self._hears(IDLE, _PATIENCE)
+
+    def _hears(self, message: bytes, timeout: float) -> bool:
+        with selectors.DefaultSelector() as selector, contextlib.suppress(EOFError):
+            selector.register(self.channel, selectors.EVENT_READ)
+            return bool(selector.select(timeout)) and self.channel.receive() == message
+        return False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def way_of_dying(self) -> str:
+        try:
+            code = self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
+
+    def output(self) -> str:
+        return self._read("output")[-_TAIL:]
+
+    def stacks(self) -> str:
+        return self._read("stacks")
+
+    def forget_output(self) -> None:
+        """What it writes from now on belongs to the next test."""
+        for name in ("output", "stacks"):
+            with contextlib.suppress(OSError):
+                os.truncate(self._folder / name, 0)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """End it and everything that descends from it; what it has written can still be read."""
+        import psutil
+
+        if not self.is_alive:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.kill()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """End it, and leave nothing of it."""
+        self.stop()
+        self.channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self._folder / name).read_text(errors="replace").strip("\0")
+        except OSError:
+            return ""
+
+
+class Pool:
+    """Workers that wait for their next function."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    def take(self) -> Worker:
+        """Return one that waits, or a new one."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                worker.forget_output()
+                return worker
+            worker.kill()
+        return Worker()
+
+    def give_back(self, workers: Iterable[Worker]) -> None:
+        """Keep workers for later, up to a few."""
+        for worker in workers:
+            if len(self._idle) < _MOST_IDLE:
+                self._idle.append(worker)
+            else:
+                worker.kill()
+
+    def close(self) -> None:
+        """End all that wait."""
+        while self._idle:
+            self._idle.pop().kill()

@@ -1,0 +1,100 @@
+"""Launching a script as ``torchrun`` does, for a test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Finished", "torchrun"]
+
+_DUMP_PATIENCE = 2.0  # seconds for processes that are aborted to write their stacks
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a script has written, and how it ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def torchrun(
+    script: str | Path,
+    n: int,
+    *args: str,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> Finished:
+    r"""Run `script` in `n` processes of this machine through ``torch.distributed.run``, and wait for its end.
+
+    Args:
+        script: a Python file.
+        n: how many processes; each finds RANK and WORLD_SIZE in its environment.
+        args: of the script.
+        timeout: seconds. When they are over, all processes write their stacks to stderr and are killed.
+        env: variables beside those of this process.
+        check: True (default): a returncode other than 0 is an error.
+
+    Raises:
+        RuntimeError: it failed, and `check` was set; with what it had written.
+        TimeoutError: it did not end in time; with what it had written, stacks included. Nothing of it runs any more.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+    ...     _ = script.write("import os; print(os.environ['WORLD_SIZE'])")
+    ...     script.flush()
+    ...     torchrun(script.name, 2).stdout
+    '2\n2\n'
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [*command, *args], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        in_time = True
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            in_time = False
+        finally:
+            _end_all(process)
+        out.seek(0)
+        err.seek(0)
+        finished = Finished(process.returncode, out.read(), err.read())
+    written = f"\n--- stdout\n{finished.stdout}\n--- stderr\n{finished.stderr}"
+    if not in_time:
+        raise TimeoutError(f"{script} with {n} processes did not end within {timeout:g} seconds{written}")
+    if check and finished.returncode != 0:
+        raise RuntimeError(f"{script} with {n} processes ended with code {finished.returncode}{written}")
+    return finished
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher with its workers, which are in sessions of their own; let those that hang say where."""
+    import psutil
+
+    if process.poll() is not None:
+        return
+    family = [psutil.Process(process.pid)]
+    family += family[0].children(recursive=True)
+    for member in reversed(family[1:]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGCONT)
+            member.send_signal(signal.SIGABRT)
+    psutil.wait_procs(family[1:], _DUMP_PATIENCE)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for late in member.children(recursive=True):
+                late.kill()
+            member.kill()
+    process.wait()

@@ -1,0 +1,211 @@
+"""Running a function in several processes of one world, each with its rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import selectors
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, TypeVar
+
+from cudafuture.testing._job import Job, Outcome
+from cudafuture.testing._pool import Pool, Worker, dump_stacks
+
+__all__ = ["World", "WorldError"]
+
+T = TypeVar("T")
+
+_GROUP_SHARE = 0.8  # of the timeout of a test is that of its process group
+_GRACE = 5.0  # seconds that the other ranks get to fail as well once one has
+
+
+class WorldError(AssertionError):
+    """A function failed on some rank. The message has every rank's traceback, stacks or way of dying.
+
+    ``errors`` maps ranks to the exceptions that their functions raised, where these could be brought here.
+    """
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+class World:
+    """`n` processes, each a rank of torch.distributed's default group of `backend`.
+
+    The fixture ``world`` is one. Outside pytest it is a context manager::
+
+        with World(2) as world:
+            world.run(function)
+
+    Args:
+        n: how many ranks.
+        backend: of the default group; "gloo" by default.
+        timeout: seconds for each ``run()``, 60 by default. The process group's own timeout is 0.8 of it, so that a
+            collective that hangs can say so itself.
+        pool: where the processes come from; for the plugin.
+    """
+
+    def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, *, pool: Pool | None = None) -> None:
+        if n < 1:
+            raise ValueError(f"a world has 1 rank or more, not {n}")
+        self.size, self.backend, self.timeout = n, backend, timeout
+        self._pool = pool if pool is not None else Pool()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pool.close()
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """Call ``function(*args, **kwargs)`` on every rank, and return what it returned, by rank.
+
+        The function may be a local one or a lambda. It finds the default group initialised, of the world's timeout.
+        Assertions in it are reported in full; ``pytest.skip()`` in it skips the test.
+
+        Raises:
+            WorldError: it raised on some rank, a process died or outlived the timeout, or left a process behind. No
+                process of the run survives that.
+
+        >>> import torch
+        >>> with World(2) as world:
+        ...     world.run(lambda factor: factor * torch.distributed.get_rank(), 10)
+        [0, 10]
+        """
+        call = _pickled(function, args, kwargs)
+        workers = [self._pool.take() for _ in range(self.size)]
+        folder = Path(tempfile.mkdtemp(prefix="cudafuture-world-"))
+        run = _Run(workers, self.timeout)
+        try:
+            run.start()
+            for rank, worker in enumerate(workers):
+                group_timeout = _GROUP_SHARE * self.timeout  # so that collectives that hang say so themselves
+                job = Job(rank, self.size, self.backend, str(folder / "store"), group_timeout, sys.path, call)
+                worker.begin(job)
+            run.collect()
+            if run.succeeded and run.release():
+                self._pool.give_back(workers)
+                workers = []
+            return run.values()
+        finally:
+            for worker in workers:
+                worker.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickle a call: by value what is in a module that a worker would not find, or find without pytest's assertions."""
+    import cloudpickle
+
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    by_value = module is not None and (hasattr(module, "@pytest_ar") or not _can_be_imported(module))
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled: bytes = cloudpickle.dumps((function, args, kwargs))
+        return pickled
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(module: ModuleType) -> bool:
+    try:
+        return importlib.util.find_spec(module.__name__) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+class _Run:
+    """One function in one world: what has come of it on each rank."""
+
+    def __init__(self, workers: list[Worker], timeout: float) -> None:
+        self._workers = workers
+        self._timeout = timeout
+        self._outcomes: dict[int, Outcome] = {}
+        self._deaths: dict[int, str] = {}
+        self._stacks: dict[int, str] = {}
+        self._order: list[int] = []  # of failing
+
+    @property
+    def succeeded(self) -> bool:
+        return not self._order and len(self._outcomes) == len(self._workers)
+
+    def start(self) -> None:
+        """Wait until all processes have started, which does not count as time of the run."""
+        for worker in self._workers:
+            if not worker.wait_until_started():
+                raise WorldError(f"a process of the world has not started\n{worker.output()}", {})
+
+    def collect(self) -> None:
+        """Wait for every rank. One that fails is ended at once, so that the others, which may wait for it, fail too.
+
+        They get a little time for that. Those that do not come back show their stacks.
+        """
+        deadline = time.monotonic() + self._timeout
+        with selectors.DefaultSelector() as selector:
+            for rank, worker in enumerate(self._workers):
+                selector.register(worker.channel, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    break
+                for key, _ in events:
+                    self._hear(key.data)
+                    selector.unregister(key.fileobj)
+                    if self._order:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+            late = [key.data for key in selector.get_map().values()]
+        stacks = dump_stacks(self._workers[rank] for rank in late)
+        self._stacks = dict(zip(late, stacks, strict=True))
+        self._order += late
+
+    def _hear(self, rank: int) -> None:
+        worker = self._workers[rank]
+        try:
+            outcome = self._outcomes[rank] = worker.answer()
+            if outcome.value is None or outcome.left:
+                self._order.append(rank)
+                worker.stop()
+        except EOFError:
+            self._deaths[rank] = worker.way_of_dying()
+            self._order.append(rank)
+
+    def release(self) -> bool:
+        """Let the ranks leave their world; false where one does not, and cannot be used again."""
+        left = [worker.end() for worker in self._workers]
+        return all(left)
+
+    def values(self) -> list[Any]:
+        if not self._order:
+            return [pickle.loads(self._outcomes[rank].value or b"") for rank in range(len(self._workers))]
+        first = self._outcomes.get(self._order[0])
+        if first is not None and first.skipped is not None:
+            import pytest
+
+            pytest.skip(first.skipped)
+        errors = {
+            rank: pickle.loads(outcome.error) for rank, outcome in self._outcomes.items() if outcome.error is not None
+        }
+        raise WorldError("\n\n".join(self._describe(rank) for rank in self._order), errors)
+
+    def _describe(self, rank: int) -> str:
+        title = f"rank {rank} of {len(self._workers)}"
+        outcome = self._outcomes.get(rank)
+        if outcome is None:
+            what = self._deaths.get(rank) or f"has not come back in time\n{self._stacks.get(rank, '')}"
+        elif outcome.value is None:
+            what = f"failed\n{outcome.traceback}"
+        else:
+            what = ""
+        if outcome is not None and outcome.left:
+            what += "left behind:\n  " + "\n  ".join(outcome.left)
+        output = self._workers[rank].output()
+        return f"{title} {what}".rstrip() + (f"\n--- its output\n{output}" if output else "")
