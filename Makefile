@@ -52,6 +52,7 @@ lint: $(STATE)/has-build $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 
 bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/core.py --check --json build/core.json
+	$(PY) benchmarks/interrupt.py --check
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs

@@ -257,7 +257,7 @@ def late_use() -> None:
         ):
             try:
                 call()
-            except (InvalidStateError, RuntimeError) as e:
+            except InvalidStateError as e:
                 keep.append(e)
 
     late.append(use)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +72,7 @@ def test_training_learns_overlaps_and_equals_the_synchronous_loop(tmp_path: Path
     first = results["overlap"][0]
     assert first["all_reduce_during_backward_us"] > 0, "the first bucket did not travel while backward went on"
     assert "What overlapped with what" in printed
+    assert len(re.findall("overlapped .*100%", printed)) == 1, "one progress bar, of rank 0"
 
 
 @pytest.mark.slow
@@ -97,6 +99,32 @@ def test_one_bit_that_differs_from_the_synchronous_loop_is_noticed(example: Modu
     with torch.no_grad():
         theirs.conv2.weight[3, 2, 1, 0].nextafter_(torch.tensor(torch.inf))
     assert example.differing(ours, theirs) == ["conv2.weight"]
+
+
+def test_the_next_forward_waits_for_each_layer_right_before_it(example: ModuleType) -> None:
+    model = example.make_model()
+    buckets = example.make_buckets(model, 0)
+    order: list[str] = []
+
+    class Update:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self, *, non_blocking: bool) -> None:
+            assert non_blocking
+            order.append(f"wait for {self.name}")
+
+    example.Overlap(buckets)
+    for bucket in buckets:
+        bucket.updated = Update(*bucket.layers)
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda *_, name=name: order.append(name))
+    model(torch.zeros(1, 1, 8, 8))
+    expected = []
+    for name, layer in model.named_children():
+        expected += [f"wait for {name}"] if list(layer.parameters()) else []
+        expected.append(name)
+    assert order == expected
 
 
 @pytest.mark.parametrize(
