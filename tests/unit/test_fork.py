@@ -180,6 +180,7 @@ for i in range(int(sys.argv[1])):
         break
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code == 0, code
+    say(i)  # one at a time: the test waits for each, however busy the machine is
 else:
     stop.set()
     handed.put(CUDAFuture())
@@ -284,7 +285,9 @@ def test_after_an_import_alone_a_forked_child_may_use_the_library() -> None:
 
 @pytest.mark.soak
 def test_a_fork_amid_threads_that_complete_futures_never_hangs_the_child() -> None:
-    with Child(FORK_IN_THE_MIDDLE, str(soak_count(200))) as child:
+    count = soak_count(200)
+    with Child(FORK_IN_THE_MIDDLE, str(count)) as child:
+        assert [child.hear() for _ in range(count)] == [str(i) for i in range(count)]
         assert child.hear() == "all ended well"
         assert child.end() == 0
         assert child.errors() == ""

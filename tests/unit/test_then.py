@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -374,3 +375,21 @@ def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog):
     inner.set_exception(OSError("disk"))
     del inner
     assert "disk" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["then", "then_async"])
+def test_cancelled_children_do_not_pile_up_on_a_parent_that_stays_pending(how):
+    parent, order = CUDAFuture(), []
+    kept = [parent.then(lambda f, i=i: order.append(i)) for i in range(100)]
+    children = []
+    for _ in range(1000):
+        if how == "then":
+            child = parent.then(lambda f: order.append("cancelled"))
+        else:  # here the parent is the future that the callback returned
+            child = CUDAFuture.completed(1).then_async(lambda f: parent)
+        child.cancel()
+        children.append(weakref.ref(child))
+        del child
+    assert sum(alive() is not None for alive in children) <= 1 + 2 * len(kept)
+    parent.set_result(None)
+    assert order == list(range(100))

@@ -28,6 +28,7 @@ class Forward final : public Continuation {
     delete this;
   }
 
+  bool is_moot() const noexcept override { return core_of(child_).done(); }
   int visit(ForeignVisitor visitor) const override { return visitor(child_.ptr()); }
 
  private:

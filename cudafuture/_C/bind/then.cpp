@@ -70,6 +70,8 @@ class Then final : public Continuation {
     delete this;
   }
 
+  bool is_moot() const noexcept override { return child_.is_valid() && core_of(child_).done(); }
+
   int visit(ForeignVisitor visitor) const override {
     for (PyObject* o : {fn_.ptr(), child_.ptr(), contextvars_.ptr(), python_executor.ptr()}) {
       if (const int stop = visitor(o)) return stop;

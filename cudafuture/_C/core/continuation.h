@@ -3,6 +3,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/foreign.h"
@@ -28,6 +29,9 @@ class Continuation {
   // Exactly one of the two is called, once, and is the last call: the continuation then owns itself no longer.
   virtual void run(Future& parent) noexcept = 0;
   virtual void abandon() noexcept = 0;  // the parent was dropped while pending, or the process is going away
+
+  // Would running it change nothing any more? Asked under the parent's lock.
+  virtual bool is_moot() const noexcept { return false; }
 
   // Shows the foreign references that this continuation owns.
   virtual int visit(ForeignVisitor) const { return 0; }
@@ -66,6 +70,23 @@ class ContinuationList {
     Continuation* list = head_;
     head_ = tail_ = nullptr;
     return list;
+  }
+
+  // Moves all for which the predicate holds into `taken`; returns how many stay.
+  template <class Predicate>
+  std::size_t take_if(Predicate&& predicate, ContinuationList& taken) {
+    ContinuationList stay;
+    std::size_t count = 0;
+    while (Continuation* c = pop()) {
+      if (predicate(*c)) {
+        taken.push(c);
+      } else {
+        stay.push(c);
+        ++count;
+      }
+    }
+    *this = stay;
+    return count;
   }
 
   // Removes the first one for which the predicate holds, or returns null.

@@ -182,11 +182,25 @@ void Future::unlink(Waiter& waiter) noexcept {
   waiter.wait(nullptr);
 }
 
+// A future that stays pending for long, while children of it are made and cancelled, would keep them all. Looking
+// through the list each time that it has doubled costs each continuation a constant.
+ContinuationList Future::sweep() noexcept {
+  ContinuationList moot;
+  if (++attached_ < sweep_at_) return moot;
+  attached_ =
+      static_cast<std::uint32_t>(continuations_.take_if([](const Continuation& c) { return c.is_moot(); }, moot));
+  sweep_at_ = std::max(kFirstSweep, 2 * attached_);
+  return moot;
+}
+
 void Future::attach(Continuation* c) {
   if (!done()) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!done()) {
       continuations_.push(c);
+      ContinuationList moot = sweep();
+      lock.unlock();
+      abandon_all(moot.take_all());
       return;
     }
   }

@@ -133,11 +133,13 @@ class Future final : public c10::intrusive_ptr_target {
 
  private:
   struct Rare;
+  static constexpr std::uint32_t kFirstSweep = 64;
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
   Rare& rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
   void leak_tensors() noexcept;
+  ContinuationList sweep() noexcept;
   void unlink(Waiter& waiter) noexcept;
 
   mutable std::mutex mutex_;
@@ -148,6 +150,8 @@ class Future final : public c10::intrusive_ptr_target {
   Lifetime lifetime_;
   std::int32_t priority_;
   ContinuationList continuations_;
+  std::uint32_t attached_ = 0;  // since the last sweep, and what that left
+  std::uint32_t sweep_at_ = kFirstSweep;
   Waiter* waiters_ = nullptr;
   Value value_;
   EventSet events_;
