@@ -52,8 +52,8 @@ def torchrun(
     >>> with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
     ...     _ = script.write("import os; print(os.environ['WORLD_SIZE'])")
     ...     script.flush()
-    ...     torchrun(script.name, 2).stdout
-    '2\n2\n'
+    ...     torchrun(script.name, 1).stdout
+    '1\n'
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}

@@ -210,15 +210,16 @@ def test_a_python_work_completes_and_fails_through_its_own_future():
 def test_a_python_work_lives_until_it_is_done():
     source = TorchFuture()
     work = PythonWork(source)
-    alive = weakref.ref(work)
+    gone = threading.Event()
+    weakref.finalize(work, gone.set)
     future = CUDAFuture.from_torch(work)
     del work
     gc.collect()
-    assert alive() is not None
+    assert not gone.is_set()
     source.set_result(1)
     assert future.wait(timeout=60) == 1
     del source
-    assert alive() is None
+    assert gone.wait(60)
 
 
 @pytest.mark.parametrize("outcome", [None, ValueError("of a wait")])

@@ -15,12 +15,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("interrupt")]  # one pro
 # The thread says "waiting" only when the main thread gave up the GIL, which it does nowhere but inside the wait: the
 # switch interval keeps the GIL from being taken away from it.
 SCRIPT = """
-import asyncio, os, signal, sys, threading
+import asyncio, contextlib, os, signal, sys, threading
 import cudafuture
 from cudafuture import CUDAFuture, as_completed, collect_all, gather, wait, wait_all
 
 pending = other = None
 handled = []
+
+# Made before the wait: to make one gives up the GIL.
+loop = asyncio.new_event_loop()
+
+def run(coroutine):
+    task = loop.create_task(coroutine)
+    try:
+        return loop.run_until_complete(task)
+    finally:
+        task.cancel()
+        with contextlib.suppress(BaseException): loop.run_until_complete(task)
 
 async def awaited(): return await pending
 async def first_of_many():
@@ -50,8 +61,8 @@ WAYS = {
     "wait for the first of a set": lambda: wait([pending, other], return_when="FIRST_COMPLETED"),
     "wait for the first failure of a set": lambda: wait([pending, other], return_when="FIRST_EXCEPTION"),
     "as_completed": iterated,
-    "await": lambda: asyncio.run(awaited()),
-    "async for": lambda: asyncio.run(first_of_many()),
+    "await": lambda: run(awaited()),
+    "async for": lambda: run(first_of_many()),
     "a callback that waits": in_a_callback,
 }
 
@@ -93,6 +104,8 @@ while (way := hear()) != "end":
     thread.join()
     assert not handled or len(handled) == 3, handled
     handled.clear()
+loop.run_until_complete(loop.shutdown_asyncgens())
+loop.close()
 """
 
 WAYS = [

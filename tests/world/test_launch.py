@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 SCRIPT = """
 import os, sys, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.environ.get("OWN", ""))
+words = ["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.environ.get("OWN", "")]
+os.write(1, (" ".join(words) + "\\n").encode())  # at once: the ranks write to one file
 """
 
 
