@@ -167,8 +167,8 @@ Args:
         current in `fn`; the child's events are recorded on the streams that are current when `fn` returns.
     executor: where `fn` runs. None (default): in the thread that completes the future when that is a Python thread, and
         at once when it is done already; on the library's callback thread when a C++ thread completes it. Or
-        `cudafuture.executors.inline`, `.callback_thread`, or any concurrent.futures.Executor. A callback that blocks
-        belongs on an executor of its own.
+        `cudafuture.executors.inline`, `.callback_thread`, or any concurrent.futures.Executor of threads. A callback
+        that blocks belongs on an executor of its own.
     non_blocking: True (default): run when the future is done. False: only when its device work has finished as well.
 
 The callback runs with its caller's grad mode, inference mode, autocast and contextvars. Cancelling the child before it
