@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("interrupt")]  # one pro
 # The thread says "waiting" only when the main thread gave up the GIL, which it does nowhere but inside the wait: the
 # switch interval keeps the GIL from being taken away from it.
 SCRIPT = """
-import asyncio, contextlib, os, signal, sys, threading
+import asyncio, contextlib, os, signal, socket, sys, threading
 import cudafuture
 from cudafuture import CUDAFuture, as_completed, collect_all, gather, wait, wait_all
 
@@ -24,6 +24,12 @@ handled = []
 
 # Made before the wait: to make one gives up the GIL.
 loop = asyncio.new_event_loop()
+# A signal that comes right before the loop sleeps would wake nobody: asyncio's own remedy is this one, too.
+woken, waker = socket.socketpair()
+woken.setblocking(False)
+waker.setblocking(False)
+signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+loop.add_reader(woken, lambda: woken.recv(4096))
 
 def run(coroutine):
     task = loop.create_task(coroutine)
@@ -105,7 +111,10 @@ while (way := hear()) != "end":
     assert not handled or len(handled) == 3, handled
     handled.clear()
 loop.run_until_complete(loop.shutdown_asyncgens())
+signal.set_wakeup_fd(-1)
 loop.close()
+woken.close()
+waker.close()
 """
 
 WAYS = [
