@@ -15,34 +15,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("interrupt")]  # one pro
 # The thread says "waiting" only when the main thread gave up the GIL, which it does nowhere but inside the wait: the
 # switch interval keeps the GIL from being taken away from it.
 SCRIPT = """
-import asyncio, contextlib, os, signal, socket, sys, threading
+import asyncio, contextlib, os, signal, sys, threading
 import cudafuture
 from cudafuture import CUDAFuture, as_completed, collect_all, gather, wait, wait_all
 
 pending = other = None
 handled = []
 
-# Made before the wait: to make one gives up the GIL.
-loop = asyncio.new_event_loop()
-# A signal that comes right before the loop sleeps would wake nobody: asyncio's own remedy is this one, too.
-woken, waker = socket.socketpair()
-woken.setblocking(False)
-waker.setblocking(False)
-signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-loop.add_reader(woken, lambda: woken.recv(4096))
+# To make an event loop gives up the GIL, so the other thread begins from inside. A signal that comes right before a loop
+# sleeps wakes nobody, unless it writes to the loop's own pipe: asyncio does the same for the handlers that it knows.
+@contextlib.contextmanager
+def inside_the_loop():
+    signal.set_wakeup_fd(asyncio.get_running_loop()._csock.fileno())
+    begin.set()
+    try: yield
+    finally: signal.set_wakeup_fd(-1)
 
-def run(coroutine):
-    task = loop.create_task(coroutine)
-    try:
-        return loop.run_until_complete(task)
-    finally:
-        task.cancel()
-        with contextlib.suppress(BaseException): loop.run_until_complete(task)
-
-async def awaited(): return await pending
+async def awaited():
+    with inside_the_loop(): return await pending
 async def first_of_many():
-    async for future in as_completed([pending, other]):
-        return future.value()
+    with inside_the_loop():
+        async for future in as_completed([pending, other]):
+            return future.value()
 
 def in_a_callback():
     start = CUDAFuture()
@@ -67,8 +61,8 @@ WAYS = {
     "wait for the first of a set": lambda: wait([pending, other], return_when="FIRST_COMPLETED"),
     "wait for the first failure of a set": lambda: wait([pending, other], return_when="FIRST_EXCEPTION"),
     "as_completed": iterated,
-    "await": lambda: run(awaited()),
-    "async for": lambda: run(first_of_many()),
+    "await": lambda: asyncio.run(awaited()),
+    "async for": lambda: asyncio.run(first_of_many()),
     "a callback that waits": in_a_callback,
 }
 
@@ -102,7 +96,7 @@ while (way := hear()) != "end":
     thread = threading.Thread(target=announce, args=(begin, finish))
     thread.start()
     try:
-        begin.set()
+        if way not in ("await", "async for"): begin.set()
         say("ended with %r" % (WAYS[way](),))
     except BaseException as e:
         say(type(e).__name__)
@@ -110,11 +104,6 @@ while (way := hear()) != "end":
     thread.join()
     assert not handled or len(handled) == 3, handled
     handled.clear()
-loop.run_until_complete(loop.shutdown_asyncgens())
-signal.set_wakeup_fd(-1)
-loop.close()
-woken.close()
-waker.close()
 """
 
 WAYS = [
