@@ -22,8 +22,8 @@ from cudafuture import CUDAFuture, as_completed, collect_all, gather, wait, wait
 pending = other = None
 handled = []
 
-# To make an event loop gives up the GIL, so the other thread begins from inside. A signal that comes right before a loop
-# sleeps wakes nobody, unless it writes to the loop's own pipe: asyncio does the same for the handlers that it knows.
+# To make an event loop gives up the GIL, so the other thread begins from inside. A signal that comes right before it
+# sleeps wakes nobody, unless it writes to the loop's own pipe: asyncio does so for the handlers that it knows.
 @contextlib.contextmanager
 def inside_the_loop():
     signal.set_wakeup_fd(asyncio.get_running_loop()._csock.fileno())
