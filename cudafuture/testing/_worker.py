@@ -85,7 +85,7 @@ def _left_behind() -> list[str]:
     return left
 
 
-def leave_world() -> None:
+def _leave_world() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -124,7 +124,7 @@ def main(descriptor: int, stacks: str) -> None:
             channel.receive()
         except EOFError:
             os._exit(0)
-        leave_world()
+        _leave_world()
         channel.send(IDLE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -59,14 +58,6 @@ def quiet_heap() -> Iterator[None]:
     yield
     gc.unfreeze()
     logging.disable(logging.NOTSET)
-
-
-@pytest.fixture
-def frequent_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 class Graph:

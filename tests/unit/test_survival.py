@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -77,8 +77,10 @@ def test_a_pending_chain_is_dropped_from_its_head_without_recursion() -> None:
 def test_a_pending_chain_is_dropped_from_its_tail_without_recursion() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
+    ends = weakref.ref(first), weakref.ref(last)
     del last
     del first
+    assert [end() for end in ends] == [None, None]
 
 
 def test_a_pending_chain_that_is_a_cycle_is_collected_without_recursion() -> None:
@@ -131,20 +133,26 @@ def test_a_nest_of_then_async_is_dropped_without_recursion() -> None:
 
 
 def test_a_value_that_holds_a_future_that_holds_a_future_is_freed_without_recursion() -> None:
-    value: object = None
+    value: object = CUDAFuture.completed(None)
+    innermost = weakref.ref(value)
     for _ in range(DEPTH):
         value = CUDAFuture.completed(value)
     del value
+    assert innermost() is None
 
 
 def test_a_failure_that_holds_a_failed_future_is_freed_without_recursion() -> None:
-    error = ValueError(None)
+    first: Future = CUDAFuture.completed(None)
+    innermost = weakref.ref(first)
+    error = ValueError(first)
+    del first
     for _ in range(DEPTH // 10):
         future: Future = CUDAFuture()
         future.set_exception(error)
         future.exception()
         error = ValueError(future)
     del error, future
+    assert innermost() is None
 
 
 NESTS: dict[str, Callable[[CUDAFuture[object]], CUDAFuture[object]]] = {
@@ -195,12 +203,15 @@ def test_a_nest_completes_or_is_cancelled_without_recursion(how: str) -> None:
 
 @pytest.mark.parametrize("how", NESTS)
 def test_a_nest_is_dropped_pending_and_done_without_recursion(how: str) -> None:
-    nest(how, CUDAFuture())
+    pending = weakref.ref(nest(how, CUDAFuture()))
     gc.collect()
+    assert pending() is None
     innermost: CUDAFuture[object] = CUDAFuture()
     outermost = nest(how, innermost)
     innermost.set_result("value")
+    done = weakref.ref(outermost)
     del outermost
+    assert done() is None
 
 
 @pytest.mark.parametrize("how", ["gather", "collect_any"])
@@ -223,15 +234,6 @@ def test_a_gather_of_many_completes_whatever_the_order() -> None:
 
 THREADS = 8
 FUTURES = soak_count(100_000)
-
-
-@pytest.fixture
-def frequent_switches() -> Iterator[None]:
-    """Let Python change threads as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def run_together(*targets: Callable[[], object]) -> None:
