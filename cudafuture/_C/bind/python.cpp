@@ -14,7 +14,7 @@ namespace {
 
 // How many of our functions this thread is inside. None: an engine's thread (Gloo's) that enters Python behind our
 // back, to drop a tensor.
-thread_local int entries = 0;
+[[gnu::tls_model("initial-exec")]] thread_local int entries = 0;  // counted several times for each callback
 
 // The callback thread keeps one thread state for its life, so that threading.local works in callbacks.
 thread_local PyThreadState* kept_state = nullptr;
@@ -79,7 +79,6 @@ void keep_threads_from_unwinding() noexcept {
 }
 
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
-  const Entry entry;
   return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
 }
 

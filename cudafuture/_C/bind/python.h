@@ -29,8 +29,9 @@ class WithoutGil {
 
 void take_gil(PyThreadState* state) noexcept;
 
-// Calls `callable`, with one argument or none (null). Null, with the error set, when it raises. A thread that CPython
-// ends inside this call is parked here, before anything of ours is unwound without the GIL.
+// Calls `callable`. Null, with the error set, when it raises. A thread that CPython ends inside this call is parked
+// here, before anything of ours is unwound without the GIL. The first, for callbacks, takes one argument or none
+// (null), and is called inside an Entry.
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
