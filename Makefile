@@ -43,7 +43,7 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600
 	$(MAKE) --no-print-directory test-native
 
-lint: $(STATE)/has-build $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
+lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
