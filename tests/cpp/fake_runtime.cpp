@@ -62,6 +62,7 @@ void Runtime::install() {
   set_foreign_runtime({.inside = []() noexcept { return holds_gil; },
                        .enter = enter,
                        .leave = leave,
+                       .retire = []() noexcept {},
                        .step_out = step_out,
                        .step_in = step_in,
                        .release = release});

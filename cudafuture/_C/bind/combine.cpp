@@ -16,6 +16,7 @@
 #include "bind/forward.h"
 #include "bind/future.h"
 #include "core/callback_thread.h"
+#include "core/ordered_executor.h"
 #include "core/process.h"
 
 namespace cudafuture::bind {
@@ -229,6 +230,17 @@ void Link::let_go() noexcept {
   if (future != nullptr) release_foreign(future);
 }
 
+// The callbacks of the whole have the order of its parts: of the first that has one, and of the deepest step in that.
+OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
+  OrderedExecutor* order = nullptr;
+  for (PyObject* part : parts) {
+    OrderedExecutor* const own = core_of(part).ordered_executor();
+    if (own == nullptr) continue;
+    if (order == nullptr || (own->is_same_line(*order) && own->depth() > order->depth())) order = own;
+  }
+  return order;
+}
+
 nb::object combine(How how, nb::handle futures, bool cancel_parts) {
   const Entry entry;
   refuse_after_fork();
@@ -247,6 +259,7 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
 
   auto core = c10::make_intrusive<Future>(priority);
   Future& whole = *core;
+  if (OrderedExecutor* order = order_of(parts)) whole.set_default_executor(order);
   const nb::object wrapper = wrap(core);
   core.reset();
   auto combined = std::make_shared<Combined>(how, parts, cancel_parts);

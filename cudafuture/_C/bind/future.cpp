@@ -204,8 +204,7 @@ nb::object devices(PyFuture& self) {
 nb::object late_error(PyFuture& self) {
   const Entry entry;
   refuse_after_fork();
-  const std::exception_ptr late = self.core->late_error();
-  return late == nullptr ? nb::none() : exception_of(late);
+  return late_error_of(*self.core);
 }
 
 nb::object released(PyFuture& self) {

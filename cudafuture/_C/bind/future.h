@@ -91,6 +91,10 @@ std::vector<at::Tensor> tensors_of(Future& future);
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async);
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name);
+// An engine's exception in the words of what made the future.
+nb::object as_origin_says(Future& future, nb::object exception);
+// The late error as the Python object that waiting raises; None: there is none.
+nb::object late_error_of(Future& future);
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;
@@ -99,6 +103,8 @@ void bind_future(nb::module_& m);
 void bind_events(nb::module_& m);
 void bind_streams(nb::module_& m);
 void bind_executors(nb::module_& m);
+void bind_order(nb::module_& m);
+void bind_collective(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_await(nb::module_& m);
 

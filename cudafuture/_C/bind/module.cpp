@@ -55,8 +55,10 @@ NB_MODULE(_C, m) {
   bind_events(m);
   bind_streams(m);
   bind_executors(m);
+  bind_order(m);
   bind_combine(m);
   bind_await(m);
+  bind_collective(m);
   m.attr("inline_executor") = cudafuture::bind::HostExecutor{"inline", &InlineExecutor::get()};
   m.attr("callback_thread") = cudafuture::bind::HostExecutor{"callback_thread", &CallbackThread::get()};
   m.def("statistics", statistics);

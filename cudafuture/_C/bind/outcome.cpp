@@ -79,6 +79,23 @@ nb::object result_of(Future& future) {
   return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
 }
 
+// What made the future knows more about an engine's error than the engine does: its `error` method says it.
+nb::object as_origin_says(Future& future, nb::object exception) {
+  const nb::handle origin = static_cast<PyObject*>(future.origin());
+  if (!origin.is_valid()) return exception;
+  try {
+    return origin.attr("error")(exception);
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable("cudafuture");
+    return exception;
+  }
+}
+
+nb::object late_error_of(Future& future) {
+  const std::exception_ptr late = future.late_error();
+  return late == nullptr ? nb::none() : as_origin_says(future, exception_of(late));
+}
+
 nb::object exception_of(Future& future) {
   future.mark_seen();
   Value& value = future.value();
@@ -88,7 +105,11 @@ nb::object exception_of(Future& future) {
             ? make_error("CancelledError",
                          future.name().empty() ? "the future was cancelled" : "'" + future.name() + "' was cancelled")
             : exception_of(value.error);
-    if (future.state() == State::failed) add_note(made, future.name());
+    if (future.origin() != nullptr) {
+      made = as_origin_says(future, std::move(made));
+    } else if (future.state() == State::failed) {
+      add_note(made, future.name());
+    }
     if (!value.object) value.object = foreign(std::move(made));
   }
   return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));

@@ -32,6 +32,12 @@ bool enter() noexcept {
 
 void leave() noexcept { kept_state = PyEval_SaveThread(); }
 
+void retire() noexcept {
+  if (kept_state == nullptr || is_finalizing()) return;
+  take_gil(std::exchange(kept_state, nullptr));
+  PyGILState_Release(PyGILState_UNLOCKED);  // undoes the first enter()
+}
+
 // What is dropped while Python finalizes is leaked: its type may be gone already.
 void release(void* object) noexcept {
   if (!is_finalizing()) Py_DECREF(static_cast<PyObject*>(object));
@@ -108,6 +114,7 @@ void install_runtime() {
       .inside = is_inside,
       .enter = enter,
       .leave = leave,
+      .retire = retire,
       .step_out = []() noexcept -> void* { return is_inside() ? PyEval_SaveThread() : nullptr; },
       .step_in =
           [](void* state) noexcept {

@@ -13,6 +13,8 @@
 #include "bind/executors.h"
 #include "bind/forward.h"
 #include "bind/future.h"
+#include "bind/job.h"
+#include "bind/order.h"
 #include "bind/stream_choice.h"
 #include "core/completion_queue.h"
 #include "core/process.h"
@@ -38,15 +40,8 @@ class EnteredContext {
   PyObject* context_;
 };
 
-bool keep_if_interrupt(const nb::object& exception) {
-  const bool is_exit = PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0 ||
-                       PyErr_GivenExceptionMatches(exception.ptr(), PyExc_SystemExit) != 0;
-  if (is_exit) keep_interrupt(exception);
-  return is_exit;
-}
-
 // A callback with a child future (then), or without one (add_done_callback).
-class Then final : public Continuation {
+class Then final : public Continuation, public Deferred {
  public:
   Then(nb::object fn, nb::object child) : Continuation(foreign), fn_(std::move(fn)), child_(std::move(child)) {}
 
@@ -58,7 +53,7 @@ class Then final : public Continuation {
 
   void run(Future& parent) noexcept override {
     if (python_executor.is_valid()) {
-      hand_over(parent);
+      hand_over(std::move(python_executor), this, parent);
       return;
     }
     execute(parent);
@@ -83,7 +78,7 @@ class Then final : public Continuation {
   bool is_callback_of(nb::handle fn) const { return !child_.is_valid() && fn_.is(fn); }
 
   // The callback itself, in whatever thread.
-  void execute(Future& parent) noexcept {
+  void execute(Future& parent) noexcept override {
     const Entry entry;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
     if (child != nullptr && !child->start()) return;  // cancelled before it began
@@ -99,25 +94,27 @@ class Then final : public Continuation {
     trace(TraceEvent::callback_end, child != nullptr ? *child : parent);
   }
 
-  void dispose() noexcept { delete this; }
+  void dispose() noexcept override { delete this; }
 
   // Its executor will not run it: it was shut down, or (where an error is given) could not.
-  void refuse() noexcept {
+  void refuse() noexcept override {
     if (child_.is_valid()) core_of(child_).cancel();
   }
-  void refuse(Future& parent, nb::object error) noexcept {
+  void refuse(Future& parent, nb::object error) noexcept override {
     failed(parent, child_.is_valid() ? &core_of(child_) : nullptr, std::move(error), {});
   }
 
   nb::object python_executor;
   StreamChoice choice;
   bool async = false;
-  bool plain_call = false;  // submit(): call fn(), not fn(parent)
+  bool plain_call = false;      // submit(): call fn(), not fn(parent)
+  bool names_executor = false;  // one that the user chose
 
  private:
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
 
   void call(Future& parent, Future* child) {
+    const CallbackOrder order(order_in(parent));
     std::optional<CallerContext::Scope> caller;
     if (contextvars_.is_valid()) caller.emplace(caller_);
     const EnteredContext context(contextvars_.ptr());
@@ -133,6 +130,14 @@ class Then final : public Continuation {
     } else {
       failed(parent, child, take_current_exception(), streams);
     }
+  }
+
+  // What it means for the order of collectives that they are issued in here.
+  CallbackOrder::Kind order_in(const Future& parent) const noexcept {
+    if (executor != nullptr && executor == Lane::current()) return CallbackOrder::in_lane();
+    if (plain_call) return CallbackOrder::program();
+    if (OrderedExecutor* usual = parent.ordered_executor()) return CallbackOrder::beside(*usual);
+    return names_executor ? CallbackOrder::program() : CallbackOrder::by_completion();
   }
 
   nb::object invoke(Future& parent, Future* child) {
@@ -184,103 +189,10 @@ class Then final : public Continuation {
     }
   }
 
-  void hand_over(Future& parent) noexcept {
-    try {
-      const nb::object executor = std::move(python_executor);
-      python_executor.reset();
-      const nb::object job =
-          make_job(this, FuturePtr::unsafe_reclaim_from_nonowning(&parent));  // owns this from now on
-      try {  // from here on this callback may have run, and be gone
-        const nb::object handle = executor.attr("submit")(job);
-        if (nb::hasattr(handle, "add_done_callback")) handle.attr("add_done_callback")(job.attr("settle"));
-      } catch (nb::python_error& e) {
-        const nb::object error = nb::borrow(e.value());
-        refuse(job, error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
-      }
-    } catch (nb::python_error& e) {
-      e.discard_as_unraisable("cudafuture");
-    }
-  }
-
-  static nb::object make_job(Then* then, FuturePtr parent);
-  static void refuse(nb::handle job, nb::object error);
-
-  // The bare RuntimeError with which executors of concurrent.futures refuse work when they, or Python, have ended.
-  static nb::object shut_down_error(const nb::object& error) {
-    nb::object typed = make_error("InvalidStateError", "the executor does not take the callback any more: " +
-                                                           std::string(nb::str(error).c_str()));
-    typed.attr("__cause__") = error;
-    return typed;
-  }
-
   nb::object fn_;
   nb::object child_;
   nb::object contextvars_;
   CallerContext caller_;
-};
-
-// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come. An executor may
-// call it, drop it, call it twice, or cancel its own handle while it runs: the callback is taken out once.
-class Job {
- public:
-  Job(Then* then, FuturePtr parent) : then_(then), parent_(std::move(parent)) {}
-  ~Job() { refuse({}); }
-
-  void operator()() {
-    Then* const then = std::exchange(then_, nullptr);
-    if (then == nullptr) return;
-    then->execute(*parent_);
-    then->dispose();
-  }
-
-  // The executor's own handle is done. If this was never called, the handle says why.
-  void settle(nb::handle handle) {
-    if (then_ != nullptr) refuse(nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")());
-  }
-
-  // It will not be called. Without an error its future is cancelled.
-  void refuse(nb::object error) {
-    Then* const then = std::exchange(then_, nullptr);
-    if (then == nullptr) {
-      if (error.is_valid()) keep_if_interrupt(error);
-      return;
-    }
-    if (error.is_valid() && !error.is_none()) {
-      then->refuse(*parent_, std::move(error));
-    } else {
-      then->refuse();
-    }
-    then->dispose();
-  }
-
-  int visit(ForeignVisitor visitor) const { return then_ == nullptr ? 0 : then_->visit(visitor); }
-
- private:
-  Then* then_;
-  FuturePtr parent_;
-};
-
-nb::object Then::make_job(Then* then, FuturePtr parent) {
-  return nb::cast(new Job(then, std::move(parent)), nb::rv_policy::take_ownership);
-}
-
-void Then::refuse(nb::handle job, nb::object error) { nb::inst_ptr<Job>(job)->refuse(std::move(error)); }
-
-int traverse_job(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  return nb::inst_ptr<Job>(self)->visit({reinterpret_cast<int (*)(void*, void*)>(visit), arg});
-}
-
-int clear_job(PyObject* self) {
-  if (nb::inst_ready(self)) nb::inst_ptr<Job>(self)->refuse({});
-  return 0;
-}
-
-PyType_Slot job_slots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse_job)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear_job)},
-    {0, nullptr},
 };
 
 void expect_callable(nb::handle fn, const char* who) {
@@ -290,8 +202,12 @@ void expect_callable(nb::handle fn, const char* who) {
 }
 
 // executor=: ours goes into the continuation, one of concurrent.futures into the callback.
-void choose_executor(Then& then, nb::handle executor) {
-  if (executor.is_none()) return;
+void choose_executor(Then& then, nb::handle executor, Executor* usual) {
+  if (executor.is_none()) {
+    then.executor = usual;
+    return;
+  }
+  then.names_executor = true;
   if (HostExecutor* host = host_executor_or_null(executor)) {
     then.executor = host->executor;
     return;
@@ -314,9 +230,17 @@ void choose_executor(Then& then, nb::handle executor) {
 FuturePtr make_child(const Future& parent, int priority) {
   auto child = c10::make_intrusive<Future>(priority, parent.lifetime());
   if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());
-  if (Executor* executor = parent.default_executor()) child->set_default_executor(executor);
   if (!parent.name().empty()) child->set_name(parent.name());
   return child;
+}
+
+// Where the child's callbacks run: in the order of its own callback, else in its parent's. The result of a then_async()
+// comes a step later, and has an order of its own.
+Executor* usual_executor(const Future& parent, const Then& then) {
+  OrderedExecutor* order = then.executor != nullptr ? then.executor->ordered() : nullptr;
+  if (order == nullptr) order = parent.ordered_executor();
+  if (order == nullptr) return parent.default_executor();
+  return then.async ? &order->deeper() : order;
 }
 
 }  // namespace
@@ -331,7 +255,8 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
   auto then = std::make_unique<Then>(nb::borrow(fn), child);
   then->choice = stream_choice_from(parent, stream);
   then->async = async;
-  choose_executor(*then, executor);
+  choose_executor(*then, executor, parent.default_executor());
+  if (Executor* usual = usual_executor(parent, *then)) core_of(child).set_default_executor(usual);
   then->capture_context();
   if (!non_blocking) then->flags |= Continuation::when_ready;
   parent.attach(then.release());
@@ -348,7 +273,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
   nb::object child = wrap(std::move(core));
   auto then = std::make_unique<Then>(std::move(call), child);
   then->plain_call = true;
-  choose_executor(*then, executor);
+  choose_executor(*then, executor, nullptr);
   then->capture_context();
   parent->complete({});
   parent->attach(then.release());
@@ -362,7 +287,7 @@ void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bo
   refuse_after_fork();
   expect_callable(fn, "add_done_callback()");
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
-  choose_executor(*then, executor);
+  choose_executor(*then, executor, parent.default_executor());
   if (when_ready) then->flags |= Continuation::when_ready;
   parent.attach(then.release());
   raise_kept_interrupt();
@@ -385,7 +310,7 @@ int remove_done_callback(nb::handle future, nb::handle fn) {
 }
 
 void bind_executors(nb::module_& m) {
-  nb::class_<Job>(m, "_Job", nb::type_slots(job_slots)).def("__call__", &Job::operator()).def("settle", &Job::settle);
+  bind_job(m);
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def_ro("name", &HostExecutor::name)
       .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });

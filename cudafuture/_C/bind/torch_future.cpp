@@ -69,30 +69,38 @@ EventSet record_devices(const TorchFuture& source) {
 // callbacks without a word: whoever waits here is told.
 class Promise {
  public:
-  explicit Promise(FuturePtr future) : future_(std::move(future)) {}
+  // `value`: what the future completes with; none: what the torch future has.
+  explicit Promise(FuturePtr future, Foreign value = {}) : future_(std::move(future)), value_(std::move(value)) {}
   ~Promise() {
     if (future_ == nullptr || future_.use_count() == 1 || is_shut_down() || is_forked_child()) return;
     future_->mark_seen();  // nobody raised it: no report if nobody looks
     future_->fail(Value::of_error(std::make_exception_ptr(Error(
         ErrorKind::invalid_state, "the torch future that this one follows was dropped before anybody completed it"))));
   }
-  Promise(const Promise&) = delete;
-  Promise& operator=(const Promise&) = delete;
+  Promise(Promise&&) noexcept = default;
 
   FuturePtr take() noexcept { return std::move(future_); }
 
+  void complete(c10::IValue value, EventSet events) {
+    Value result = value_ ? Value::of_object(std::move(value_)) : Value::of_native(std::move(value));
+    take()->complete(std::move(result), std::move(events));
+  }
+  void fail(std::exception_ptr error, EventSet events) {
+    take()->fail(Value::of_error(std::move(error)), std::move(events));
+  }
+
  private:
   FuturePtr future_;
+  Foreign value_;
 };
 
 // The value stays as it is in C++; no interpreter is needed.
-void follow_natively(const TorchFuturePtr& source, FuturePtr future) {
-  source->addCallback([promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
-    const FuturePtr future = promise->take();
+void follow_natively(const TorchFuturePtr& source, Promise&& promise) {
+  source->addCallback([promise = std::make_shared<Promise>(std::move(promise))](TorchFuture& done) {
     if (done.hasError()) {
-      future->fail(Value::of_error(done.exception_ptr()), record_devices(done));
+      promise->fail(done.exception_ptr(), record_devices(done));
     } else {
-      future->complete(Value::of_native(done.constValue()), record_devices(done));
+      promise->complete(done.constValue(), record_devices(done));
     }
   });
 }
@@ -157,8 +165,8 @@ void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_
 
 // A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
 // thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
-void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future) {
-  std::thread([work = std::move(work), future = std::move(future)] {
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, Promise&& promise) {
+  std::thread([work = std::move(work), promise = std::move(promise)]() mutable {
     try {
       work->wait();
       std::vector<at::Tensor> result;
@@ -166,31 +174,43 @@ void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, FuturePtr future) {
         result = work->result();
       } catch (const c10::Error&) {  // it has none to show
       }
-      future->complete(Value::of_native(c10::IValue(std::move(result))));
+      promise.complete(c10::IValue(std::move(result)), {});
     } catch (...) {
-      future->fail(Value::of_error(std::current_exception()));
+      promise.fail(std::current_exception(), {});
     }
   }).detach();
 }
 
-void follow_work(c10d::Work& work, FuturePtr future) {
-  future->start();  // it owns the tensors: too late to cancel
+// NCCL's futures are complete when the work is enqueued; what goes wrong with it later, only the Work learns.
+class WorkAftermath final : public Aftermath {
+ public:
+  explicit WorkAftermath(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  std::exception_ptr error() noexcept override { return work_->exception(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value) {
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
   TorchFuturePtr native;
   try {
     native = owned->getFuture();
   } catch (const c10::Error&) {  // not implemented for this kind of work
   }
+  if (native != nullptr && !native->devices().empty()) {
+    future->set_aftermath(std::make_unique<WorkAftermath>(owned));
+  }
+  Promise promise(std::move(future), std::move(value));
   if (native == nullptr) {
-    follow_by_waiting(std::move(owned), std::move(future));
+    follow_by_waiting(std::move(owned), std::move(promise));
   } else {
-    follow_natively(native, std::move(future));
+    follow_natively(native, std::move(promise));
   }
 }
 
 // A Work whose class is written in Python: its C++ side knows neither how to unwrap an error nor how long Python lives.
 void follow_python_work(nb::handle object, FuturePtr future) {
-  future->start();
   nb::object followed;
   try {
     followed = object.attr("get_future")();
@@ -261,7 +281,45 @@ class Deliver final : public Continuation {
   nb::object target_;
 };
 
+// Completes a future with a value that was known before, when the Work behind `parent`, written in Python, is done.
+class Substitute final : public Continuation {
+ public:
+  Substitute(FuturePtr future, nb::object value)
+      : Continuation(foreign), future_(std::move(future)), value_(bind::foreign(std::move(value))) {}
+
+  void run(Future& work) noexcept override {
+    if (work.state() == State::completed) {
+      future_->complete(Value::of_object(std::move(value_)), EventSet(work.events()));
+    } else {
+      fail(*future_, as_origin_says(*future_, exception_of(work)));
+    }
+    delete this;
+  }
+  void abandon() noexcept override {
+    const Promise told(std::move(future_));
+    delete this;
+  }
+  int visit(ForeignVisitor visitor) const override { return visitor(value_.get()); }
+
+ private:
+  FuturePtr future_;
+  Foreign value_;
+};
+
 }  // namespace
+
+void follow_work(nb::handle work, FuturePtr future, nb::object value) {
+  if (!is_work(work)) {
+    const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
+    throw nb::type_error(message.c_str());
+  }
+  if (Py_TYPE(work.ptr()) == work_class()) {
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)));
+    return;
+  }
+  const nb::object followed = from_torch(work);
+  core_of(followed).attach(new Substitute(std::move(future), std::move(value)));
+}
 
 nb::object from_torch(nb::handle source) {
   const Entry entry;
@@ -279,8 +337,9 @@ nb::object from_torch(nb::handle source) {
   if (is_work(source)) {
     auto future = c10::make_intrusive<Future>();
     nb::object result = wrap(future);
+    future->start();  // it owns the tensors: too late to cancel
     if (Py_TYPE(source.ptr()) == work_class()) {
-      follow_work(*behind<c10d::Work>(source), std::move(future));
+      follow_native_work(*behind<c10d::Work>(source), std::move(future), {});
     } else {
       follow_python_work(source, std::move(future));
     }

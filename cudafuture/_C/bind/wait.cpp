@@ -8,6 +8,7 @@
 #include "bind/future.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/lane.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
 
@@ -46,10 +47,10 @@ void refuse_deadlock(const Future& future) {
 }
 
 // Threads that nothing interrupts sleep until they are woken; the main thread looks for signals now and then, and the
-// callback thread for the end of the process.
+// library's own threads for the end of the process.
 bool block(Future& future, const Deadline& deadline) {
-  const bool callback_thread = CallbackThread::get().is_current();
-  if (!is_main_thread() && !callback_thread) {
+  const bool library_thread = CallbackThread::get().is_current() || Lane::current() != nullptr;
+  if (!is_main_thread() && !library_thread) {
     WithoutGil released;
     return future.wait_until(deadline ? &*deadline : nullptr);
   }
@@ -68,7 +69,7 @@ bool block(Future& future, const Deadline& deadline) {
       raise_error("InvalidStateError",
                   "the process is exiting: what would have completed this future, or another, came too late");
     }
-    if (callback_thread && is_shut_down()) {
+    if (library_thread && is_shut_down()) {
       raise_error("InvalidStateError", "the process is exiting: a callback waited for a future that nobody completed");
     }
   }
@@ -152,7 +153,7 @@ void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadlin
 
 void raise_late_error(Future& future) {
   if (future.state() != State::completed) return;
-  if (const std::exception_ptr late = future.late_error()) raise(exception_of(late));
+  if (const nb::object late = late_error_of(future); !late.is_none()) raise(late);
 }
 
 }  // namespace cudafuture::bind

@@ -61,7 +61,7 @@ void CallbackThread::post(Continuation* c) noexcept {
   if (foreign_runtime().inside()) {
     c->abandon();
   } else {
-    lost_.store(true, std::memory_order_release);
+    lose();
   }
 }
 

@@ -38,6 +38,7 @@ class CallbackThread final : public Executor {
   // Something came too late from outside the interpreter: whoever waits for what it would have completed waits for
   // ever.
   bool has_lost() const noexcept { return lost_.load(std::memory_order_acquire); }
+  void lose() noexcept { lost_.store(true, std::memory_order_release); }
 
   std::uint64_t callbacks_run() const noexcept { return callbacks_run_.load(std::memory_order_relaxed); }
 

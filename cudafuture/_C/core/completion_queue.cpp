@@ -16,7 +16,6 @@ CompletionQueue& CompletionQueue::current() noexcept { return queue_of_thread; }
 
 void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
   CompletionQueue& queue = current();
-  Executor* const usual = parent.default_executor();
   const bool inside = foreign_runtime().inside();
   bool watching = false;
   while (list != nullptr) {
@@ -34,7 +33,6 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
       }
     }
     const bool is_foreign = (c->flags & Continuation::foreign) != 0;
-    if (c->executor == nullptr && is_foreign && usual != nullptr) c->executor = usual;
     if (c->executor != nullptr && c->executor != &InlineExecutor::get()) {
       c->executor->post(c);
     } else if (is_foreign && !inside) {

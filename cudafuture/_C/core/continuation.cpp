@@ -6,6 +6,8 @@ namespace cudafuture {
 
 // Here, where the future that `parent` points to is a complete type.
 Continuation::Continuation(std::uint8_t flags, Executor* executor) noexcept : executor(executor), flags(flags) {}
-Continuation::~Continuation() = default;
+Continuation::~Continuation() {
+  if (place != 0) executor->leave(*this);
+}
 
 }  // namespace cudafuture

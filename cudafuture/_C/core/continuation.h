@@ -39,6 +39,7 @@ class Continuation {
   Continuation* next = nullptr;  // in the parent's list, then in a queue
   FuturePtr parent;              // set while it stands in a queue
   Executor* executor;            // where it runs; null: where the future is completed
+  std::uint64_t place = 0;       // in the line of an executor that keeps an order; 0: none
   std::uint8_t flags;
 
  protected:

@@ -11,6 +11,7 @@ ForeignRuntime runtime{
     []() noexcept { return true; },
     []() noexcept { return true; },
     []() noexcept {},
+    []() noexcept {},
     []() noexcept -> void* { return nullptr; },
     [](void*) noexcept {},
     [](void*) noexcept {},

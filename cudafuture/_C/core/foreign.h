@@ -12,6 +12,7 @@ struct ForeignRuntime {
   bool (*inside)() noexcept;               // does this thread hold the interpreter's lock?
   bool (*enter)() noexcept;                // take it; false when the interpreter is going away
   void (*leave)() noexcept;                // give it back
+  void (*retire)() noexcept;               // this thread, now outside, will not enter again
   void* (*step_out)() noexcept;            // give it up for a moment, if this thread is inside
   void (*step_in)(void* state) noexcept;   // and take it again; null: it was not inside
   void (*release)(void* object) noexcept;  // drop one reference; called inside only

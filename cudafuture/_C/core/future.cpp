@@ -55,6 +55,8 @@ struct Future::Rare {
   bool bounded = false;
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
+  Foreign origin;
+  std::unique_ptr<Aftermath> aftermath;
   std::exception_ptr late_error;
   FuturePtr released;
   std::vector<at::Tensor> named_tensors;
@@ -143,6 +145,12 @@ Executor* Future::default_executor() const noexcept {
   return rare == nullptr ? nullptr : rare->executor;
 }
 void Future::set_default_executor(Executor* executor) { rare().executor = executor; }
+void* Future::origin() const noexcept {
+  const Rare* rare = find_rare();
+  return rare == nullptr ? nullptr : rare->origin.get();
+}
+void Future::set_origin(Foreign origin) { rare().origin = std::move(origin); }
+void Future::set_aftermath(std::unique_ptr<Aftermath> aftermath) { rare().aftermath = std::move(aftermath); }
 void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
 FuturePtr Future::released() const {
   const Rare* rare = find_rare();
@@ -194,6 +202,7 @@ ContinuationList Future::sweep() noexcept {
 }
 
 void Future::attach(Continuation* c) {
+  if (c->executor != nullptr) c->executor->enrol(*c);
   if (!done()) {
     std::unique_lock lock(mutex_);
     if (!done()) {
@@ -222,9 +231,16 @@ const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   return rare == nullptr ? none : rare->named_tensors;
 }
 
+void Future::look_at_aftermath() noexcept {
+  const Rare* rare = find_rare();
+  if (rare == nullptr || rare->aftermath == nullptr || !done()) return;
+  if (std::exception_ptr error = rare->aftermath->error()) set_late_error(std::move(error));
+}
+
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
-  if (events_.empty()) return true;
+  look_at_aftermath();
+  if (events_.empty() || has_late_error_.load(std::memory_order_acquire)) return true;
   try {
     return events_.query();
   } catch (...) {
@@ -233,7 +249,8 @@ bool Future::device_work_finished() noexcept {
   }
 }
 
-std::exception_ptr Future::late_error() const {
+std::exception_ptr Future::late_error() {
+  look_at_aftermath();
   if (!has_late_error_.load(std::memory_order_acquire)) return nullptr;
   std::lock_guard lock(mutex_);
   return find_rare()->late_error;
@@ -311,6 +328,7 @@ int Future::visit(ForeignVisitor visitor) {
   if (rare != nullptr && rare->producer != nullptr) {
     if (const int stop = rare->producer->visit(visitor)) return stop;
   }
+  if (const int stop = visitor(origin())) return stop;
   if (const int stop = visitor(value_.object.get())) return stop;
   return visitor(value_.traceback.get());
 }
@@ -320,10 +338,14 @@ void Future::clear() noexcept {
   std::shared_ptr<Producer> producer;
   Foreign object;
   Foreign traceback;
+  Foreign origin;
   {
     std::lock_guard lock(mutex_);
     list = continuations_.take_all();
-    if (Rare* rare = find_rare()) producer = std::move(rare->producer);
+    if (Rare* rare = find_rare()) {
+      producer = std::move(rare->producer);
+      origin = std::move(rare->origin);
+    }
     object = std::move(value_.object);
     traceback = std::move(value_.traceback);
     seen_ = true;

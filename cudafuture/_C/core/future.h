@@ -57,6 +57,14 @@ class Producer {
   virtual int visit(ForeignVisitor) const { return 0; }
 };
 
+// An engine that may learn of a failure after it has completed the future: NCCL, whose collectives are complete when
+// they are enqueued. Asked, by any thread, for as long as the future is.
+class Aftermath {
+ public:
+  virtual ~Aftermath() = default;
+  virtual std::exception_ptr error() noexcept = 0;  // null: none so far
+};
+
 class Future final : public c10::intrusive_ptr_target {
  public:
   using Clock = std::chrono::steady_clock;
@@ -73,8 +81,17 @@ class Future final : public c10::intrusive_ptr_target {
   bool is_bounded() const noexcept;
   const std::vector<c10::Device>& bounding_set() const noexcept;
   void set_bounding_set(std::vector<c10::Device> devices);
+  // Where the user's callbacks run that name no executor; null: where the future is completed.
   Executor* default_executor() const noexcept;
   void set_default_executor(Executor* executor);
+  OrderedExecutor* ordered_executor() const noexcept {
+    Executor* const executor = default_executor();
+    return executor == nullptr ? nullptr : executor->ordered();
+  }
+  // An object of the embedding language that says what made the future; dropped with it.
+  void* origin() const noexcept;
+  void set_origin(Foreign origin);
+  void set_aftermath(std::unique_ptr<Aftermath> aftermath);
   void set_producer(std::shared_ptr<Producer> producer);
   FuturePtr released() const;
   void set_released(FuturePtr released);
@@ -108,7 +125,7 @@ class Future final : public c10::intrusive_ptr_target {
   // Has the device work behind every event finished? What a device reports instead becomes the late error, and counts
   // as finished: nothing more will come. False while pending.
   bool device_work_finished() noexcept;
-  std::exception_ptr late_error() const;
+  std::exception_ptr late_error();
   void set_late_error(std::exception_ptr error) noexcept;
   // Somebody has seen how it ended. A failure that nobody has seen is reported when the future dies.
   bool is_unseen_failure() const noexcept { return state() == State::failed && !seen_.load(std::memory_order_relaxed); }
@@ -139,6 +156,7 @@ class Future final : public c10::intrusive_ptr_target {
   Rare& rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
   void leak_tensors() noexcept;
+  void look_at_aftermath() noexcept;
   ContinuationList sweep() noexcept;
   void unlink(Waiter& waiter) noexcept;
 

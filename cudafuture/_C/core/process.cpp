@@ -8,6 +8,7 @@
 
 #include "core/callback_thread.h"
 #include "core/error.h"
+#include "core/thread_cache.h"
 #include "core/watcher.h"
 
 namespace cudafuture {
@@ -40,6 +41,7 @@ void refuse_after_fork() {
 void shut_down(bool (*go_on)() noexcept) noexcept {
   if (is_forked_child() || down.exchange(true)) return;
   Watcher::get().stop();
+  ThreadCache::get().stop(go_on);
   CallbackThread::get().stop(go_on);
 }
 

@@ -1,0 +1,49 @@
+// The futures that cudafuture.distributed returns.
+#include <string>
+
+#include "bind/errors.h"
+#include "bind/executors.h"
+#include "bind/future.h"
+#include "bind/torch_future.h"
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb::object origin) {
+  auto future = c10::make_intrusive<Future>();
+  future->set_name(name);
+  future->set_default_executor(callbacks.executor);
+  if (!origin.is_none()) future->set_origin(foreign(std::move(origin)));
+  future->start();  // the other ranks count on it: too late to cancel
+  return future;
+}
+
+// The future of a collective: it follows `work` and completes with `value`.
+nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
+                      nb::object origin) {
+  const Entry entry;
+  refuse_after_fork();
+  FuturePtr future = make_future(name, callbacks, std::move(origin));
+  nb::object result = wrap(future);
+  follow_work(work, std::move(future), std::move(value));
+  raise_kept_interrupt();
+  return result;
+}
+
+// One that Python completes.
+nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::object origin) {
+  const Entry entry;
+  refuse_after_fork();
+  return wrap(make_future(name, callbacks, std::move(origin)));
+}
+
+}  // namespace
+
+void bind_collective(nb::module_& m) {
+  m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
+        nb::arg("origin").none());
+  m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,108 @@
+#include "bind/job.h"
+
+#include <string>
+#include <utility>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come. An executor may
+// call it, drop it, call it twice, or cancel its own handle while it runs: the callback is taken out once.
+class Job {
+ public:
+  Job(Deferred* callback, FuturePtr parent) : callback_(callback), parent_(std::move(parent)) {}
+  ~Job() { refuse({}); }
+
+  void operator()() {
+    Deferred* const callback = std::exchange(callback_, nullptr);
+    if (callback == nullptr) return;
+    callback->execute(*parent_);
+    callback->dispose();
+  }
+
+  // The executor's own handle is done. If this was never called, the handle says why.
+  void settle(nb::handle handle) {
+    if (callback_ != nullptr)
+      refuse(nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")());
+  }
+
+  // It will not be called. Without an error its future is cancelled.
+  void refuse(nb::object error) {
+    Deferred* const callback = std::exchange(callback_, nullptr);
+    if (callback == nullptr) {
+      if (error.is_valid()) keep_if_interrupt(error);
+      return;
+    }
+    if (error.is_valid() && !error.is_none()) {
+      callback->refuse(*parent_, std::move(error));
+    } else {
+      callback->refuse();
+    }
+    callback->dispose();
+  }
+
+  int visit(ForeignVisitor visitor) const { return callback_ == nullptr ? 0 : callback_->visit(visitor); }
+
+ private:
+  Deferred* callback_;
+  FuturePtr parent_;
+};
+
+int traverse_job(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<Job>(self)->visit({reinterpret_cast<int (*)(void*, void*)>(visit), arg});
+}
+
+int clear_job(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Job>(self)->refuse({});
+  return 0;
+}
+
+PyType_Slot job_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_job)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_job)},
+    {0, nullptr},
+};
+
+// The bare RuntimeError with which executors of concurrent.futures refuse work when they, or Python, have ended.
+nb::object shut_down_error(const nb::object& error) {
+  nb::object typed = make_error(
+      "InvalidStateError", "the executor does not take the callback any more: " + std::string(nb::str(error).c_str()));
+  typed.attr("__cause__") = error;
+  return typed;
+}
+
+}  // namespace
+
+bool keep_if_interrupt(const nb::object& exception) {
+  const bool is_exit = PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0 ||
+                       PyErr_GivenExceptionMatches(exception.ptr(), PyExc_SystemExit) != 0;
+  if (is_exit) keep_interrupt(exception);
+  return is_exit;
+}
+
+void hand_over(nb::object executor, Deferred* callback, Future& parent) noexcept {
+  try {
+    const nb::object job =
+        nb::cast(new Job(callback, FuturePtr::unsafe_reclaim_from_nonowning(&parent)), nb::rv_policy::take_ownership);
+    try {
+      const nb::object handle = executor.attr("submit")(job);
+      if (nb::hasattr(handle, "add_done_callback")) handle.attr("add_done_callback")(job.attr("settle"));
+    } catch (nb::python_error& e) {
+      const nb::object error = nb::borrow(e.value());
+      nb::inst_ptr<Job>(job)->refuse(error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
+    }
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable("cudafuture");
+  }
+}
+
+void bind_job(nb::module_& m) {
+  nb::class_<Job>(m, "_Job", nb::type_slots(job_slots)).def("__call__", &Job::operator()).def("settle", &Job::settle);
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,48 @@
+#include "bind/order.h"
+
+#include <string>
+
+#include "bind/errors.h"
+#include "bind/executors.h"
+#include "bind/future.h"
+
+namespace cudafuture::bind {
+
+thread_local constinit CallbackOrder::Kind CallbackOrder::current_{};
+
+namespace {
+
+// The lane whose callback issues a collective on the group with these ordered callbacks. None: the program itself.
+nb::object issuing_lane(const HostExecutor& callbacks) {
+  using Kind = CallbackOrder::Kind;
+  const Kind here = CallbackOrder::current();
+  if (here.kind == Kind::is_in_lane) return nb::str(Lane::current()->name().c_str());
+  if (here.kind == Kind::is_by_completion) {
+    raise_error(
+        "InvalidStateError",
+        "a collective cannot be issued in a callback that runs whenever its future happens to be done: the "
+        "ranks would issue in different orders, and get each other's data. Give then() the executor of the "
+        "group, executor=ProcessGroup(group).queue: its callbacks run in the order in which they were attached");
+  }
+  const OrderedExecutor* order = callbacks.executor->ordered();
+  if (here.kind == Kind::is_beside && order != nullptr && here.order->is_same_line(*order)) {
+    raise_error("InvalidStateError",
+                "a collective on group '" + order->name() +
+                    "' cannot be issued in a callback of that group's futures that runs on an executor of its own: "
+                    "nothing orders it among those that other callbacks and the program issue, and the ranks would get "
+                    "each other's data. Leave out executor=, or issue it on another group (new_group()), on which "
+                    "only this callback issues");
+  }
+  return nb::none();
+}
+
+}  // namespace
+
+void bind_order(nb::module_& m) {
+  m.def(
+      "ordered_executor", [](std::string name) { return HostExecutor{name, &OrderedExecutor::make(name)}; },
+      nb::arg("name"));
+  m.def("issuing_lane", issuing_lane, nb::arg("callbacks"));
+}
+
+}  // namespace cudafuture::bind

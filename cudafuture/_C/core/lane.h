@@ -1,0 +1,56 @@
+// Runs continuations one after the other, in the order in which they were attached: not in that in which their parents
+// were completed, which is another one on every rank.
+//
+//     attach ──► a place at the end of the line
+//     post   ──► ready;  the head of the line, if ready, runs;  others wait behind it
+//     leave  ──► the place is given up: the continuation was taken back or dropped
+//
+// A lane has a thread while something in it can run, so what runs there may block. Its callbacks run inside the lane:
+// Lane::current() tells what they attach and issue from what the program does beside them.
+//
+// Lock: mutex_ guards the line; nothing is taken under it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <string>
+
+#include "core/executor.h"
+#include "core/thread_cache.h"
+
+namespace cudafuture {
+
+class Lane final : public Executor, private ThreadCache::Task {
+ public:
+  explicit Lane(std::string name) : name_(std::move(name)) {}
+
+  static Lane* current() noexcept;  // whose callback this thread runs; null: none
+  const std::string& name() const noexcept { return name_; }
+
+  void enrol(Continuation& c) noexcept override;
+  void leave(Continuation& c) noexcept override;
+  void post(Continuation* c) noexcept override;
+
+  std::size_t length() const noexcept;  // how many stand in the line
+
+ private:
+  struct Place {
+    Continuation* ready = nullptr;
+    bool left = false;
+  };
+
+  template <class Change>
+  bool change(Change&& change) noexcept;
+  bool head_is_ready() noexcept;
+  Continuation* take_head() noexcept;
+  void perform() noexcept override;
+
+  const std::string name_;
+  mutable std::mutex mutex_;
+  std::deque<Place> line_;
+  std::uint64_t first_ = 1;  // the number of the head's place; 0 is no place
+  bool running_ = false;     // a thread is in take_head() or will come
+};
+
+}  // namespace cudafuture

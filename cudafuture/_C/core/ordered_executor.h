@@ -1,0 +1,49 @@
+// Gives the callbacks of one group's futures an order that is the same on every rank, whatever completes first.
+//
+// Each rank attaches the same callbacks in the same order: that is the program. So callbacks run in the order of
+// attachment, in lanes. A lane has one attacher, the program or another lane, because two that attach side by side have
+// no order between them. And each result of a then_async() is one step deeper than its parent, with a lane of its own:
+// otherwise the second step of one chain would hold up the first step of the next.
+//
+//     attached by     to what a call returned      to the result of a then_async()
+//     the program     lane "group.0"               lane "group.1"
+//     lane "group.0"  lane "group.0>group.0"       lane "group.0>group.1"
+//
+// By induction over who attaches, every lane runs the same callbacks in the same order on every rank, and a group on
+// which only one lane issues collectives has them issued in the same order.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/executor.h"
+#include "core/lane.h"
+
+namespace cudafuture {
+
+class OrderedExecutor final : public Executor {
+ public:
+  // One that is never freed, as are its lanes: futures and callbacks may refer to it to the end of the process.
+  static OrderedExecutor& make(std::string name);
+
+  // Puts the continuation into the lane of the calling thread.
+  void enrol(Continuation& c) noexcept override;
+  void post(Continuation* c) noexcept override;
+  OrderedExecutor* ordered() noexcept override { return this; }
+
+  OrderedExecutor& deeper();
+  int depth() const noexcept { return depth_; }
+  const std::string& name() const noexcept;
+  bool is_same_line(const OrderedExecutor& other) const noexcept { return line_ == other.line_; }
+
+ private:
+  struct Line;
+
+  OrderedExecutor(std::shared_ptr<Line> line, int depth) noexcept : line_(std::move(line)), depth_(depth) {}
+  Lane& lane_of_thread() noexcept;
+
+  std::shared_ptr<Line> line_;
+  int depth_;
+};
+
+}  // namespace cudafuture

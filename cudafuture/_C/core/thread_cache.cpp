@@ -1,0 +1,95 @@
+#include "core/thread_cache.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "core/foreign.h"
+#include "core/process.h"
+
+namespace cudafuture {
+namespace {
+
+constexpr std::size_t kMostIdle = 8;
+constexpr std::chrono::milliseconds kPatience{50};
+
+}  // namespace
+
+ThreadCache& ThreadCache::get() noexcept {
+  static auto* cache = new ThreadCache;  // leaked: tasks may come until the very end of the process
+  return *cache;
+}
+
+bool ThreadCache::run(Task* task) noexcept {
+  if (is_forked_child()) return false;  // its lock may be held for ever
+  std::lock_guard lock(mutex_);
+  if (stopping_) return false;
+  if (!idle_.empty()) {
+    Worker* const worker = idle_.back();
+    idle_.pop_back();
+    worker->task = task;
+    worker->wake.notify_one();
+    return true;
+  }
+  join_ended();
+  mark_used();
+  const auto self = workers_.emplace(workers_.end());
+  self->task = task;
+  self->thread = std::thread([this, self] { loop(self); });
+  return true;
+}
+
+void ThreadCache::loop(Workers::iterator self) noexcept {
+  pthread_setname_np(pthread_self(), "cudafuture-lane");
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    self->wake.wait(lock, [&] { return stopping_ || self->task != nullptr; });
+    Task* const task = std::exchange(self->task, nullptr);
+    if (task == nullptr) break;
+    lock.unlock();
+    task->perform();
+    lock.lock();
+    if (stopping_ || idle_.size() >= kMostIdle) break;
+    idle_.push_back(&*self);
+  }
+  lock.unlock();
+  foreign_runtime().retire();
+  lock.lock();
+  self->ended = true;
+  ended_.notify_all();
+}
+
+bool ThreadCache::all_ended() const noexcept {
+  return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.ended; });
+}
+
+// Those that have nothing left to do but return.
+void ThreadCache::join_ended() noexcept {
+  workers_.remove_if([](Worker& worker) {
+    if (worker.ended) worker.thread.join();
+    return worker.ended;
+  });
+}
+
+void ThreadCache::stop(bool (*go_on)() noexcept) noexcept {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  for (Worker* worker : idle_) worker->wake.notify_one();
+  idle_.clear();
+  while (!ended_.wait_for(lock, kPatience, [this] { return all_ended(); })) {
+    lock.unlock();
+    const bool going = go_on == nullptr || go_on();
+    lock.lock();
+    if (going) continue;
+    for (Worker& worker : workers_) {
+      if (!worker.ended) worker.thread.detach();
+    }
+    // Their nodes are leaked with the cache.
+    return;
+  }
+  join_ended();
+}
+
+}  // namespace cudafuture

@@ -1,0 +1,56 @@
+// Threads that are never refused: one that is idle, or a new one.
+//
+// For work that may block for long and must not wait behind other work that does. A thread that is done stays for the
+// next task; what is more than a few of them ends.
+//
+// Lock: mutex_ guards everything; nothing is taken under it.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <list>
+#include <mutex>
+#include <thread>
+
+namespace cudafuture {
+
+class ThreadCache {
+ public:
+  class Task {
+   public:
+    virtual void perform() noexcept = 0;
+
+   protected:
+    ~Task() = default;
+  };
+
+  static ThreadCache& get() noexcept;
+
+  // Runs `task`, which must live until then, on a thread of its own. False after stop(), or in a forked child.
+  bool run(Task* task) noexcept;
+
+  // Lets the tasks that run come to their end, then joins. `go_on` is asked now and then while that takes time; when it
+  // says no the threads are left to themselves.
+  void stop(bool (*go_on)() noexcept = nullptr) noexcept;
+
+ private:
+  struct Worker {
+    std::thread thread;
+    std::condition_variable wake;
+    Task* task = nullptr;
+    bool ended = false;
+  };
+  using Workers = std::list<Worker>;
+
+  void loop(Workers::iterator self) noexcept;
+  bool all_ended() const noexcept;
+  void join_ended() noexcept;
+
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  Workers workers_;
+  std::list<Worker*> idle_;  // the last one to become idle is the first to be used
+  bool stopping_ = false;
+};
+
+}  // namespace cudafuture
