@@ -8,6 +8,7 @@ variable                                 default   what it sets
 ``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  500       microseconds to which that pause grows while nothing happens
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
+``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare what the ranks issue, collective by collective
 =======================================  ========  ==================================================================
 
 ``config`` holds what was read when the library was imported. A value that does not parse raises ValueError then, with
@@ -30,13 +31,14 @@ class Config:
     watcher_first_pause: float
     watcher_longest_pause: float
     submit_threads: int
+    debug_order: bool
 
 
 def read(environ: Mapping[str, str]) -> Config:
     """Read the settings out of `environ`.
 
     Raises:
-        ValueError: a variable that is no positive number.
+        ValueError: a number that is not positive, or an unknown word.
 
     >>> read({"CUDAFUTURE_SUBMIT_THREADS": "3"}).submit_threads
     3
@@ -45,7 +47,15 @@ def read(environ: Mapping[str, str]) -> Config:
         watcher_first_pause=_positive(environ, "CUDAFUTURE_WATCHER_FIRST_PAUSE_US", 5) * 1e-6,
         watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 500) * 1e-6,
         submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
+        debug_order="order" in _words(environ, "CUDAFUTURE_DEBUG", {"order"}),
     )
+
+
+def _words(environ: Mapping[str, str], name: str, known: set[str]) -> set[str]:
+    words = {word.strip() for word in environ.get(name, "").split(",")} - {""}
+    if words - known:
+        raise ValueError(f"{name}={environ[name]!r}: {', '.join(sorted(known))} is wanted, or nothing")
+    return words
 
 
 def _positive(environ: Mapping[str, str], name: str, default: float) -> float:

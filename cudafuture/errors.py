@@ -64,7 +64,29 @@ class DeviceMismatchError(CUDAFutureError, ValueError):
 
 
 class CollectiveError(CUDAFutureError):
-    """A collective failed: a peer died, timed out, or issued something else. The group should be made anew."""
+    """A collective failed: a peer died, timed out, or issued something else. The group should be made anew.
+
+    ``operation``, ``group`` (its name), ``rank`` (in the group), ``sequence`` (how many this rank had issued there
+    before; -1: none was issued) and ``shapes`` (of the tensors given) say which; ``__cause__`` is torch's own error.
+    Survivors of a dead peer make a new group of themselves: ``ProcessGroup(group).new_group(ranks)``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        group: str = "",
+        rank: int = -1,
+        sequence: int = -1,
+        shapes: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.group = group
+        self.rank = rank
+        self.sequence = sequence
+        self.shapes = shapes
 
 
 class RemoteError(CUDAFutureError):

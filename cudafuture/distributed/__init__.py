@@ -1,0 +1,67 @@
+"""Collectives that return CUDAFuture, in an order that is the same on every rank.
+
+The functions take torch.distributed's own arguments, without ``async_op``, and return what
+:mod:`~cudafuture.distributed.collectives` says.
+
+The callbacks of a group's futures run in the order in which they were attached, whatever completes first. A collective
+that a callback issues goes to a group of its own, which only the callbacks of that kind use. So a program that attaches
+the same callbacks in the same order on every rank has its data paired rightly, however the ranks' timing differs.
+"""
+
+from cudafuture.distributed.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from cudafuture.distributed.ddp import ddp_comm_hook
+from cudafuture.distributed.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    monitored_barrier,
+    scatter_object_list,
+)
+from cudafuture.distributed.point_to_point import Received, batch_isend_irecv, irecv, isend, recv, send
+from cudafuture.distributed.process_group import ProcessGroup, new_group
+from cudafuture.errors import CollectiveError
+
+__all__ = [
+    "CollectiveError",
+    "ProcessGroup",
+    "Received",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "ddp_comm_hook",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+]

@@ -1,0 +1,101 @@
+"""Companion groups: the same ranks and backends as a group, on connections of their own.
+
+They are made without a collective of the group, by meeting in its store under a name that every rank derives alike. So
+one is made where it is first needed, by the thread that needs it, which blocks until the other ranks come. torch's
+``new_group`` would not do: it takes its names from a counter of the groups made so far, which differs between ranks
+while their callbacks run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+from torch.distributed import distributed_c10d as c10d
+
+from cudafuture.errors import CollectiveError
+
+__all__ = ["make_companion", "store_of", "timeout_of"]
+
+
+def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Return a process group like `group`, unknown to torch's own registry; every rank of it asks for `name`.
+
+    Raises:
+        CollectiveError: the other ranks did not come within the group's timeout, or its backend cannot be made again.
+    """
+    rank, size = group.rank(), group.size()
+    store = store_of(group, f"companion/{name}")
+    companion = dist.ProcessGroup(store, rank, size)
+    made: dict[int, Any] = {}
+    try:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if id(backend) not in made:
+                made[id(backend)] = _like(backend, PrefixStore(f"{device.type}/", store), rank, size)
+            kind = _kind_of(backend)
+            if len(made) == 1:
+                companion._set_default_backend(kind)
+            companion._register_backend(device, kind, made[id(backend)])
+    except (RuntimeError, KeyError) as e:
+        raise CollectiveError(
+            f"rank {rank} could not make the companion '{name}' of group '{group.group_name}', on which its callbacks "
+            f"issue collectives: {e}. Do all {size} ranks issue the same collectives in the same callbacks?",
+            group=group.group_name,
+            rank=rank,
+        ) from e
+    full_name: Any = f"{group.group_name}/{name}"
+    companion._set_group_name(full_name)
+    companion._set_group_desc(f"callbacks of {group.group_name}")
+    weakref.finalize(group, companion.shutdown)
+    return companion
+
+
+def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
+    """Return the group's store, on a connection of its own: a blocking call holds up no one else's."""
+    store: Any = c10d._get_process_group_store(group)
+    store = store.clone()
+    store.set_timeout(timeout_of(group))
+    return PrefixStore(f"cudafuture/{prefix}/", store)
+
+
+def timeout_of(group: dist.ProcessGroup) -> Any:
+    """Return the group's timeout, a ``datetime.timedelta``."""
+    for device in group._device_types:
+        options = getattr(_unwrapped(group._get_backend(device)), "options", None)
+        if options is not None:
+            return options._timeout
+    return c10d.default_pg_timeout
+
+
+def _unwrapped(backend: Any) -> Any:
+    """Return the backend behind the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _kind_of(backend: Any) -> Any:
+    kinds = dist.Backend.backend_type_map
+    return kinds.get(_unwrapped(backend).name().lower(), dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def _like(backend: Any, store: Store, rank: int, size: int) -> Any:
+    backend = _unwrapped(backend)
+    name = backend.name().lower()
+    timeout = backend.options._timeout if hasattr(backend, "options") else c10d.default_pg_timeout
+    if name == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if name == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.is_high_priority_stream = backend.options.is_high_priority_stream
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    wanted = _DistributedBackendOptions()
+    wanted.store, wanted.group_rank, wanted.group_size, wanted.timeout = store, rank, size, timeout
+    wanted.group_id = f"cudafuture/{name}"
+    wanted.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(wanted, None)

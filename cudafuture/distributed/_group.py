@@ -1,0 +1,120 @@
+"""What the library keeps for one process group: its ordered callbacks, its companions and its counters.
+
+::
+
+    program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
+    callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
+    object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
+
+Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
+order of its own, has a group of its own: a companion, with the same ranks and backends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture.distributed._companion import make_companion
+
+__all__ = ["Group", "Issuer", "group_of", "rank_in", "resolve"]
+
+
+class Issuer:
+    """Whoever issues on one communicator, in one order: the program, or one lane of callbacks."""
+
+    __slots__ = ("count", "lane", "process_group")
+
+    def __init__(self, process_group: dist.ProcessGroup | None, lane: str | None) -> None:
+        self.process_group = process_group  # None: the group itself, which is not to be kept alive from here
+        self.lane = lane
+        self.count: Iterator[int] = itertools.count()
+
+
+class Group:
+    """The state of one process group, which it does not keep alive."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.name: str = process_group.group_name
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.callbacks = _C.ordered_executor(self.name)
+        self.objects = _C.ordered_executor(f"{self.name}/objects")
+        self.program = Issuer(None, None)
+        self.beside = Issuer(None, None)
+        self._companions: dict[str, Issuer] = {}
+        self._lock = threading.Lock()  # guards _companions
+
+    def issuer(self, process_group: dist.ProcessGroup) -> Issuer:
+        """Return who issues here, in the calling thread.
+
+        Raises:
+            InvalidStateError: a callback whose order is not the same on every rank.
+        """
+        lane = _C.issuing_lane(self.callbacks)
+        if lane is None:
+            return self.program
+        with self._lock:
+            issuer = self._companions.get(lane)
+        if issuer is None:  # only the thread that runs this lane can come here
+            issuer = Issuer(make_companion(process_group, lane), lane)
+            with self._lock:
+                self._companions[lane] = issuer
+        return issuer
+
+
+_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(): process groups are looked up for every collective
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """Return the state of `process_group`, which is made when it is first asked for."""
+    key = id(process_group)
+    known = _groups.get(key)
+    if known is not None:
+        return known[1]
+    ref = weakref.ref(process_group, lambda _: _groups.pop(key, None))
+    return _groups.setdefault(key, (ref, Group(process_group)))[1]
+
+
+def resolve(group: Any) -> dist.ProcessGroup | None:
+    """Return the process group that `group` stands for; None where this rank is not in it.
+
+    Raises:
+        ValueError: no group is given and ``init_process_group`` has not been called.
+    """
+    if group is None:
+        default = dist.group.WORLD
+        if default is None:
+            raise ValueError("torch.distributed has no default process group yet: call init_process_group() first")
+        return default
+    if type(group) is dist.ProcessGroup:
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    inner = getattr(group, "group", group)  # a ProcessGroup of ours
+    if inner is group:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is a process group or None, not {group!r}")
+        return group
+    return resolve(inner)
+
+
+def rank_in(
+    group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, default: int | None = None
+) -> int:
+    """Return the rank in the group that is meant by a global rank, or by a rank in the group."""
+    if group_rank is not None:
+        if rank is not None:
+            raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group, not both")
+        return group_rank
+    if rank is None:
+        rank = default
+    if rank is None:
+        raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group")
+    return dist.get_group_rank(group, rank)

@@ -1,0 +1,167 @@
+"""CUDAFUTURE_DEBUG=order: every rank shows the others what it issues, and where.
+
+Each rank writes an entry for each collective into the group's store: what it is, and the line of the program that
+issued it. A thread compares them as they come. The future completes when all ranks have shown the same; at the first
+difference it fails, also when the collective itself would hang, and names both call sites.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture.distributed._companion import store_of
+from cudafuture.errors import CollectiveError, InvalidStateError
+
+if TYPE_CHECKING:
+    from cudafuture.distributed._group import Issuer
+    from cudafuture.distributed._issue import Issue
+
+__all__ = ["checked"]
+
+T = TypeVar("T")
+
+_PAUSE = 0.002  # seconds between two looks at the store
+_PACKAGE = str(Path(__file__).parent.parent)
+# What is one operation on all ranks may have other tensors on each.
+_UNEVEN = {"gather", "scatter", "all_to_all", "all_to_all_single", "all_gather", "reduce_scatter", "barrier"}
+
+
+def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessGroup) -> _C.CUDAFuture[T]:
+    """Return a future that is `future`, once every rank has shown that it issued the same."""
+    if issue.operation in ("send", "recv", "batch_isend_irecv"):
+        return future
+    result: _C.CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
+    _Comparison.of(issue.issuer, process_group).add(_Entry(issue, future, result))
+    return result
+
+
+class _Entry:
+    """One collective that waits for what the other ranks show."""
+
+    def __init__(self, issue: Issue, future: _C.CUDAFuture[Any], result: _C.CUDAFuture[Any]) -> None:
+        self.issue = issue
+        self.future = future
+        self.result = result
+        self.unseen = {r for r in range(issue.group.size) if r != issue.group.rank}
+        shown = issue.operation if issue.operation in _UNEVEN else f"{issue.operation} {issue.signature}"
+        self.shown = {"what": shown.strip(), "where": _call_site()}
+
+    def compare(self, rank: int, other: dict[str, str]) -> CollectiveError | None:
+        self.unseen.discard(rank)
+        if other["what"] == self.shown["what"]:
+            return None
+        issue = self.issue
+        return CollectiveError(
+            f"the ranks of group '{issue.group.name}' issue different collectives"
+            f"{f' in lane {issue.issuer.lane!r}' if issue.issuer.lane else ''}, first as #{issue.sequence}:\n"
+            f"  rank {issue.group.rank}: {self.shown['what']} at {self.shown['where']}\n"
+            f"  rank {rank}: {other['what']} at {other['where']}",
+            operation=issue.operation,
+            group=issue.group.name,
+            rank=issue.group.rank,
+            sequence=issue.sequence,
+            shapes=issue.shapes,
+        )
+
+    def settle(self) -> None:
+        """Take over the outcome, which has come."""
+        error = self.future.exception()
+        with contextlib.suppress(InvalidStateError):  # a difference was found first
+            if error is None:
+                self.result.set_result(self.future.value())
+            elif self.unseen:
+                cause = f"{error.__cause__ or error} (ranks {sorted(self.unseen)} have not issued it)"
+                self.result.set_exception(self.issue.error(RuntimeError(cause)))
+            else:
+                self.result.set_exception(error)
+
+
+class _Comparison:
+    """All entries of one issuer, compared in a thread of their own while there are any."""
+
+    _all: ClassVar[dict[int, _Comparison]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, issuer: Issuer, process_group: dist.ProcessGroup) -> None:
+        self.issuer = issuer
+        self.store = store_of(process_group, f"order/{issuer.lane or ''}")
+        self.lock = threading.Lock()  # guards what follows
+        self.entries: list[_Entry] = []
+        self.running = False
+
+    @classmethod
+    def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> _Comparison:
+        with cls._lock:
+            known = cls._all.get(id(issuer))
+            if known is None or known.issuer is not issuer:
+                known = cls._all[id(issuer)] = cls(issuer, process_group)
+            return known
+
+    def add(self, entry: _Entry) -> None:
+        self.store.set(f"{entry.issue.sequence}/{entry.issue.group.rank}", json.dumps(entry.shown))
+        with self.lock:
+            self.entries.append(entry)
+            if self.running:
+                return
+            self.running = True
+        threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()
+
+    def _loop(self) -> None:
+        pause = threading.Event()
+        while True:
+            with self.lock:
+                entries = list(self.entries)
+                if not entries:
+                    self.running = False
+                    return
+            for entry in entries:
+                if self._look(entry):
+                    with self.lock:
+                        self.entries.remove(entry)
+            pause.wait(_PAUSE)
+
+    def _look(self, entry: _Entry) -> bool:
+        """Compare with what has come. True: nothing is left to do."""
+        try:
+            for rank in sorted(entry.unseen):
+                key = f"{entry.issue.sequence}/{rank}"
+                if self.store.check([key]):
+                    difference = entry.compare(rank, json.loads(self.store.get(key)))
+                    if difference is not None:
+                        entry.result.set_exception(difference)
+                        return True
+        except RuntimeError as e:  # the store has gone, with the rank that kept it
+            if entry.future.done():
+                entry.settle()
+            else:
+                entry.result.set_exception(entry.issue.error(e))
+            return True
+        if not entry.future.done() or (entry.unseen and entry.future.exception() is None):
+            return False
+        entry.settle()
+        return True
+
+
+def _call_site() -> str:
+    """Return the innermost line outside of this package."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}()"
+    return "?"
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

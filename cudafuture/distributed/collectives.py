@@ -1,0 +1,237 @@
+"""torch.distributed's collectives on tensors, each returning a CUDAFuture.
+
+The arguments are torch's, without ``async_op``. `group` is a torch process group, a
+:class:`~cudafuture.distributed.ProcessGroup`, or None for the default one. Tensors belong to the collective from the
+call until the future is complete. The value is the output: the same tensor, or list, that was passed in; None on a
+rank that gets none (``reduce`` and ``gather`` elsewhere than at `dst`, ``barrier``, and any rank outside of the group).
+
+Raises, at the call:
+    TypeError, ValueError: wrong arguments, as torch raises them.
+    InvalidStateError: issued in a callback that runs in another order on every rank.
+
+A collective that fails later, or that the backend refuses, fails the future with CollectiveError.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import has_torch_function_unary
+
+from cudafuture._C import CUDAFuture
+from cudafuture.distributed._group import rank_in
+from cudafuture.distributed._issue import begin, nothing
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+Tensor = torch.Tensor
+_Tensors = list[torch.Tensor]
+_SUM = dist.ReduceOp.SUM
+
+
+def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+    """Reduce `tensor` over all ranks, in place; the value is `tensor`, the same on every rank.
+
+    >>> all_reduce(torch.ones(2)).wait()
+    tensor([1., 1.])
+    """
+    issued = begin("all_reduce", group, (tensor,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    # torch's own function checks and converts for microseconds what a plain tensor does not need.
+    if (
+        type(op) is _ENUM
+        and isinstance(tensor, Tensor)
+        and not (has_torch_function_unary(tensor) or tensor.is_complex())
+    ):
+        return issue.run(pg, lambda g: g.allreduce([tensor], _options(op)), tensor)
+    return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
+
+
+_ENUM = type(_SUM)
+
+
+def _options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[_Tensors]:
+    """Reduce each of `tensors` over all ranks, in place and in one message; the value is the list."""
+    dist.distributed_c10d._check_tensor_list(tensors, "tensors")
+    dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
+    if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):
+        raise ValueError(f"all_reduce_coalesced does not support {op} on complex tensors")
+    issued = begin("all_reduce_coalesced", group, (tensors,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return issue.run(pg, lambda g: g.allreduce_coalesced(real, options), tensors)
+
+
+def broadcast(
+    tensor: Tensor, src: int | None = None, group: Any = None, group_src: int | None = None
+) -> CUDAFuture[Tensor]:
+    """Copy `tensor` from one rank into the `tensor` of all others; the value is `tensor`.
+
+    `src` is a global rank, `group_src` a rank in the group: exactly one of them is given.
+    """
+    issued = begin("broadcast", group, (tensor,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, src, group_src, "src")
+    return issue.run(pg, lambda g: dist.broadcast(tensor, group=g, async_op=True, group_src=root), tensor)
+
+
+def reduce(
+    tensor: Tensor, dst: int | None = None, op: Any = _SUM, group: Any = None, group_dst: int | None = None
+) -> CUDAFuture[Tensor | None]:
+    """Reduce `tensor` over all ranks into the `tensor` of rank `dst`, where it is the value; elsewhere that is None.
+
+    Elsewhere the contents of `tensor` are undefined afterwards.
+    """
+    issued = begin("reduce", group, (tensor,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, dst, group_dst, "dst")
+    value = tensor if root == pg.rank() else None
+    return issue.run(pg, lambda g: dist.reduce(tensor, op=op, group=g, async_op=True, group_dst=root), value)
+
+
+def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDAFuture[_Tensors]:
+    """Gather the `tensor` of every rank into `tensor_list`, in the order of ranks; the value is `tensor_list`."""
+    issued = begin("all_gather", group, (tensor_list, tensor))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run(pg, lambda g: dist.all_gather(tensor_list, tensor, g, async_op=True), tensor_list)
+
+
+def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> CUDAFuture[Tensor]:
+    """Gather the `input_tensor` of every rank into one tensor, joined or stacked; the value is `output_tensor`."""
+    issued = begin("all_gather_into_tensor", group, (output_tensor, input_tensor))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run(
+        pg, lambda g: dist.all_gather_into_tensor(output_tensor, input_tensor, g, async_op=True), output_tensor
+    )
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: _Tensors | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+) -> CUDAFuture[_Tensors | None]:
+    """Gather the `tensor` of every rank into the `gather_list` of rank `dst` (default 0), where it is the value."""
+    issued = begin("gather", group, (tensor, gather_list))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, dst, group_dst, "dst", 0)
+    value = gather_list if root == pg.rank() else None
+    return issue.run(pg, lambda g: dist.gather(tensor, gather_list, group=g, async_op=True, group_dst=root), value)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: _Tensors | None = None,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+) -> CUDAFuture[Tensor]:
+    """Give each rank one of the tensors of rank `src` (default 0), into `tensor`, which is the value."""
+    issued = begin("scatter", group, (tensor, scatter_list))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, src, group_src, "src", 0)
+    return issue.run(pg, lambda g: dist.scatter(tensor, scatter_list, group=g, async_op=True, group_src=root), tensor)
+
+
+def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+    """Reduce `input_list` over all ranks and give each rank its part, in `output`, which is the value."""
+    issued = begin("reduce_scatter", group, (output, input_list))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run(pg, lambda g: dist.reduce_scatter(output, input_list, op, g, async_op=True), output)
+
+
+def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+    """Reduce `input` over all ranks and give each rank an equal part of it, in `output`, which is the value."""
+    issued = begin("reduce_scatter_tensor", group, (output, input))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run(pg, lambda g: dist.reduce_scatter_tensor(output, input, op, g, async_op=True), output)
+
+
+def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:
+    """Send one tensor to each rank and get one from each; the value is `output_tensor_list`."""
+    issued = begin("all_to_all", group, (output_tensor_list, input_tensor_list))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run(
+        pg, lambda g: dist.all_to_all(output_tensor_list, input_tensor_list, g, async_op=True), output_tensor_list
+    )
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+) -> CUDAFuture[Tensor]:
+    """Send a part of `input` to each rank and get a part of `output` from each; the value is `output`.
+
+    The split sizes are rows for each rank; None: equal parts.
+    """
+    issued = begin("all_to_all_single", group, (output, input))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    sizes = (output_split_sizes, input_split_sizes)
+    return issue.run(pg, lambda g: dist.all_to_all_single(output, input, *sizes, group=g, async_op=True), output)
+
+
+def barrier(
+    group: Any = None, device_ids: list[int] | None = None, timeout: timedelta | None = None
+) -> CUDAFuture[None]:
+    """Complete when every rank has come here. `timeout`: where torch has it (2.13); None: that of the group."""
+    issued = begin("barrier", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    more = {} if timeout is None else {"timeout": timeout}
+    return issue.run(pg, lambda g: dist.barrier(g, async_op=True, device_ids=device_ids, **more), None)

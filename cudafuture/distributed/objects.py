@@ -1,0 +1,119 @@
+"""Collectives on Python objects, and the barrier that says who is missing: several steps each, one after the other.
+
+They block while they run, so they run on a thread of the library, first in, first out, on connections of their own:
+nothing that is issued meanwhile can get between their steps. What is sent is pickled: unpickling runs code that the
+other ranks choose, so every rank must be trusted.
+
+An object that cannot be pickled fails the future of its rank with the error of pickle; the others wait for it until
+their timeout.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cudafuture._C import CUDAFuture
+from cudafuture.distributed._companion import timeout_of
+from cudafuture.distributed._group import rank_in
+from cudafuture.distributed._issue import begin_beside, nothing
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "monitored_barrier",
+    "scatter_object_list",
+]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> CUDAFuture[list[Any]]:
+    """Gather the `obj` of every rank into `object_list`, as long as the group is large; the value is `object_list`."""
+    issued = begin_beside("all_gather_object", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    return issue.run_in_line(pg, lambda g: dist.all_gather_object(object_list, obj, g), object_list)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Any = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> CUDAFuture[list[Any]]:
+    """Replace `object_list` by that of rank `src` (default 0), of the same length; the value is `object_list`.
+
+    `device`: where the bytes travel; None: the host, or the current device where the backend asks for one.
+    """
+    issued = begin_beside("broadcast_object_list", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, src, group_src, "src", 0)
+    return issue.run_in_line(
+        pg, lambda g: dist.broadcast_object_list(object_list, group=g, device=device, group_src=root), object_list
+    )
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+) -> CUDAFuture[list[Any]]:
+    """Give each rank one object of rank `src` (default 0), as the first of its output list, which is the value."""
+    issued = begin_beside("scatter_object_list", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, src, group_src, "src", 0)
+    lists = (scatter_object_output_list, scatter_object_input_list)
+    return issue.run_in_line(
+        pg, lambda g: dist.scatter_object_list(*lists, group=g, group_src=root), scatter_object_output_list
+    )
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+) -> CUDAFuture[list[Any] | None]:
+    """Gather the `obj` of every rank into the list of rank `dst` (default 0), where it is the value; elsewhere None."""
+    issued = begin_beside("gather_object", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    root = rank_in(pg, dst, group_dst, "dst", 0)
+    value = object_gather_list if root == pg.rank() else None
+    return issue.run_in_line(pg, lambda g: dist.gather_object(obj, object_gather_list, group=g, group_dst=root), value)
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> CUDAFuture[None]:
+    """Complete when every rank has come here; fail with the rank that has not after `timeout`.
+
+    `timeout`: None: that of the group. `wait_all_ranks`: name every rank that is missing, not the first one only.
+    Gloo only.
+
+    Raises:
+        ValueError: the group's backend is another.
+    """
+    issued = begin_beside("monitored_barrier", group, ())
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    backend = dist.get_backend(pg)
+    if backend != dist.Backend.GLOO:
+        raise ValueError(f"monitored_barrier() is for Gloo, and the group's backend is {backend}")
+    limit = timeout_of(pg) if timeout is None else timeout
+    meet: Any = dist.ProcessGroup.monitored_barrier  # type: ignore[attr-defined]
+    return issue.run_in_line(pg, lambda g: meet(g, limit, wait_all_ranks), None)

@@ -1,0 +1,137 @@
+"""send, recv and batches of them, each returning a CUDAFuture.
+
+They are matched by peer and tag, not by the order among collectives, so callbacks may use them as they like. Each that
+is pending on Gloo has a thread of its own blocked in it, since only that learns of its end: any number may be pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture.combine import gather
+from cudafuture.distributed._group import rank_in
+from cudafuture.distributed._issue import Issue, begin_beside, nothing
+
+__all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+class Received(NamedTuple):
+    """What ``recv`` completes with."""
+
+    tensor: torch.Tensor
+    """The tensor that was passed in, filled."""
+    source: int
+    """The global rank of the sender."""
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> CUDAFuture[None]:
+    """Send `tensor` to global rank `dst`, or to `group_dst` of the group; complete when it may be changed again.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, as torch raises them.
+    """
+    issued = begin_beside("send", group, (tensor,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    peer = rank_in(pg, dst, group_dst, "dst")
+    return issue.run(pg, lambda g: dist.isend(tensor, group=g, tag=tag, group_dst=peer), None)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> CUDAFuture[Received]:
+    """Receive into `tensor` from global rank `src`, or from `group_src` of the group; None: from whoever sends.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, as torch raises them.
+    """
+    issued = begin_beside("recv", group, (tensor,))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    if src is None and group_src is None:
+        return _recv_from_anyone(issue, pg, tensor, tag)
+    peer = rank_in(pg, src, group_src, "src")
+    received = Received(tensor, dist.get_global_rank(pg, peer))
+    return issue.run(pg, lambda g: dist.irecv(tensor, group=g, tag=tag, group_src=peer), received)
+
+
+isend = send
+irecv = recv
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Received | None]]:
+    """Issue several ``torch.distributed.P2POp`` at once.
+
+    The value has one entry for each: :class:`Received` for ``irecv``, None for ``isend``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the list is empty or its entries do not fit together.
+    """
+    ops = list(p2p_op_list)
+    if not ops:
+        raise ValueError("batch_isend_irecv() takes at least one P2POp")
+    issued = begin_beside("batch_isend_irecv", ops[0].group, tuple(op.tensor for op in ops))
+    if issued is None:
+        return nothing()
+    issue, pg = issued
+    values = [_value_of(op, pg) for op in ops]
+    works: list[Any] = []
+
+    def call(_: dist.ProcessGroup) -> Any:
+        works.extend(dist.batch_isend_irecv(ops))
+        return works[0]
+
+    if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work stands for all
+        return issue.run(pg, call, values)
+    first = issue.run(pg, call, values[0])
+    callbacks = issue.group.callbacks
+    others = [
+        _C.collective(w, v, issue.operation, callbacks, issue) for w, v in zip(works[1:], values[1:], strict=True)
+    ]
+    return gather(first, *others)
+
+
+def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
+    if op.op is not dist.irecv:
+        return None
+    return Received(op.tensor, dist.get_global_rank(group, op.group_peer))
+
+
+def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int) -> CUDAFuture[Received]:
+    """Who sent it, only the Work knows, and only when it is done."""
+    work: Any = None
+
+    def call(g: dist.ProcessGroup) -> Any:
+        nonlocal work
+        work = dist.irecv(tensor, group=g, tag=tag)
+        return work
+
+    result: CUDAFuture[Received] = _C.issued(issue.operation, issue.group.callbacks, issue)
+
+    def finish(received: CUDAFuture[torch.Tensor]) -> None:
+        error = received.exception()
+        if error is None:
+            result.set_result(Received(tensor, dist.get_global_rank(group, work._source_rank())))
+        else:
+            result.set_exception(error)
+
+    issue.run(group, call, tensor).add_done_callback(finish, executor=_C.callback_thread)
+    return result

@@ -1,0 +1,288 @@
+"""The process group that returns futures."""
+# ruff: noqa: D102 (the methods get the docstrings of the functions that they call)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture.distributed import collectives, objects, point_to_point
+from cudafuture.distributed._group import group_of, resolve
+from cudafuture.distributed.point_to_point import Received
+
+__all__ = ["ProcessGroup", "new_group"]
+
+Tensor = torch.Tensor
+_Tensors = list[torch.Tensor]
+_SUM = dist.ReduceOp.SUM
+
+
+class ProcessGroup:
+    """A torch process group, with the functions of :mod:`cudafuture.distributed` as methods.
+
+    Args:
+        group: a torch process group; None: the default one; ``GroupMember.NON_GROUP_MEMBER``: one that this rank is not
+            in, whose methods return futures completed with None.
+
+    It adds nothing to the group but these names: any number of them may stand for one group, they share its order, and
+    they may be given wherever a `group` is asked for.
+
+    Raises:
+        ValueError: `group` is None and ``init_process_group`` has not been called.
+        TypeError: it is no process group.
+
+    >>> pg = ProcessGroup()
+    >>> pg.all_reduce(torch.ones(2)).then(lambda f: f.value() / pg.size()).wait()
+    tensor([1., 1.])
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        resolved = resolve(group)
+        self.group: Any = dist.GroupMember.NON_GROUP_MEMBER if resolved is None else resolved
+        """The torch process group."""
+
+    def __repr__(self) -> str:
+        if self.rank() < 0:
+            return "<ProcessGroup without this rank>"
+        return f"<ProcessGroup '{self.group.group_name}', rank {self.rank()} of {self.size()}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessGroup) and self.group is other.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
+
+    # ---- facts
+
+    def rank(self) -> int:
+        """Return this process's rank in the group; -1: it is not in it."""
+        group = resolve(self.group)
+        return -1 if group is None else group.rank()
+
+    def size(self) -> int:
+        """Return how many ranks the group has; -1: this one is not in it."""
+        group = resolve(self.group)
+        return -1 if group is None else group.size()
+
+    def ranks(self) -> list[int]:
+        """Return the global ranks, in the order of the group; empty where this one is not in it."""
+        group = resolve(self.group)
+        return [] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def queue(self) -> _C.HostExecutor:
+        """The executor that runs callbacks of this group's futures, in the order in which they were attached.
+
+        They have it by default. Give it as ``executor=`` to ``then()`` on any other future (a read from disk, say)
+        whose callback is to issue collectives on this group.
+
+        Raises:
+            ValueError: this rank is not in the group.
+        """
+        group = resolve(self.group)
+        if group is None:
+            raise ValueError("this rank is not in the group: it has no callbacks")
+        return group_of(group).callbacks
+
+    # ---- groups out of this one
+
+    def new_group(self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> ProcessGroup:
+        """Make a group of some ranks of this one (ranks in this group; None: all); called by those ranks only.
+
+        It has this group's backend. `timeout`: None: torch's default for it. Survivors of a failure call it with one
+        another: the ranks that are gone take no part.
+
+        Raises:
+            ValueError: this rank is not among them, or a rank is not in the group.
+        """
+        mine = self.ranks()
+        members = list(range(len(mine))) if ranks is None else list(ranks)
+        if any(not 0 <= r < len(mine) for r in members):
+            raise ValueError(f"the group has the ranks 0 to {len(mine) - 1}, and new_group() was given {members}")
+        if self.rank() not in members:
+            raise ValueError(f"rank {self.rank()} calls new_group() for {members}: only those ranks call it")
+        return new_group(
+            [mine[r] for r in members],
+            timeout,
+            dist.get_backend_config(self.group),
+            use_local_synchronization=True,
+        )
+
+    def split(self, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None) -> ProcessGroup:
+        """Make several groups at once, and return the one that this rank is in.
+
+        Args:
+            split_ranks: ranks in this group, for each new one; no rank in two of them. The same on every rank.
+            timeout: of the new groups; None: torch's default for the backend.
+
+        A rank that is in none of them gets a group whose methods return futures completed with None.
+
+        Raises:
+            ValueError: a rank stands in two groups, or is not in this one.
+        """
+        listed = [r for part in split_ranks for r in part]
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"split() puts every rank into one group at most, and was given {list(split_ranks)}")
+        for part in split_ranks:
+            if self.rank() in part:
+                return self.new_group(part, timeout)
+        return ProcessGroup(dist.GroupMember.NON_GROUP_MEMBER)
+
+    # ---- collectives
+
+    def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> CUDAFuture[Tensor]:
+        return collectives.all_reduce(tensor, op, self.group)
+
+    def all_reduce_coalesced(self, tensors: _Tensors, op: Any = _SUM) -> CUDAFuture[_Tensors]:
+        return collectives.all_reduce_coalesced(tensors, op, self.group)
+
+    def broadcast(self, tensor: Tensor, src: int | None = None, group_src: int | None = None) -> CUDAFuture[Tensor]:
+        return collectives.broadcast(tensor, src, self.group, group_src)
+
+    def reduce(
+        self, tensor: Tensor, dst: int | None = None, op: Any = _SUM, group_dst: int | None = None
+    ) -> CUDAFuture[Tensor | None]:
+        return collectives.reduce(tensor, dst, op, self.group, group_dst)
+
+    def all_gather(self, tensor_list: _Tensors, tensor: Tensor) -> CUDAFuture[_Tensors]:
+        return collectives.all_gather(tensor_list, tensor, self.group)
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> CUDAFuture[Tensor]:
+        return collectives.all_gather_into_tensor(output_tensor, input_tensor, self.group)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: _Tensors | None = None,
+        dst: int | None = None,
+        group_dst: int | None = None,
+    ) -> CUDAFuture[_Tensors | None]:
+        return collectives.gather(tensor, gather_list, dst, self.group, group_dst)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: _Tensors | None = None,
+        src: int | None = None,
+        group_src: int | None = None,
+    ) -> CUDAFuture[Tensor]:
+        return collectives.scatter(tensor, scatter_list, src, self.group, group_src)
+
+    def reduce_scatter(self, output: Tensor, input_list: _Tensors, op: Any = _SUM) -> CUDAFuture[Tensor]:
+        return collectives.reduce_scatter(output, input_list, op, self.group)
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = _SUM) -> CUDAFuture[Tensor]:
+        return collectives.reduce_scatter_tensor(output, input, op, self.group)
+
+    def all_to_all(self, output_tensor_list: _Tensors, input_tensor_list: _Tensors) -> CUDAFuture[_Tensors]:
+        return collectives.all_to_all(output_tensor_list, input_tensor_list, self.group)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+    ) -> CUDAFuture[Tensor]:
+        return collectives.all_to_all_single(output, input, output_split_sizes, input_split_sizes, self.group)
+
+    def barrier(self, device_ids: list[int] | None = None, timeout: timedelta | None = None) -> CUDAFuture[None]:
+        return collectives.barrier(self.group, device_ids, timeout)
+
+    # ---- point to point
+
+    def send(
+        self, tensor: Tensor, dst: int | None = None, tag: int = 0, group_dst: int | None = None
+    ) -> CUDAFuture[None]:
+        return point_to_point.send(tensor, dst, self.group, tag, group_dst)
+
+    def recv(
+        self, tensor: Tensor, src: int | None = None, tag: int = 0, group_src: int | None = None
+    ) -> CUDAFuture[Received]:
+        return point_to_point.recv(tensor, src, self.group, tag, group_src)
+
+    isend = send
+    irecv = recv
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Received | None]]:
+        return point_to_point.batch_isend_irecv(p2p_op_list)
+
+    # ---- objects
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> CUDAFuture[list[Any]]:
+        return objects.all_gather_object(object_list, obj, self.group)
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        device: torch.device | None = None,
+        group_src: int | None = None,
+    ) -> CUDAFuture[list[Any]]:
+        return objects.broadcast_object_list(object_list, src, self.group, device, group_src)
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group_src: int | None = None,
+    ) -> CUDAFuture[list[Any]]:
+        return objects.scatter_object_list(
+            scatter_object_output_list, scatter_object_input_list, src, self.group, group_src
+        )
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group_dst: int | None = None,
+    ) -> CUDAFuture[list[Any] | None]:
+        return objects.gather_object(obj, object_gather_list, dst, self.group, group_dst)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> CUDAFuture[None]:
+        return objects.monitored_barrier(self.group, timeout, wait_all_ranks)
+
+
+def _share_docstrings() -> None:
+    for module in (collectives, point_to_point, objects):
+        for name in module.__all__:
+            method = ProcessGroup.__dict__.get(name)
+            if method is not None and method.__doc__ is None:
+                method.__doc__ = getattr(module, name).__doc__.partition("\n    >>>")[0]
+
+
+_share_docstrings()
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> ProcessGroup:
+    """Make a group, as ``torch.distributed.new_group`` does, and return it as a :class:`ProcessGroup`.
+
+    Every rank of the default group calls it, in the same order; with `use_local_synchronization` only `ranks` need to.
+    A rank that is not in it gets a group whose methods return futures completed with None.
+    """
+    group = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout,
+        backend,
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+    )
+    return ProcessGroup(dist.GroupMember.NON_GROUP_MEMBER if group is None else group)
