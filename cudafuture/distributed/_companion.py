@@ -21,16 +21,16 @@ __all__ = ["make_companion", "store_of", "timeout_of"]
 
 
 def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Return a process group like `group`, unknown to torch's own registry; every rank of it asks for `name`.
+    """Return a process group like `group`; every rank of it asks for `name`.
 
     Raises:
         CollectiveError: the other ranks did not come within the group's timeout, or its backend cannot be made again.
     """
     rank, size = group.rank(), group.size()
-    store = store_of(group, f"companion/{name}")
-    companion = dist.ProcessGroup(store, rank, size)
     made: dict[int, Any] = {}
     try:
+        store = store_of(group, f"companion/{name}")
+        companion = dist.ProcessGroup(store, rank, size)
         for device in group._device_types:
             backend = group._get_backend(device)
             if id(backend) not in made:
@@ -49,8 +49,22 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     full_name: Any = f"{group.group_name}/{name}"
     companion._set_group_name(full_name)
     companion._set_group_desc(f"callbacks of {group.group_name}")
-    weakref.finalize(group, companion.shutdown)
+    _register(companion, group, store)
+    weakref.finalize(group, _end, companion)
     return companion
+
+
+def _register(companion: dist.ProcessGroup, group: dist.ProcessGroup, store: Store) -> None:
+    """Let torch's own functions find the group. It gets no name there: new names are made from the number of names."""
+    world = c10d._world
+    world.pg_map[companion] = (world.pg_map[group][0], store)
+    world.pg_group_ranks[companion] = dict(world.pg_group_ranks[group])
+
+
+def _end(companion: dist.ProcessGroup) -> None:
+    c10d._world.pg_map.pop(companion, None)
+    c10d._world.pg_group_ranks.pop(companion, None)
+    companion.shutdown()
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:

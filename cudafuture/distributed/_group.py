@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture.distributed._companion import make_companion
+from cudafuture.distributed._companion import make_companion, timeout_of
 
 __all__ = ["Group", "Issuer", "group_of", "rank_in", "resolve"]
 
@@ -44,6 +44,7 @@ class Group:
         self.name: str = process_group.group_name
         self.rank = process_group.rank()
         self.size = process_group.size()
+        self.timeout = timeout_of(process_group).total_seconds()
         self.callbacks = _C.ordered_executor(self.name)
         self.objects = _C.ordered_executor(f"{self.name}/objects")
         self.program = Issuer(None, None)
@@ -109,12 +110,14 @@ def rank_in(
     group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, default: int | None = None
 ) -> int:
     """Return the rank in the group that is meant by a global rank, or by a rank in the group."""
-    if group_rank is not None:
-        if rank is not None:
-            raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group, not both")
-        return group_rank
-    if rank is None:
-        rank = default
-    if rank is None:
-        raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group")
-    return dist.get_group_rank(group, rank)
+    if group_rank is not None and rank is not None:
+        raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group, not both")
+    if group_rank is None:
+        if rank is None:
+            rank = default
+        if rank is None:
+            raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group")
+        group_rank = dist.get_group_rank(group, rank)
+    if not 0 <= group_rank < group.size():  # Gloo would look for a connection there
+        raise ValueError(f"{name} is {group_rank}, and the group has the ranks 0 to {group.size() - 1}")
+    return group_rank

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cudafuture import _C
 from cudafuture.config import config
-from cudafuture.distributed import _order
+from cudafuture.distributed import _gloo, _order
 from cudafuture.distributed._group import Group, Issuer, group_of, resolve
 from cudafuture.errors import CollectiveError
 
@@ -36,7 +36,7 @@ class Issue:
         self.group = group
         self.issuer = issuer
         self.sequence = -1  # until it is issued
-        self._tensors = tuple([_facts(t) for t in tensors])  # not the tensors: futures may live for long
+        self._tensors = tuple([_facts(t, operation) for t in tensors])  # not the tensors: futures may live for long
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -55,9 +55,13 @@ class Issue:
         group = self.group
         beside = f" in lane '{self.issuer.lane}'" if self.issuer.lane is not None else ""
         tensors = f" of {self.signature}" if self._tensors else ""
+        why = str(cause).strip() or type(cause).__name__
+        if _gloo.failures:
+            why += f". Before that Gloo met a message of another size than expected, and its thread ended: the ranks \
+did not all give tensors of the same shape and dtype. It said: {_gloo.failures[-1]}"
         error = CollectiveError(
             f"{self.operation} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
-            f"{tensors}: {str(cause).strip() or type(cause).__name__}",
+            f"{tensors}: {why}",
             operation=self.operation,
             group=group.name,
             rank=group.rank,
@@ -67,6 +71,11 @@ class Issue:
         error.__cause__ = cause
         return error
 
+    def follow(self, work: Any, value: T) -> _Future[T]:
+        """Return the future of a Work that has been issued."""
+        group = self.group
+        return _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
+
     def run(self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], Any], value: T) -> _Future[T]:
         """Issue it: `call` gets the group to issue on and returns a Work. The future completes with `value`."""
         try:
@@ -75,7 +84,7 @@ class Issue:
             self.sequence = next(self.issuer.count)
             return _failed(self, e)
         self.sequence = next(self.issuer.count)
-        future: _Future[T] = _C.collective(work, value, self.operation, self.group.callbacks, self)
+        future: _Future[T] = self.follow(work, value)
         return _order.checked(future, self, process_group) if config.debug_order else future
 
     def run_in_line(
@@ -110,9 +119,10 @@ def _failed(issue: Issue, cause: BaseException) -> _Future[Any]:
 
 
 def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Number an operation on `group`; None where this rank is not in it.
+    """Begin an operation on `group`; None where this rank is not in it.
 
     Raises:
+        ValueError: a tensor is not contiguous.
         InvalidStateError: issued by a callback that has no order among those of the other ranks.
         CollectiveError: issued by a callback, and the companion group for it could not be made.
     """
@@ -137,12 +147,32 @@ def nothing() -> _Future[Any]:
     return _C.CUDAFuture.completed(None)
 
 
-def _facts(tensors: Any) -> Any:
+# They work on memory, element by element: any layout without gaps does that is the same on every rank.
+_ELEMENTWISE = {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"}
+
+
+def _facts(tensors: Any, operation: str) -> Any:
+    """Return shape and dtype of each tensor; None for what is none, which torch will complain of.
+
+    Raises:
+        ValueError: a tensor that is not contiguous: the backends take its memory as if it were.
+    """
     if isinstance(tensors, torch.Tensor):
+        if tensors.layout is torch.strided and not (tensors.is_contiguous() or _is_fit(tensors, operation)):
+            raise ValueError(
+                f"{operation}() takes contiguous tensors, and one of shape {list(tensors.shape)} has the strides "
+                f"{list(tensors.stride())}; give it tensor.contiguous(), and copy the result back"
+            )
         return tensors.shape, tensors.dtype
     if isinstance(tensors, (list, tuple)):
-        return [_facts(t) for t in tensors]
+        return [_facts(t, operation) for t in tensors]
     return None
+
+
+def _is_fit(tensor: torch.Tensor, operation: str) -> bool:
+    """Say whether the memory of a tensor that is not contiguous has no gaps, and the operation does not mind."""
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return operation in _ELEMENTWISE and tensor.permute(by_stride).is_contiguous()
 
 
 def _flat(facts: Iterable[Any]) -> Iterable[tuple[torch.Size, torch.dtype]]:

@@ -10,6 +10,8 @@ Raises, at the call:
     InvalidStateError: issued in a callback that runs in another order on every rank.
 
 A collective that fails later, or that the backend refuses, fails the future with CollectiveError.
+
+The examples have a default group of one process.
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
 _SUM = dist.ReduceOp.SUM
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
     """Reduce `tensor` over all ranks, in place; the value is `tensor`, the same on every rank.
@@ -77,7 +83,11 @@ def _options(op: Any) -> dist.AllreduceOptions:
 
 
 def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[_Tensors]:
-    """Reduce each of `tensors` over all ranks, in place and in one message; the value is the list."""
+    """Reduce each of `tensors` over all ranks, in place and in one message; the value is the list.
+
+    >>> all_reduce_coalesced([torch.ones(1), torch.zeros(2)]).wait()
+    [tensor([1.]), tensor([0., 0.])]
+    """
     dist.distributed_c10d._check_tensor_list(tensors, "tensors")
     dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
     if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):
@@ -99,6 +109,9 @@ def broadcast(
     """Copy `tensor` from one rank into the `tensor` of all others; the value is `tensor`.
 
     `src` is a global rank, `group_src` a rank in the group: exactly one of them is given.
+
+    >>> broadcast(torch.arange(3), src=0).wait()
+    tensor([0, 1, 2])
     """
     issued = begin("broadcast", group, (tensor,))
     if issued is None:
@@ -114,6 +127,9 @@ def reduce(
     """Reduce `tensor` over all ranks into the `tensor` of rank `dst`, where it is the value; elsewhere that is None.
 
     Elsewhere the contents of `tensor` are undefined afterwards.
+
+    >>> reduce(torch.ones(2), dst=0).wait()
+    tensor([1., 1.])
     """
     issued = begin("reduce", group, (tensor,))
     if issued is None:
@@ -125,7 +141,11 @@ def reduce(
 
 
 def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDAFuture[_Tensors]:
-    """Gather the `tensor` of every rank into `tensor_list`, in the order of ranks; the value is `tensor_list`."""
+    """Gather the `tensor` of every rank into `tensor_list`, in the order of ranks; the value is `tensor_list`.
+
+    >>> all_gather([torch.empty(2)], torch.ones(2)).wait()
+    [tensor([1., 1.])]
+    """
     issued = begin("all_gather", group, (tensor_list, tensor))
     if issued is None:
         return nothing()
@@ -134,14 +154,16 @@ def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDA
 
 
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> CUDAFuture[Tensor]:
-    """Gather the `input_tensor` of every rank into one tensor, joined or stacked; the value is `output_tensor`."""
+    """Gather the `input_tensor` of every rank into one tensor, joined or stacked; the value is `output_tensor`.
+
+    >>> all_gather_into_tensor(torch.empty(2), torch.ones(2)).wait()
+    tensor([1., 1.])
+    """
     issued = begin("all_gather_into_tensor", group, (output_tensor, input_tensor))
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(
-        pg, lambda g: dist.all_gather_into_tensor(output_tensor, input_tensor, g, async_op=True), output_tensor
-    )
+    return issue.run(pg, lambda g: _all_gather_single(output_tensor, input_tensor, g, async_op=True), output_tensor)
 
 
 def gather(
@@ -151,7 +173,11 @@ def gather(
     group: Any = None,
     group_dst: int | None = None,
 ) -> CUDAFuture[_Tensors | None]:
-    """Gather the `tensor` of every rank into the `gather_list` of rank `dst` (default 0), where it is the value."""
+    """Gather the `tensor` of every rank into the `gather_list` of rank `dst` (default 0), where it is the value.
+
+    >>> gather(torch.ones(2), [torch.empty(2)], dst=0).wait()
+    [tensor([1., 1.])]
+    """
     issued = begin("gather", group, (tensor, gather_list))
     if issued is None:
         return nothing()
@@ -168,7 +194,11 @@ def scatter(
     group: Any = None,
     group_src: int | None = None,
 ) -> CUDAFuture[Tensor]:
-    """Give each rank one of the tensors of rank `src` (default 0), into `tensor`, which is the value."""
+    """Give each rank one of the tensors of rank `src` (default 0), into `tensor`, which is the value.
+
+    >>> scatter(torch.empty(2), [torch.ones(2)], src=0).wait()
+    tensor([1., 1.])
+    """
     issued = begin("scatter", group, (tensor, scatter_list))
     if issued is None:
         return nothing()
@@ -178,7 +208,11 @@ def scatter(
 
 
 def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
-    """Reduce `input_list` over all ranks and give each rank its part, in `output`, which is the value."""
+    """Reduce `input_list` over all ranks and give each rank its part, in `output`, which is the value.
+
+    >>> reduce_scatter(torch.empty(2), [torch.ones(2)]).wait()
+    tensor([1., 1.])
+    """
     issued = begin("reduce_scatter", group, (output, input_list))
     if issued is None:
         return nothing()
@@ -187,16 +221,24 @@ def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: 
 
 
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
-    """Reduce `input` over all ranks and give each rank an equal part of it, in `output`, which is the value."""
+    """Reduce `input` over all ranks and give each rank an equal part of it, in `output`, which is the value.
+
+    >>> reduce_scatter_tensor(torch.empty(2), torch.ones(2)).wait()
+    tensor([1., 1.])
+    """
     issued = begin("reduce_scatter_tensor", group, (output, input))
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(pg, lambda g: dist.reduce_scatter_tensor(output, input, op, g, async_op=True), output)
+    return issue.run(pg, lambda g: _reduce_scatter_single(output, input, op, g, async_op=True), output)
 
 
 def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:
-    """Send one tensor to each rank and get one from each; the value is `output_tensor_list`."""
+    """Send one tensor to each rank and get one from each; the value is `output_tensor_list`.
+
+    >>> all_to_all([torch.empty(2)], [torch.ones(2)]).wait()
+    [tensor([1., 1.])]
+    """
     issued = begin("all_to_all", group, (output_tensor_list, input_tensor_list))
     if issued is None:
         return nothing()
@@ -216,6 +258,9 @@ def all_to_all_single(
     """Send a part of `input` to each rank and get a part of `output` from each; the value is `output`.
 
     The split sizes are rows for each rank; None: equal parts.
+
+    >>> all_to_all_single(torch.empty(3), torch.ones(3), [3], [3]).wait()
+    tensor([1., 1., 1.])
     """
     issued = begin("all_to_all_single", group, (output, input))
     if issued is None:
@@ -228,7 +273,10 @@ def all_to_all_single(
 def barrier(
     group: Any = None, device_ids: list[int] | None = None, timeout: timedelta | None = None
 ) -> CUDAFuture[None]:
-    """Complete when every rank has come here. `timeout`: where torch has it (2.13); None: that of the group."""
+    """Complete when every rank has come here. `timeout`: where torch has it (2.13); None: that of the group.
+
+    >>> barrier().wait()
+    """
     issued = begin("barrier", group, ())
     if issued is None:
         return nothing()

@@ -41,12 +41,18 @@ def send(
 
     Raises:
         TypeError, ValueError: wrong arguments, as torch raises them.
+
+    >>> peer = 1 - dist.get_rank()  # of two
+    >>> sent = send(torch.ones(2), dst=peer)
+    >>> recv(torch.empty(2), src=peer).wait().tensor
+    tensor([1., 1.])
+    >>> sent.wait()
     """
     issued = begin_beside("send", group, (tensor,))
     if issued is None:
         return nothing()
     issue, pg = issued
-    peer = rank_in(pg, dst, group_dst, "dst")
+    peer = _peer_in(pg, dst, group_dst, "dst")
     return issue.run(pg, lambda g: dist.isend(tensor, group=g, tag=tag, group_dst=peer), None)
 
 
@@ -61,6 +67,11 @@ def recv(
 
     Raises:
         TypeError, ValueError: wrong arguments, as torch raises them.
+
+    >>> sent = send(torch.ones(2), dst=1 - dist.get_rank())  # to the other of two
+    >>> received = recv(torch.empty(2)).wait()
+    >>> received.tensor, received.source == 1 - dist.get_rank()
+    (tensor([1., 1.]), True)
     """
     issued = begin_beside("recv", group, (tensor,))
     if issued is None:
@@ -68,7 +79,7 @@ def recv(
     issue, pg = issued
     if src is None and group_src is None:
         return _recv_from_anyone(issue, pg, tensor, tag)
-    peer = rank_in(pg, src, group_src, "src")
+    peer = _peer_in(pg, src, group_src, "src")
     received = Received(tensor, dist.get_global_rank(pg, peer))
     return issue.run(pg, lambda g: dist.irecv(tensor, group=g, tag=tag, group_src=peer), received)
 
@@ -84,10 +95,16 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
 
     Raises:
         TypeError, ValueError, RuntimeError: the list is empty or its entries do not fit together.
+
+    >>> peer = 1 - dist.get_rank()  # of two
+    >>> out, into = torch.ones(2), torch.empty(2)
+    >>> batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]).wait()
+    [None, Received(tensor=tensor([1., 1.]), source=...)]
     """
     ops = list(p2p_op_list)
     if not ops:
         raise ValueError("batch_isend_irecv() takes at least one P2POp")
+    dist.distributed_c10d._check_p2p_op_list(ops)
     issued = begin_beside("batch_isend_irecv", ops[0].group, tuple(op.tensor for op in ops))
     if issued is None:
         return nothing()
@@ -101,12 +118,19 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
 
     if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work stands for all
         return issue.run(pg, call, values)
+    for op in ops:
+        _peer_in(pg, None, op.group_peer, "peer")
     first = issue.run(pg, call, values[0])
-    callbacks = issue.group.callbacks
-    others = [
-        _C.collective(w, v, issue.operation, callbacks, issue) for w, v in zip(works[1:], values[1:], strict=True)
-    ]
+    others = [issue.follow(w, v) for w, v in zip(works[1:], values[1:], strict=True)]
     return gather(first, *others)
+
+
+def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
+    """Return the rank in the group of another one: to itself, a rank can not send."""
+    peer = rank_in(group, rank, group_rank, name)
+    if peer == group.rank():
+        raise ValueError(f"{name} is this rank itself: it sends to others, and receives from others")
+    return peer
 
 
 def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:

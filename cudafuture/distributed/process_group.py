@@ -61,17 +61,29 @@ class ProcessGroup:
     # ---- facts
 
     def rank(self) -> int:
-        """Return this process's rank in the group; -1: it is not in it."""
+        """Return this process's rank in the group; -1: it is not in it.
+
+        >>> ProcessGroup().rank()
+        0
+        """
         group = resolve(self.group)
         return -1 if group is None else group.rank()
 
     def size(self) -> int:
-        """Return how many ranks the group has; -1: this one is not in it."""
+        """Return how many ranks the group has; -1: this one is not in it.
+
+        >>> ProcessGroup().size()
+        1
+        """
         group = resolve(self.group)
         return -1 if group is None else group.size()
 
     def ranks(self) -> list[int]:
-        """Return the global ranks, in the order of the group; empty where this one is not in it."""
+        """Return the global ranks, in the order of the group; empty where this one is not in it.
+
+        >>> ProcessGroup().ranks()
+        [0]
+        """
         group = resolve(self.group)
         return [] if group is None else dist.get_process_group_ranks(group)
 
@@ -100,6 +112,9 @@ class ProcessGroup:
 
         Raises:
             ValueError: this rank is not among them, or a rank is not in the group.
+
+        >>> ProcessGroup().new_group([0]).ranks()
+        [0]
         """
         mine = self.ranks()
         members = list(range(len(mine))) if ranks is None else list(ranks)
@@ -125,10 +140,16 @@ class ProcessGroup:
 
         Raises:
             ValueError: a rank stands in two groups, or is not in this one.
+
+        >>> ProcessGroup().split([[0]]).ranks()
+        [0]
         """
         listed = [r for part in split_ranks for r in part]
         if len(set(listed)) != len(listed):
             raise ValueError(f"split() puts every rank into one group at most, and was given {list(split_ranks)}")
+        size = self.size()
+        if size >= 0 and any(not 0 <= r < size for r in listed):
+            raise ValueError(f"the group has the ranks 0 to {size - 1}, and split() was given {list(split_ranks)}")
         for part in split_ranks:
             if self.rank() in part:
                 return self.new_group(part, timeout)
@@ -256,7 +277,7 @@ def _share_docstrings() -> None:
         for name in module.__all__:
             method = ProcessGroup.__dict__.get(name)
             if method is not None and method.__doc__ is None:
-                method.__doc__ = getattr(module, name).__doc__.partition("\n    >>>")[0]
+                method.__doc__ = getattr(module, name).__doc__
 
 
 _share_docstrings()
@@ -270,12 +291,18 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
+    sort_ranks: bool = True,
 ) -> ProcessGroup:
     """Make a group, as ``torch.distributed.new_group`` does, and return it as a :class:`ProcessGroup`.
 
     Every rank of the default group calls it, in the same order; with `use_local_synchronization` only `ranks` need to.
-    A rank that is not in it gets a group whose methods return futures completed with None.
+    A rank that is not in it gets a group whose methods return futures completed with None. `sort_ranks`: False where
+    torch has it (2.13): the group has the ranks in the order in which they are given.
+
+    >>> new_group([0]).ranks()
+    [0]
     """
+    more: dict[str, Any] = {} if sort_ranks else {"sort_ranks": False}
     group = dist.new_group(
         None if ranks is None else list(ranks),
         timeout,
@@ -284,5 +311,6 @@ def new_group(
         use_local_synchronization,
         group_desc,
         device_id,
+        **more,
     )
     return ProcessGroup(dist.GroupMember.NON_GROUP_MEMBER if group is None else group)

@@ -4,6 +4,7 @@
 #include "bind/errors.h"
 #include "bind/executors.h"
 #include "bind/future.h"
+#include "bind/promise.h"
 #include "bind/torch_future.h"
 #include "core/process.h"
 
@@ -21,12 +22,12 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
 
 // The future of a collective: it follows `work` and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
-                      nb::object origin) {
+                      nb::object origin, double timeout) {
   const Entry entry;
   refuse_after_fork();
   FuturePtr future = make_future(name, callbacks, std::move(origin));
   nb::object result = wrap(future);
-  follow_work(work, std::move(future), std::move(value));
+  follow_work(work, std::move(future), std::move(value), timeout);
   raise_kept_interrupt();
   return result;
 }
@@ -42,7 +43,8 @@ nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::ob
 
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
-        nb::arg("origin").none());
+        nb::arg("origin").none(), nb::arg("timeout"));
+  m.def("fail_overdue", &Promise::fail_overdue, nb::arg("grace"), nb::call_guard<nb::gil_scoped_release>());
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }
 

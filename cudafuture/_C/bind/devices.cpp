@@ -132,7 +132,10 @@ at::Tensor tensor_from(nb::handle object) {
 
 std::string device_set(c10::ArrayRef<c10::Device> devices) {
   std::string text = "{";
-  for (c10::Device device : devices) text += (text.size() > 1 ? ", " : "") + device.str();
+  for (c10::Device device : devices) {
+    if (text.size() > 1) text += ", ";
+    text += device.str();
+  }
   return text + "}";
 }
 

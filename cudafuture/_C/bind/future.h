@@ -105,6 +105,7 @@ void bind_streams(nb::module_& m);
 void bind_executors(nb::module_& m);
 void bind_order(nb::module_& m);
 void bind_collective(nb::module_& m);
+void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_await(nb::module_& m);
 

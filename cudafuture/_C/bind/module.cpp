@@ -59,6 +59,7 @@ NB_MODULE(_C, m) {
   bind_combine(m);
   bind_await(m);
   bind_collective(m);
+  bind_gloo(m);
   m.attr("inline_executor") = cudafuture::bind::HostExecutor{"inline", &InlineExecutor::get()};
   m.attr("callback_thread") = cudafuture::bind::HostExecutor{"callback_thread", &CallbackThread::get()};
   m.def("statistics", statistics);

@@ -13,6 +13,7 @@
 #include "bind/errors.h"
 #include "bind/forward.h"
 #include "bind/future.h"
+#include "bind/promise.h"
 #include "core/error.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
@@ -65,38 +66,9 @@ EventSet record_devices(const TorchFuture& source) {
   return source.devices().empty() ? EventSet() : EventSet::record(source.devices());
 }
 
-// What torch's callback owns of the future that follows. A torch future that is dropped while pending drops its
-// callbacks without a word: whoever waits here is told.
-class Promise {
- public:
-  // `value`: what the future completes with; none: what the torch future has.
-  explicit Promise(FuturePtr future, Foreign value = {}) : future_(std::move(future)), value_(std::move(value)) {}
-  ~Promise() {
-    if (future_ == nullptr || future_.use_count() == 1 || is_shut_down() || is_forked_child()) return;
-    future_->mark_seen();  // nobody raised it: no report if nobody looks
-    future_->fail(Value::of_error(std::make_exception_ptr(Error(
-        ErrorKind::invalid_state, "the torch future that this one follows was dropped before anybody completed it"))));
-  }
-  Promise(Promise&&) noexcept = default;
-
-  FuturePtr take() noexcept { return std::move(future_); }
-
-  void complete(c10::IValue value, EventSet events) {
-    Value result = value_ ? Value::of_object(std::move(value_)) : Value::of_native(std::move(value));
-    take()->complete(std::move(result), std::move(events));
-  }
-  void fail(std::exception_ptr error, EventSet events) {
-    take()->fail(Value::of_error(std::move(error)), std::move(events));
-  }
-
- private:
-  FuturePtr future_;
-  Foreign value_;
-};
-
 // The value stays as it is in C++; no interpreter is needed.
-void follow_natively(const TorchFuturePtr& source, Promise&& promise) {
-  source->addCallback([promise = std::make_shared<Promise>(std::move(promise))](TorchFuture& done) {
+void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
+  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
     if (done.hasError()) {
       promise->fail(done.exception_ptr(), record_devices(done));
     } else {
@@ -165,8 +137,8 @@ void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_
 
 // A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
 // thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
-void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, Promise&& promise) {
-  std::thread([work = std::move(work), promise = std::move(promise)]() mutable {
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
+  std::thread([work = std::move(work), promise = std::move(promise)] {
     try {
       work->wait();
       std::vector<at::Tensor> result;
@@ -174,9 +146,9 @@ void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, Promise&& promise) {
         result = work->result();
       } catch (const c10::Error&) {  // it has none to show
       }
-      promise.complete(c10::IValue(std::move(result)), {});
+      promise->complete(c10::IValue(std::move(result)), {});
     } catch (...) {
-      promise.fail(std::current_exception(), {});
+      promise->fail(std::current_exception(), {});
     }
   }).detach();
 }
@@ -191,7 +163,7 @@ class WorkAftermath final : public Aftermath {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value) {
+void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, double timeout) {
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
   TorchFuturePtr native;
   try {
@@ -201,7 +173,7 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value) {
   if (native != nullptr && !native->devices().empty()) {
     future->set_aftermath(std::make_unique<WorkAftermath>(owned));
   }
-  Promise promise(std::move(future), std::move(value));
+  auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout);
   if (native == nullptr) {
     follow_by_waiting(std::move(owned), std::move(promise));
   } else {
@@ -308,13 +280,13 @@ class Substitute final : public Continuation {
 
 }  // namespace
 
-void follow_work(nb::handle work, FuturePtr future, nb::object value) {
+void follow_work(nb::handle work, FuturePtr future, nb::object value, double timeout) {
   if (!is_work(work)) {
     const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
     throw nb::type_error(message.c_str());
   }
   if (Py_TYPE(work.ptr()) == work_class()) {
-    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)));
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)), timeout);
     return;
   }
   const nb::object followed = from_torch(work);
@@ -339,7 +311,7 @@ nb::object from_torch(nb::handle source) {
     nb::object result = wrap(future);
     future->start();  // it owns the tensors: too late to cancel
     if (Py_TYPE(source.ptr()) == work_class()) {
-      follow_native_work(*behind<c10d::Work>(source), std::move(future), {});
+      follow_native_work(*behind<c10d::Work>(source), std::move(future), {}, kNoTimeout);
     } else {
       follow_python_work(source, std::move(future));
     }

@@ -8,8 +8,9 @@ namespace cudafuture::bind {
 // A future that follows `source`: a torch.futures.Future or a c10d Work.
 nb::object from_torch(nb::handle source);
 
-// `future` follows `work`, a c10d Work, and has `value` when it completes.
-void follow_work(nb::handle work, FuturePtr future, nb::object value);
+// `future` follows `work`, a c10d Work, and has `value` when it completes. The engine should be done with it within
+// `timeout` seconds.
+void follow_work(nb::handle work, FuturePtr future, nb::object value, double timeout);
 
 // A torch.futures.Future that follows `future`, with torch's own way of carrying errors.
 nb::object to_torch(nb::handle future);

@@ -1,0 +1,37 @@
+// What an engine of torch owns of a future that follows it.
+#pragma once
+
+#include <limits>
+
+#include "bind/python.h"
+
+namespace cudafuture::bind {
+
+inline constexpr double kNoTimeout = std::numeric_limits<double>::infinity();
+
+class Promise {
+ public:
+  // `value`: what the future completes with; none: what the engine has. `timeout`: seconds within which the engine says
+  // that it will be done.
+  explicit Promise(FuturePtr future, Foreign value = {}, double timeout = kNoTimeout);
+  // An engine that drops it says nothing any more: whoever waits is told.
+  ~Promise();
+  Promise(const Promise&) = delete;
+  Promise& operator=(const Promise&) = delete;
+
+  FuturePtr take() noexcept;
+  void complete(c10::IValue value, EventSet events);
+  void fail(std::exception_ptr error, EventSet events);
+
+  // Fails every future whose engine is overdue by `grace` seconds; returns how many are pending that could be, one day.
+  static std::size_t fail_overdue(double grace);
+
+ private:
+  FuturePtr future_;  // of one with a timeout: guarded by the lock of the list
+  Foreign value_;
+  const Future::Clock::time_point due_;
+  Promise* next_ = nullptr;  // in the list of those with a timeout
+  Promise* before_ = nullptr;
+};
+
+}  // namespace cudafuture::bind

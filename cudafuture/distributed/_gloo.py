@@ -1,0 +1,39 @@
+"""What Gloo cannot survive by itself: a message that is larger than this rank expects.
+
+Gloo ends the process then. The native module stops Gloo's thread instead; what it told is kept here for the errors of
+the collectives that time out because of it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch.distributed import distributed_c10d as c10d
+
+from cudafuture import _C
+
+__all__ = ["failures"]
+
+_PAUSE = 0.1  # seconds between two looks at what is overdue
+_GRACE = 0.5  # seconds that a healthy group gets to say so itself
+
+failures: list[str] = []
+"""What Gloo's threads died of, in order."""
+
+
+def _keep_groups(message: str) -> object:
+    """Return every group there is: one of them cannot be destroyed any more, and which one nobody knows."""
+    failures.append(message)
+    if len(failures) == 1:
+        threading.Thread(target=_fail_overdue, name="cudafuture-gloo", daemon=True).start()
+    return list(c10d._world.pg_map)
+
+
+def _fail_overdue() -> None:
+    """Fail what the dead thread would have completed: Gloo waits for it beyond its own timeout."""
+    pause = threading.Event()
+    while not pause.wait(_PAUSE):
+        _C.fail_overdue(_GRACE)
+
+
+_C.survive_gloo(_keep_groups)
