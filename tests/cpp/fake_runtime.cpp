@@ -8,6 +8,8 @@ namespace {
 std::mutex gil;
 thread_local bool holds_gil = false;
 thread_local bool is_engine = false;
+thread_local bool has_retired = false;
+std::atomic<int> retirements{0};
 std::atomic<bool> finalizing{false};
 
 std::mutex rules_mutex;
@@ -16,6 +18,7 @@ std::vector<std::string> broken_rules;
 bool enter() noexcept {
   if (is_engine) Runtime::broken("a thread of an engine took the runtime's lock");
   if (holds_gil) Runtime::broken("a thread took the runtime's lock twice");
+  if (has_retired) Runtime::broken("a thread that had retired took the runtime's lock");
   if (finalizing.load()) return false;
   gil.lock();
   holds_gil = true;
@@ -26,6 +29,12 @@ void leave() noexcept {
   if (!holds_gil) Runtime::broken("a thread gave back a lock that it did not hold");
   holds_gil = false;
   gil.unlock();
+}
+
+void retire() noexcept {
+  if (holds_gil) Runtime::broken("a thread retired inside the runtime");
+  if (std::exchange(has_retired, true)) Runtime::broken("a thread retired twice");
+  ++retirements;
 }
 
 void* step_out() noexcept {
@@ -62,7 +71,7 @@ void Runtime::install() {
   set_foreign_runtime({.inside = []() noexcept { return holds_gil; },
                        .enter = enter,
                        .leave = leave,
-                       .retire = []() noexcept {},
+                       .retire = retire,
                        .step_out = step_out,
                        .step_in = step_in,
                        .release = release});
@@ -70,6 +79,7 @@ void Runtime::install() {
 
 bool Runtime::inside() noexcept { return holds_gil; }
 void Runtime::set_finalizing(bool value) noexcept { finalizing = value; }
+int Runtime::retired() noexcept { return retirements; }
 
 void Runtime::broken(std::string rule) {
   std::lock_guard lock(rules_mutex);

@@ -3,7 +3,7 @@
 //
 // The rules, kept for the whole run of the program:
 //   - a thread of an engine never takes the lock (`EngineThread` says who is one);
-//   - nobody takes it twice;
+//   - nobody takes it twice, and nobody who has said that he is done with it takes it again;
 //   - an object of the runtime dies inside it, and its code (callbacks flagged `foreign`) runs inside it.
 // ThreadSanitizer, which sees the mutex, adds: the lock is never taken under a lock of the core.
 #pragma once
@@ -25,6 +25,8 @@ class Runtime {
 
   // What an interpreter does when it goes away: whoever asks for its lock is refused.
   static void set_finalizing(bool finalizing) noexcept;
+
+  static int retired() noexcept;  // how many threads have said that they will not enter again
 
   static void broken(std::string rule);  // notes that a rule was broken
   static std::vector<std::string> take_broken();

@@ -1,5 +1,8 @@
 #include "rules.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -50,6 +53,15 @@ void run_alone(const char* test_case) {
   INFO(output);
   CHECK(status == 0);
   CHECK(output.find("1 passed") != std::string::npos);  // the test case exists
+}
+
+bool in_forked_child(const std::function<bool()>& body) {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) _exit(body() ? 0 : 1);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 }  // namespace cudafuture::fake

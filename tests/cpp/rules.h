@@ -7,6 +7,8 @@
 
 #include <doctest/doctest.h>
 
+#include <functional>
+
 namespace cudafuture::fake {
 
 // Returns when nothing is watched any more.
@@ -30,5 +32,8 @@ class Rules {
 // Runs another test case, one that is skipped otherwise, in a process of its own: what it does to the process cannot be
 // undone. Fails with what the process printed, unless that ended well.
 void run_alone(const char* test_case);
+
+// Runs `body` in a forked child; true when it says so.
+bool in_forked_child(const std::function<bool()>& body);
 
 }  // namespace cudafuture::fake

@@ -1,4 +1,5 @@
 // Where continuations run, and in which order: the queue of a thread, executors, helping.
+#include <string>
 #include <vector>
 
 #include "callback.h"
@@ -107,23 +108,43 @@ TEST_CASE_FIXTURE(Rules, "an executor gets its callbacks in order, with the pare
   CHECK(order == Order{0, 1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "the future's own executor gets foreign callbacks that name none, and nothing else") {
+TEST_CASE_FIXTURE(Rules,
+                  "a callback runs on the executor that it names; the future's own is a fact that nothing here uses") {
   HeldBack usual;
   HeldBack named;
   Order order;
   const FuturePtr future = pending();
   future->set_default_executor(&usual);
   const auto mark = [&](int i) { return [&order, i](Future&) { order.push_back(i); }; };
-  future->attach(call(mark(0)));  // of the core: runs here
+  future->attach(call(mark(0)));
   future->attach(call_inside(mark(1)));
   future->attach(call_inside(mark(2), &named));
   future->attach(call_inside(mark(3), &InlineExecutor::get()));
-  Inside inside;
+  const Inside inside;
   future->complete({});
-  CHECK(order == Order{0, 3});
+  CHECK(order == Order{0, 1, 3});
+  CHECK(usual.held.empty());
   named.run_all();
-  usual.run_all();
-  CHECK(order == Order{0, 3, 2, 1});
+  CHECK(order == Order{0, 1, 3, 2});
+}
+
+TEST_CASE_FIXTURE(Rules, "an executor hears of a callback when it is attached, before anybody can post it") {
+  struct Enrolling final : Executor {
+    void enrol(Continuation&) noexcept override { heard.push_back("enrol"); }
+    void post(Continuation* c) noexcept override {
+      heard.push_back("post");
+      InlineExecutor::get().post(c);
+    }
+    std::vector<std::string> heard;
+  } executor;
+  using Heard = std::vector<std::string>;
+  const FuturePtr future = pending();
+  future->attach(call({}, Continuation::none, &executor));
+  CHECK(executor.heard == Heard{"enrol"});
+  future->complete({});
+  CHECK(executor.heard == Heard{"enrol", "post"});
+  future->attach(call({}, Continuation::none, &executor));
+  CHECK(executor.heard == Heard{"enrol", "post", "enrol", "post"});
 }
 
 TEST_CASE_FIXTURE(Rules, "a foreign callback runs where the future is completed, when that thread is inside") {

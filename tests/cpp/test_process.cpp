@@ -1,7 +1,6 @@
 // The life of the process: a fork after use is refused, and shutting down with everything pending ends.
 //
 // What cannot be undone happens in a process of its own, in a test case that is skipped otherwise.
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <string>
@@ -22,17 +21,6 @@ using namespace cudafuture::fake;
 namespace {
 
 Accelerator& accelerator = Accelerator::get();
-
-// Runs `body` in a forked child; true when it says so.
-template <class Body>
-bool in_forked_child(Body&& body) {
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) _exit(body() ? 0 : 1);
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
 
 }  // namespace
 

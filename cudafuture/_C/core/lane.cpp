@@ -24,16 +24,28 @@ void Lane::enrol(Continuation& c) noexcept {
   line_.emplace_back();
 }
 
-// Changes the line. False: its head became ready, and no thread comes any more.
+// Changes the line, and has a thread come if that made its head ready.
 template <class Change>
-bool Lane::change(Change&& change) noexcept {
+void Lane::change(Change&& change) noexcept {
   {
     std::lock_guard lock(mutex_);
     change();
-    if (running_ || !head_is_ready()) return true;
+    if (running_ || !head_is_ready()) return;
     running_ = true;
   }
-  return ThreadCache::get().run(this);
+  if (!ThreadCache::get().run(this)) give_up();
+}
+
+// The process is going away, and no thread comes any more. What is ready is told where that can be done; elsewhere it
+// stays, for the next one who comes inside.
+void Lane::give_up() noexcept {
+  if (foreign_runtime().inside()) {
+    while (Continuation* ready = take_head()) ready->abandon();
+    return;
+  }
+  CallbackThread::get().lose();
+  std::lock_guard lock(mutex_);
+  running_ = false;
 }
 
 void Lane::leave(Continuation& c) noexcept {
@@ -44,13 +56,7 @@ void Lane::leave(Continuation& c) noexcept {
 
 void Lane::post(Continuation* c) noexcept {
   if (is_forked_child()) return;
-  if (change([&] { line_[c->place - first_].ready = c; })) return;
-  // The process is going away. What stands in the line is told where that can be done, and leaked elsewhere.
-  if (!foreign_runtime().inside()) {
-    CallbackThread::get().lose();
-    return;
-  }
-  while (Continuation* ready = take_head()) ready->abandon();
+  change([&] { line_[c->place - first_].ready = c; });
 }
 
 bool Lane::head_is_ready() noexcept {

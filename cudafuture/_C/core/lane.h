@@ -41,7 +41,8 @@ class Lane final : public Executor, private ThreadCache::Task {
   };
 
   template <class Change>
-  bool change(Change&& change) noexcept;
+  void change(Change&& change) noexcept;
+  void give_up() noexcept;
   bool head_is_ready() noexcept;
   Continuation* take_head() noexcept;
   void perform() noexcept override;

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/process.h"
+
 namespace cudafuture {
 
 // What the executors of all depths share.
@@ -47,9 +49,13 @@ Lane& OrderedExecutor::lane_of_thread() noexcept {
   return *lane;
 }
 
-void OrderedExecutor::enrol(Continuation& c) noexcept { lane_of_thread().enrol(c); }
+void OrderedExecutor::enrol(Continuation& c) noexcept {
+  if (is_forked_child()) return;  // the lock may be held for ever
+  lane_of_thread().enrol(c);
+}
 
 void OrderedExecutor::post(Continuation* c) noexcept {
+  if (is_forked_child()) return;
   enrol(*c);
   c->executor->post(c);
 }

@@ -68,7 +68,7 @@ bool ThreadCache::all_ended() const noexcept {
 // Those that have nothing left to do but return.
 void ThreadCache::join_ended() noexcept {
   workers_.remove_if([](Worker& worker) {
-    if (worker.ended) worker.thread.join();
+    if (worker.ended && worker.thread.joinable()) worker.thread.join();  // not one that stop() left to itself
     return worker.ended;
   });
 }

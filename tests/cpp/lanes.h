@@ -1,0 +1,27 @@
+// Lanes for the tests, and how to wait in one and for one.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "callback.h"
+#include "core/lane.h"
+#include "threads.h"
+
+namespace cudafuture::fake {
+
+// Never freed, as no lane is: the thread that ran the last callback may look into the line once more.
+Lane& new_lane(std::string name = "lane");
+
+// Returns when everything that stands in the line now has run.
+void settle(Executor& line);
+
+// Waits as a callback should: outside the runtime, where others can go on.
+void wait_outside(const Signal& signal);
+
+using Order = std::vector<int>;
+inline Callback::Run mark(Order& order, int number) {
+  return [&order, number](Future&) { order.push_back(number); };
+}
+
+}  // namespace cudafuture::fake

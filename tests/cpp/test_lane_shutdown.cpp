@@ -1,0 +1,104 @@
+// What happens to the callbacks of lanes when the process goes away, each time in a process of its own.
+#include <atomic>
+
+#include "core/callback_thread.h"
+#include "core/process.h"
+#include "lanes.h"
+#include "rules.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+namespace {
+
+std::atomic<int> abandoned{0};
+
+// One that is told when nobody will run it.
+Callback* doomed(Executor& line) {
+  return new Callback([](Future&) { FAIL_CHECK("ran after the end"); }, Continuation::foreign, &line,
+                      [] { ++abandoned; });
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("lane_shutdown");
+
+TEST_CASE("alone: callbacks that are ready in a lane after the end" * doctest::skip()) {
+  Lane& lane = new_lane();
+  FuturePtr first = pending();
+  first->attach(doomed(lane));
+  completed()->attach(doomed(lane));
+  Lane& other = new_lane();
+  settle(other);
+  shut_down();
+  CHECK(abandoned == 0);
+  {
+    const Inside inside;
+    completed()->attach(doomed(other));
+    CHECK(abandoned == 1);
+    first.reset();  // now the one behind it could run
+    CHECK(abandoned == 3);
+  }
+  CHECK_FALSE(CallbackThread::get().has_lost());
+
+  on_engine_thread([&] { completed()->attach(doomed(other)); });
+  CHECK(abandoned == 3);
+  CHECK(CallbackThread::get().has_lost());
+  {
+    const Inside inside;
+    completed()->attach(doomed(other));
+    CHECK(abandoned == 5);  // with the one that was lost
+  }
+  CHECK(Callback::alive == 0);
+  CHECK(Runtime::take_broken().empty());
+}
+
+TEST_CASE_FIXTURE(Rules, "after the end a callback in a lane is abandoned inside the runtime, and lost outside") {
+  run_alone("alone: callbacks that are ready in a lane after the end");
+}
+
+TEST_CASE("alone: a callback in a lane that runs when the end comes" * doctest::skip()) {
+  static Signal end_has_begun;
+  Lane& lane = new_lane();
+  Order order;
+  const FuturePtr done = completed();
+  done->attach(call_inside(
+      [&](Future&) {
+        wait_outside(end_has_begun);
+        order.push_back(1);
+      },
+      &lane));
+  done->attach(call_inside(mark(order, 2), &lane));
+  shut_down([]() noexcept {
+    if (!end_has_begun.sent()) end_has_begun.send();
+    return true;
+  });
+  CHECK(order == Order{1, 2});
+  CHECK(Callback::alive == 0);
+  CHECK(Runtime::take_broken().empty());
+}
+
+TEST_CASE_FIXTURE(Rules,
+                  "a callback in a lane that runs when the end comes finishes, as does what stands ready behind") {
+  run_alone("alone: a callback in a lane that runs when the end comes");
+}
+
+TEST_CASE("alone: a lane after the interpreter is gone" * doctest::skip()) {
+  Lane& lane = new_lane();
+  Runtime::set_finalizing(true);
+  Callback* const leaked = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); }, &lane);
+  on_engine_thread([&] { completed()->attach(leaked); });
+  shut_down();
+  Runtime::set_finalizing(false);
+  CHECK(lane.length() == 1);
+  CHECK(Callback::alive == 1);
+  leaked->parent = nullptr;
+  delete leaked;
+}
+
+TEST_CASE_FIXTURE(Rules, "a lane after the interpreter is gone leaks what stands in it, and ends") {
+  run_alone("alone: a lane after the interpreter is gone");
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,238 @@
+// Which lane a callback goes to: one for each attacher and each depth.
+#include <string>
+#include <vector>
+
+#include "core/ordered_executor.h"
+#include "lanes.h"
+#include "rules.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+namespace {
+
+using Names = std::vector<std::string>;
+
+// Never freed, as no executor of a group is.
+OrderedExecutor& new_group(const std::string& name = "group") {
+  static auto* const all = new std::vector<OrderedExecutor*>;
+  return *all->emplace_back(&OrderedExecutor::make(name));
+}
+
+// Says in which lane it runs.
+Callback* say_lane(Names& names, Executor& executor, Signal* said = nullptr) {
+  return call_inside(
+      [&names, said](Future&) {
+        names.push_back(Lane::current()->name());
+        if (said != nullptr) said->send();
+      },
+      &executor);
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("ordered_executor");
+
+TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its line") {
+  OrderedExecutor& group = new_group("ring");
+  OrderedExecutor& deeper = group.deeper();
+  OrderedExecutor& deepest = deeper.deeper();
+  CHECK(group.depth() == 0);
+  CHECK(deeper.depth() == 1);
+  CHECK(deepest.depth() == 2);
+  CHECK(&group.deeper() == &deeper);
+  CHECK(&group.deeper().deeper() == &deepest);
+  CHECK(deepest.name() == "ring");
+  CHECK(group.is_same_line(deepest));
+  CHECK(deepest.is_same_line(group));
+  CHECK_FALSE(group.is_same_line(new_group("ring")));
+}
+
+TEST_CASE_FIXTURE(Rules, "threads that ask at once get the same object of a depth") {
+  for (int round = 0; round < 50; ++round) {
+    OrderedExecutor& group = new_group();
+    std::vector<OrderedExecutor*> seen(4);
+    together(4, [&](int i) { seen[static_cast<std::size_t>(i)] = &group.deeper().deeper(); });
+    for (const OrderedExecutor* one : seen) CHECK(one == &group.deeper().deeper());
+  }
+}
+
+TEST_CASE_FIXTURE(Rules, "a future tells whether its executor is ordered") {
+  OrderedExecutor& group = new_group();
+  const FuturePtr future = pending();
+  CHECK(future->ordered_executor() == nullptr);
+  future->set_default_executor(&InlineExecutor::get());
+  CHECK(future->ordered_executor() == nullptr);
+  future->set_default_executor(&group);
+  CHECK(future->ordered_executor() == &group);
+  CHECK(new_lane().ordered() == nullptr);
+}
+
+TEST_CASE_FIXTURE(Rules, "what the program attaches goes to the lane of the depth") {
+  OrderedExecutor& group = new_group();
+  Names names;
+  completed()->attach(say_lane(names, group));
+  settle(group);
+  completed()->attach(say_lane(names, group.deeper()));
+  settle(group.deeper());
+  completed()->attach(say_lane(names, group));
+  settle(group);
+  CHECK(names == Names{"group.0", "group.1", "group.0"});
+}
+
+TEST_CASE_FIXTURE(Rules, "what a lane attaches goes to a lane of its own, by the group and the depth") {
+  OrderedExecutor& group = new_group();
+  OrderedExecutor& other = new_group("other");
+  Names names;
+  const auto attached_in_lane_to = [&](Executor& executor) {
+    Signal said;
+    completed()->attach(call_inside([&](Future& self) { self.attach(say_lane(names, executor, &said)); }, &group));
+    said.wait();
+  };
+  attached_in_lane_to(group);
+  attached_in_lane_to(group.deeper());
+  attached_in_lane_to(other);
+  attached_in_lane_to(group);
+  CHECK(names == Names{"group.0>group.0", "group.0>group.1", "group.0>other.0", "group.0>group.0"});
+}
+
+TEST_CASE_FIXTURE(Rules, "a lane that a lane's callbacks attach to attaches to one further on") {
+  OrderedExecutor& group = new_group();
+  Names names;
+  Signal said;
+  const auto twice_inside = [&](Future& self) { self.attach(say_lane(names, group.deeper(), &said)); };
+  completed()->attach(call_inside([&](Future& self) { self.attach(call_inside(twice_inside, &group)); }, &group));
+  said.wait();
+  CHECK(names == Names{"group.0>group.0>group.1"});
+}
+
+TEST_CASE_FIXTURE(Rules, "any thread that runs no lane's callback counts as the program") {
+  OrderedExecutor& group = new_group();
+  const FuturePtr first = pending();
+  Order order;
+  first->attach(call_inside(mark(order, 1), &group));
+  std::thread([&] { completed()->attach(call_inside(mark(order, 2), &group)); }).join();
+  first->complete({});
+  settle(group);
+  CHECK(order == Order{1, 2});
+}
+
+TEST_CASE_FIXTURE(Rules, "what a lane attaches and what the program attaches do not wait for each other") {
+  OrderedExecutor& group = new_group();
+  const FuturePtr of_lane = pending();
+  const FuturePtr of_program = pending();
+  Order order;
+  Signal attached;
+  Signal ran_in_lane;
+  completed()->attach(call_inside(
+      [&](Future&) {
+        of_lane->attach(call_inside(
+            [&](Future&) {
+              order.push_back(2);
+              ran_in_lane.send();
+            },
+            &group));
+        attached.send();
+      },
+      &group));
+  attached.wait();
+  SUBCASE("the program's runs though the lane's is held up") {
+    completed()->attach(call_inside(mark(order, 1), &group));
+    settle(group);
+    of_lane->complete({});
+    ran_in_lane.wait();
+    CHECK(order == Order{1, 2});
+  }
+  SUBCASE("the lane's runs though the program's is held up") {
+    of_program->attach(call_inside(mark(order, 1), &group));
+    of_lane->complete({});
+    ran_in_lane.wait();
+    of_program->complete({});
+    settle(group);
+    CHECK(order == Order{2, 1});
+  }
+}
+
+TEST_CASE_FIXTURE(Rules, "the second step of a chain does not hold up the first step of the next") {
+  OrderedExecutor& group = new_group();
+  const FuturePtr issued = completed();
+  const FuturePtr results[2] = {pending(), pending()};  // of the first steps: complete only once both have run
+  Order order;
+  for (int chain = 0; chain < 2; ++chain) {
+    issued->attach(call_inside(
+        [&, chain](Future&) {
+          order.push_back(10 + chain);
+          if (chain == 0) return;
+          results[1]->complete({});
+          results[0]->complete({});
+        },
+        &group));
+    results[chain]->attach(call_inside(mark(order, 20 + chain), &group.deeper()));
+  }
+  settle(group);
+  settle(group.deeper());
+  CHECK(order == Order{10, 11, 20, 21});
+}
+
+TEST_CASE_FIXTURE(Rules, "every lane runs the same callbacks in the same order, whatever completes first") {
+  constexpr int kFutures = 20;
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    OrderedExecutor& group = new_group();
+    std::vector<FuturePtr> parents;
+    for (int i = 0; i < kFutures; ++i) parents.push_back(pending());
+    Names names;
+    Order of_program;
+    Order of_lane;
+    Signal last;
+    for (int i = 0; i < kFutures; ++i) {
+      // Each attaches one more, to a future that may be done by then or not.
+      const FuturePtr other = parents[static_cast<std::size_t>(kFutures - 1 - i)];
+      parents[static_cast<std::size_t>(i)]->attach(call_inside(
+          [&, i, other](Future&) {
+            of_program.push_back(i);
+            other->attach(call_inside(
+                [&, i](Future&) {
+                  of_lane.push_back(i);
+                  if (i == kFutures - 1) last.send();
+                },
+                &group));
+          },
+          &group));
+    }
+    for (int i = 0; i < kFutures; ++i) {
+      parents[(static_cast<std::size_t>(i) * (2 * seed + 1)) % kFutures]->complete({});
+    }
+    for (const FuturePtr& parent : parents) parent->complete({});
+    last.wait();
+    Order all;
+    for (int i = 0; i < kFutures; ++i) all.push_back(i);
+    CHECK(of_program == all);
+    CHECK(of_lane == all);
+  }
+}
+
+TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the end of the line") {
+  OrderedExecutor& group = new_group();
+  const FuturePtr first = pending();
+  Order order;
+  first->attach(call_inside(mark(order, 1), &group));
+  Callback* const posted = call_inside(mark(order, 2), &group);
+  posted->parent = completed();
+  group.post(posted);
+  first->complete({});
+  settle(group);
+  CHECK(order == Order{1, 2});
+}
+
+TEST_CASE_FIXTURE(Rules, "a forked child gives no places, asks for no lock and runs nothing") {
+  OrderedExecutor& group = new_group();
+  settle(group);
+  static int ran = 0;
+  CHECK(in_forked_child([&] {
+    completed()->attach(call_inside([](Future&) { ++ran; }, &group));
+    return ran == 0;
+  }));
+}
+
+TEST_SUITE_END();
