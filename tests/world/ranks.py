@@ -1,0 +1,84 @@
+"""Ranks that may die or stop on the way: forked off one server that has imported torch, so that each costs little."""
+
+from __future__ import annotations
+
+import datetime as dt
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 60  # seconds until a rank that has not come back is a failure of the test
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "cudafuture.distributed"])
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = (), timeout: float = 3.0
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on `size` ranks with a Gloo group, and return what it returns, by rank.
+
+    `lost` ranks are meant not to come back: None stands for them. `timeout`: of the group, in seconds.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
+    pipes: dict[int, Connection] = {}
+    processes = []
+    results: list[Any] = [None] * size
+    with folder:
+        for rank in range(size):
+            pipes[rank], theirs = _context.Pipe(duplex=False)
+            job = (rank, size, str(Path(folder.name) / "store"), timeout, theirs, function, args)
+            processes.append(_context.Process(target=_main, args=job))
+            processes[-1].start()
+            theirs.close()
+        waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}
+        try:
+            while waiting:
+                ready = wait(list(waiting), PATIENCE)
+                assert ready, f"ranks {sorted(waiting.values())} have not come back"
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    results[rank] = _outcome(pipe, rank, processes[rank])
+        finally:
+            for process in processes:
+                if process.pid is not None and (waiting or process.is_alive()):
+                    process.join(0 if waiting or processes.index(process) in lost else PATIENCE)
+                    process.kill()
+                process.join()
+    codes = [p.exitcode for rank, p in enumerate(processes) if rank not in lost]
+    assert not any(codes), f"exit codes {codes}"
+    return results
+
+
+def _outcome(pipe: Connection, rank: int, process: Any) -> Any:
+    try:
+        value, failure = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(PATIENCE)
+        raise AssertionError(f"rank {rank} ended with exit code {process.exitcode}") from None
+    assert failure is None, f"rank {rank}:\n{failure}"
+    return value
+
+
+def _main(
+    rank: int, size: int, store: str, timeout: float, pipe: Connection, function: Callable[..., Any], args: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=dt.timedelta(seconds=timeout)
+    )
+    try:
+        answer = (function(rank, *args), None)
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
