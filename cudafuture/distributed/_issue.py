@@ -21,7 +21,7 @@ from cudafuture.distributed import _gloo, _order
 from cudafuture.distributed._group import Group, Issuer, group_of, resolve
 from cudafuture.errors import CollectiveError
 
-__all__ = ["Issue", "begin", "begin_beside", "nothing"]
+__all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
 
 T = TypeVar("T")
 
@@ -133,8 +133,16 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
     return Issue(operation, state, state.issuer(process_group), tensors), process_group
 
 
+def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
+    """Like `begin`, for what runs in a line of its own (`Issue.run_in_line`), which has a group of its own."""
+    begun = begin_beside(operation, group, ())
+    if begun is not None:
+        _C.issuing_lane(begun[0].group.callbacks)  # raises where there is no order
+    return begun
+
+
 def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Like `begin`, for what is matched by its peer and its tag, or stands in a line of its own: it joins no lane."""
+    """Like `begin`, for what is matched by its peer and its tag: it needs no order."""
     process_group = resolve(group)
     if process_group is None:
         return None

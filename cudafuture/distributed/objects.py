@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed._companion import timeout_of
 from cudafuture.distributed._group import rank_in
-from cudafuture.distributed._issue import begin_beside, nothing
+from cudafuture.distributed._issue import begin_in_line, nothing
 
 __all__ = [
     "all_gather_object",
@@ -38,7 +38,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> CU
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
-    issued = begin_beside("all_gather_object", group, ())
+    issued = begin_in_line("all_gather_object", group)
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -59,7 +59,7 @@ def broadcast_object_list(
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
     """
-    issued = begin_beside("broadcast_object_list", group, ())
+    issued = begin_in_line("broadcast_object_list", group)
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -81,7 +81,7 @@ def scatter_object_list(
     >>> scatter_object_list([None], [{"shard": 0}], src=0).wait()
     [{'shard': 0}]
     """
-    issued = begin_beside("scatter_object_list", group, ())
+    issued = begin_in_line("scatter_object_list", group)
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -104,7 +104,7 @@ def gather_object(
     >>> gather_object({"loss": 0.5}, [None], dst=0).wait()
     [{'loss': 0.5}]
     """
-    issued = begin_beside("gather_object", group, ())
+    issued = begin_in_line("gather_object", group)
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -126,7 +126,7 @@ def monitored_barrier(
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
-    issued = begin_beside("monitored_barrier", group, ())
+    issued = begin_in_line("monitored_barrier", group)
     if issued is None:
         return nothing()
     issue, pg = issued
