@@ -13,18 +13,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from cudafuture.distributed import ProcessGroup, new_group
+
 PATIENCE = 60  # seconds until a rank that has not come back is a failure of the test
+TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "cudafuture.distributed"])
 
 
-def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = (), timeout: float = 3.0
-) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
     """Call ``function(rank, *args)`` on `size` ranks with a Gloo group, and return what it returns, by rank.
 
-    `lost` ranks are meant not to come back: None stands for them. `timeout`: of the group, in seconds.
+    `lost` ranks are meant not to come back: None stands for them.
     """
     folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
     pipes: dict[int, Connection] = {}
@@ -33,7 +37,7 @@ def run_ranks(
     with folder:
         for rank in range(size):
             pipes[rank], theirs = _context.Pipe(duplex=False)
-            job = (rank, size, str(Path(folder.name) / "store"), timeout, theirs, function, args)
+            job = (rank, size, str(Path(folder.name) / "store"), theirs, function, args)
             processes.append(_context.Process(target=_main, args=job))
             processes[-1].start()
             theirs.close()
@@ -66,17 +70,19 @@ def _outcome(pipe: Connection, rank: int, process: Any) -> Any:
     return value
 
 
-def _main(
-    rank: int, size: int, store: str, timeout: float, pipe: Connection, function: Callable[..., Any], args: Any
-) -> None:
-    import torch
-    import torch.distributed as dist
+def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
+    """Make a group of all ranks with a short timeout; nobody leaves before all have it."""
+    dist.barrier()
+    group = new_group(timeout=dt.timedelta(seconds=seconds))
+    dist.barrier()
+    return group
 
+
+def _main(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=dt.timedelta(seconds=timeout)
-    )
+    timeout = dt.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
         answer = (function(rank, *args), None)
     except BaseException:

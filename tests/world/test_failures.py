@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import signal
 from collections.abc import Callable
@@ -16,11 +15,10 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
-from world.ranks import run_ranks
+from world.ranks import run_ranks, short_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
-TIMEOUT = 3.0  # of the groups, in seconds
 LONG = 40.0  # much more than any of them takes
 
 # On rank 1 these need nothing of the others.
@@ -73,7 +71,7 @@ def every_operation(rank: int, size: int, lost: int) -> dict[str, Callable[[cfd.
 def lose_one(rank: int, size: int, lost: int, sent: int) -> dict[str, str]:
     """Issue everything, on a group for each, to a rank that is gone; then go on without it."""
     operations = every_operation(rank, size, lost)
-    groups = {name: cfd.new_group(timeout=dt.timedelta(seconds=TIMEOUT)) for name in operations}
+    groups = {name: short_group(5) for name in operations}
     for future in [issue(groups[name]) for name, issue in operations.items()]:
         future.wait(timeout=LONG)
     dist.barrier()
@@ -96,7 +94,7 @@ def lose_one(rank: int, size: int, lost: int, sent: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_future_ends_with_an_error_when_a_rank_is_lost(sent: signal.Signals) -> None:
-    results = run_ranks(3, lose_one, 3, 2, sent, lost=[2], timeout=30)
+    results = run_ranks(3, lose_one, 3, 2, sent, lost=[2])
     for rank in (0, 1):
         well = {name for name, outcome in results[rank].items() if outcome == "NoneType"}
         assert well <= (ENDS_WELL_ELSEWHERE if rank == 1 else set())
@@ -106,17 +104,18 @@ def test_every_future_ends_with_an_error_when_a_rank_is_lost(sent: signal.Signal
 
 def lose_one_in_a_chain(rank: int) -> None:
     """The rank dies while callbacks have made their group, and before they make another."""
-    known = cfd.all_reduce(ones(1)).then_async(lambda f: cfd.all_reduce(f.value()))
+    group = short_group()
+    known = group.all_reduce(ones(1)).then_async(lambda f: group.all_reduce(f.value()))
     assert known.wait(timeout=LONG).item() == 4
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = CUDAFuture.completed(None).then_async(lambda f: cfd.all_reduce(ones(1)), executor=cfd.ProcessGroup().queue)
-    second = first.then_async(lambda f: cfd.all_reduce(ones(1)))
+    first = CUDAFuture.completed(None).then_async(lambda f: group.all_reduce(ones(1)), executor=group.queue)
+    second = first.then_async(lambda f: group.all_reduce(ones(1)))
     for future in (first, second):
         error = future.exception(timeout=LONG)
         assert isinstance(error, CollectiveError)
-        assert error.group == "0"
+        assert error.group == group.group.group_name
 
 
 def test_a_chain_ends_with_an_error_when_a_rank_is_lost() -> None:
@@ -126,34 +125,32 @@ def test_a_chain_ends_with_an_error_when_a_rank_is_lost() -> None:
 # ---- ranks that differ
 
 
-MISMATCHES: dict[str, Callable[[int], CUDAFuture[Any]]] = {
-    "all_reduce": lambda r: cfd.all_reduce(ones(4 + r)),
-    "all_reduce, long": lambda r: cfd.all_reduce(ones(4 + 100_000 * r)),
-    "all_reduce, dtype": lambda r: cfd.all_reduce(ones(4, dtype=torch.float32 if r else torch.float64)),
-    "broadcast": lambda r: cfd.broadcast(ones(8 - 4 * r), 0),
-    "all_gather": lambda r: cfd.all_gather([ones(4 + r), ones(4 + r)], ones(4 + r)),
-    "reduce_scatter": lambda r: cfd.reduce_scatter(ones(4 + r), [ones(4 + r), ones(4 + r)]),
-    "gather": lambda r: cfd.gather(ones(4 + r), several(2) if r == 0 else None),
-    "all_to_all_single": lambda r: cfd.all_to_all_single(ones(4 + 2 * r), ones(4 + 2 * r)),
-    "send": lambda r: cfd.send(ones(8), 1) if r == 0 else cfd.recv(ones(4), 0),
-    "another operation": lambda r: cfd.all_reduce(ones(4)) if r else cfd.all_gather(several(2), ones(4)),
-    "missing": lambda r: cfd.all_reduce(ones(4)) if r else CUDAFuture.completed(None),
+MISMATCHES: dict[str, Callable[[int, cfd.ProcessGroup], CUDAFuture[Any]]] = {
+    "all_reduce": lambda r, g: g.all_reduce(ones(4 + r)),
+    "all_reduce, long": lambda r, g: g.all_reduce(ones(4 + 100_000 * r)),
+    "all_reduce, dtype": lambda r, g: g.all_reduce(ones(4, dtype=torch.float32 if r else torch.float64)),
+    "broadcast": lambda r, g: g.broadcast(ones(8 - 4 * r), 0),
+    "all_gather": lambda r, g: g.all_gather([ones(4 + r), ones(4 + r)], ones(4 + r)),
+    "reduce_scatter": lambda r, g: g.reduce_scatter(ones(4 + r), [ones(4 + r), ones(4 + r)]),
+    "gather": lambda r, g: g.gather(ones(4 + r), several(2) if r == 0 else None),
+    "all_to_all_single": lambda r, g: g.all_to_all_single(ones(4 + 2 * r), ones(4 + 2 * r)),
+    "send": lambda r, g: g.send(ones(8), 1) if r == 0 else g.recv(ones(4), 0),
+    "another operation": lambda r, g: g.all_reduce(ones(4)) if r else g.all_gather(several(2), ones(4)),
+    "missing": lambda r, g: g.all_reduce(ones(4)) if r else CUDAFuture.completed(None),
 }
 
 
 def differ(rank: int, case: str) -> str | None:
-    try:
-        error = MISMATCHES[case](rank).exception(timeout=LONG)
-    except TypeError as e:  # torch looks at the list itself
-        error = e
+    error = MISMATCHES[case](rank, short_group()).exception(timeout=LONG)
     assert error is None or isinstance(error, CollectiveError)
+    dist.barrier()  # of the default group, which is as it was
     dist.destroy_process_group()
     return None if error is None else str(error)
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_ranks_that_differ_get_an_error_and_live(case: str) -> None:
-    told = [message for message in run_ranks(2, differ, case, timeout=1) if message is not None]
+    told = [message for message in run_ranks(2, differ, case) if message is not None]
     assert told
     if case not in ("another operation", "missing"):
         assert any("did not all give tensors of the same shape and dtype" in message for message in told)
@@ -161,7 +158,7 @@ def test_ranks_that_differ_get_an_error_and_live(case: str) -> None:
 
 def go_on_after_a_mismatch(rank: int) -> None:
     healthy = cfd.new_group()
-    broken = cfd.new_group(timeout=dt.timedelta(seconds=1))
+    broken = short_group()
     assert isinstance(broken.all_reduce(ones(4 + rank)).exception(timeout=LONG), CollectiveError)
     for _ in range(3):
         assert healthy.all_reduce(ones(4)).wait(timeout=LONG).tolist() == [2.0] * 4
@@ -170,7 +167,7 @@ def go_on_after_a_mismatch(rank: int) -> None:
 
 
 def test_other_groups_live_on_after_a_mismatch() -> None:
-    run_ranks(2, go_on_after_a_mismatch, timeout=20)
+    run_ranks(2, go_on_after_a_mismatch)
 
 
 # ---- what a rank does to itself
@@ -197,12 +194,13 @@ def test_tensors_with_gaps_are_refused() -> None:
 
 
 def destroy_while_pending(rank: int) -> None:
+    group = short_group()
     if rank == 1:
         pending = [
-            cfd.all_reduce(ones(4)),
-            cfd.recv(ones(4), 0),
-            cfd.all_gather_object([None, None], 1),
-            cfd.all_reduce(ones(4)).then_async(lambda f: cfd.all_reduce(f.value())),
+            group.all_reduce(ones(4)),
+            group.recv(ones(4), 0),
+            group.all_gather_object([None, None], 1),
+            group.all_reduce(ones(4)).then_async(lambda f: group.all_reduce(f.value())),
         ]
         dist.destroy_process_group()
         for future in pending:
@@ -212,7 +210,7 @@ def destroy_while_pending(rank: int) -> None:
 
 
 def test_a_group_that_is_destroyed_fails_what_is_pending() -> None:
-    run_ranks(2, destroy_while_pending, timeout=1)
+    run_ranks(2, destroy_while_pending)
 
 
 def be_late(rank: int) -> float:
@@ -229,4 +227,4 @@ def be_late(rank: int) -> float:
 
 
 def test_a_wait_that_times_out_leaves_the_future_usable() -> None:
-    assert run_ranks(2, be_late, timeout=30) == [2.0, 2.0]
+    assert run_ranks(2, be_late) == [2.0, 2.0]
