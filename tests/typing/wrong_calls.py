@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import cudafuture.distributed as cfd
 from cudafuture import (
     CUDAFuture,
     EventView,
@@ -142,6 +143,21 @@ def sources(tensor: torch.Tensor) -> None:
     current_streams(0)  # E: arg-type
     use_streams("cuda:0")  # E: arg-type
     use_streams([pool_stream(0)])  # E: arg-type
+
+
+def collectives(tensor: torch.Tensor, ops: list[torch.distributed.P2POp], pg: cfd.ProcessGroup) -> None:
+    cfd.all_reduce([tensor])  # E: arg-type
+    cfd.all_reduce(tensor, async_op=True)  # E: call-arg
+    cfd.all_reduce_coalesced(tensor)  # E: arg-type
+    cfd.broadcast(tensor, "0")  # E: arg-type
+    cfd.all_gather(tensor, tensor)  # E: arg-type
+    cfd.reduce(tensor, 0).value().sum()  # E: union-attr
+    cfd.recv(tensor).value().sum()  # E: attr-defined
+    cfd.batch_isend_irecv(ops).value()[0].source  # E: union-attr
+    cfd.barrier(timeout=1.5)  # E: arg-type
+    pg.all_reduce(tensor, group=pg)  # E: call-arg
+    pg.split([0, 1])  # E: list-item
+    cfd.ddp_comm_hook(takes_int)  # E: arg-type
 
 
 def unknown_names(future: CUDAFuture[Any]) -> None:

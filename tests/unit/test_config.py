@@ -12,6 +12,7 @@ def test_defaults_hold_where_nothing_is_set():
     assert settings.watcher_first_pause == pytest.approx(5e-6)
     assert settings.watcher_longest_pause == pytest.approx(500e-6)
     assert 1 <= settings.submit_threads <= 32
+    assert not settings.debug_order
 
 
 def test_variables_are_read():
@@ -24,6 +25,17 @@ def test_variables_are_read():
 def test_a_value_that_makes_no_sense_is_refused_by_name(text):
     with pytest.raises(ValueError, match=r"CUDAFUTURE_SUBMIT_THREADS=.*at least 1"):
         config.read({"CUDAFUTURE_SUBMIT_THREADS": text})
+
+
+@pytest.mark.parametrize(("text", "on"), [("", False), ("order", True), (" order ,", True), ("order,order", True)])
+def test_debug_is_a_list_of_words(text, on):
+    assert config.read({"CUDAFUTURE_DEBUG": text}).debug_order is on
+
+
+@pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
+def test_a_word_that_debug_does_not_know_is_refused_by_name(text):
+    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': order is wanted, or nothing"):
+        config.read({"CUDAFUTURE_DEBUG": text})
 
 
 def test_the_table_names_every_variable_that_is_read():

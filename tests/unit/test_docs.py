@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 import cudafuture
 from cudafuture import CUDAFuture, EventView, errors
+from cudafuture.distributed import point_to_point
+from cudafuture.testing import World
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +34,9 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 GIVEN: dict[str, dict[str, Any]] = {
     "README.md": {"buckets": [torch.ones(2), torch.ones(3)], "apply": lambda bucket: None},
 }
+
+# Their examples are for the ranks of a world of two.
+FOR_TWO = {"batch_isend_irecv", "recv", "send"}
 
 # There is no EventView where there is no device; what its methods do is shown by the tests that have one.
 NEEDS_A_DEVICE = {EventView}
@@ -184,21 +190,61 @@ def test_the_class_itself_has_an_example() -> None:
     assert ">>> " in (CUDAFuture.__doc__ or "")
 
 
-WITH_EXAMPLES = {name: thing for name, thing in EVERYTHING.items() if ">>> " in (getattr(thing, "__doc__", "") or "")}
+def with_examples() -> dict[str, Any]:
+    """Return what has examples of its own: methods of a ProcessGroup have those of the functions."""
+    found: dict[str, Any] = {}
+    known: set[str] = set()
+    for name, thing in EVERYTHING.items():
+        text = getattr(thing, "__doc__", "") or ""
+        if ">>> " in text and text not in known:
+            known.add(text)
+            found[name] = thing
+    return found
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_the_examples_of_a_docstring_run(name: str) -> None:
+WITH_EXAMPLES = with_examples()
+OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(point_to_point, f) for f in FOR_TWO]}
+
+
+def names_for(name: str) -> dict[str, Any]:
+    """Return what the examples of a public name take for granted: its module, and nothing for what is native."""
     thing = WITH_EXAMPLES[name]
-    names = dict(getattr(thing, "__globals__", {}))  # a function's module, and nothing for what is native
-    report = run_examples(thing.__doc__, name, names)
+    if isinstance(thing, type):
+        return dict(vars(NAMES[name][1]))
+    return dict(getattr(thing, "__globals__", {}))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in OF_TWO])
+def test_the_examples_of_a_docstring_run(name: str, group: None) -> None:
+    report = run_examples(WITH_EXAMPLES[name].__doc__, name, names_for(name))
     assert not report, report
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("world")
+@pytest.mark.world(2)
+def test_the_examples_for_two_run(world: World) -> None:
+    def run() -> list[str]:
+        names = vars(point_to_point)
+        return [run_examples(names[name].__doc__, name, dict(names)) for name in sorted(FOR_TWO)]
+
+    assert len(OF_TWO) == len(FOR_TWO)
+    assert world.run(run) == [[""] * len(FOR_TWO)] * 2
 
 
 @pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_the_examples_of_a_module_run(module: ModuleType) -> None:
+def test_the_examples_of_a_module_run(module: ModuleType, group: None) -> None:
     report = run_examples(module.__doc__ or "", module.__name__, dict(vars(module)))
     assert not report, report
+
+
+def test_no_example_is_passed_over() -> None:
+    run = [inspect.cleandoc(thing.__doc__) for thing in (*WITH_EXAMPLES.values(), *public_modules()) if thing.__doc__]
+    for file in (ROOT / "cudafuture").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                assert ">>> " not in text or text in run, f"an example in {file} is of no public name"
 
 
 def test_the_native_class_was_looked_at() -> None:
