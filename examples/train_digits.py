@@ -4,7 +4,7 @@
 
 Gradients travel in buckets. Backward fills the buckets from the last layer to the first, and as soon as one is full:
 
-    all_reduce(bucket) -> CUDAFuture -> then(average it, step its own optimizer)
+    cfd.all_reduce(bucket).then(average it, step its own optimizer)
 
 Backward goes on meanwhile, other buckets are in flight, and the loop starts on the next batch. Each layer's forward
 waits for the one future that stands for its own parameters, and for nothing else. An error anywhere on the way (a dead
@@ -20,8 +20,7 @@ import argparse
 import json
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +28,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, which its default arguments would keep alive beyond the end
 from rich.console import Console
 from rich.progress import track
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+import cudafuture.distributed as cfd
+from _digits import Digits, layer_groups, make_model, same_on_every_rank
 from _timeline import Timeline, overlap_table
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.executors import callback_thread
 
 WANTED_ACCURACY = 0.95
 
@@ -109,14 +107,12 @@ class Overlap:
             self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
-        work = dist.all_reduce(bucket.gradients, async_op=True)
-        reduced = CUDAFuture.from_torch(work)
+        reduced = cfd.all_reduce(bucket.gradients)
         self.timeline.watch("all_reduce", bucket.index, reduced)
-        # Never inline: an all_reduce that is complete already must not put the optimizer into backward's thread.
-        bucket.updated = reduced.then(partial(self._update, bucket), executor=callback_thread)
+        bucket.updated = reduced.then(partial(self._update, bucket))  # on a thread of the group's, beside backward
 
-    def _update(self, bucket: Bucket, reduced: CUDAFuture[Any]) -> list[nn.Parameter]:
-        reduced.value()  # raises what the collective failed with
+    def _update(self, bucket: Bucket, reduced: CUDAFuture[Tensor]) -> list[nn.Parameter]:
+        reduced.value()  # raises what the all_reduce failed with
         with self.timeline.span("update", bucket.index):
             bucket.update()
         return bucket.parameters  # so that on a device whoever waits is ordered after the kernels that wrote them
@@ -135,73 +131,9 @@ def plain_backward(buckets: Sequence[Bucket], loss: Tensor) -> None:
         bucket.update()
 
 
-def make_model() -> nn.Sequential:
-    """A CNN for images of 8 x 8 pixels and ten classes."""
-    layers = {
-        "conv1": nn.Conv2d(1, 16, 3, padding=1),
-        "relu1": nn.ReLU(),
-        "conv2": nn.Conv2d(16, 32, 3, padding=1),
-        "relu2": nn.ReLU(),
-        "pool": nn.MaxPool2d(2),
-        "conv3": nn.Conv2d(32, 64, 3, padding=1),
-        "relu3": nn.ReLU(),
-        "flatten": nn.Flatten(),
-        "fc1": nn.Linear(64 * 4 * 4, 64),
-        "relu4": nn.ReLU(),
-        "fc2": nn.Linear(64, 10),
-    }
-    return nn.Sequential(OrderedDict(layers))
-
-
 def make_buckets(model: nn.Sequential, bucket_kib: int) -> list[Bucket]:
-    """Group the layers into buckets of at most ``bucket_kib``, or of one layer, in the order in which backward ends."""
-    groups: list[dict[str, nn.Module]] = []
-    room = 0
-    for name, layer in reversed(list(model.named_children())):
-        size = sum(p.numel() * p.element_size() for p in layer.parameters())
-        if size == 0:
-            continue
-        if size > room:
-            groups.append({})
-            room = bucket_kib * 1024
-        groups[-1][name] = layer
-        room -= size
-    return [Bucket(index, layers) for index, layers in enumerate(groups)]
-
-
-@dataclass
-class Digits:
-    """scikit-learn's 1,797 digits, shuffled: four fifths to train on, the rest to test with."""
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-
-    @classmethod
-    def load(cls, seed: int) -> Digits:
-        """Read them out of the installed package; every rank gets the same split."""
-        bunch = load_digits()
-        images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-        images, labels = images[order], torch.tensor(bunch.target)[order]
-        cut = len(images) * 4 // 5
-        return cls((images[:cut], labels[:cut]), (images[cut:], labels[cut:]))
-
-    def batches(self, epochs: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of every batch of ``size`` images per rank; the last incomplete one is left out."""
-        images, labels = self.train
-        generator = torch.Generator().manual_seed(seed)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        for _ in range(epochs):
-            order = torch.randperm(len(images), generator=generator)
-            for start in range(0, len(order) - size * world + 1, size * world):
-                mine = order[start + rank * size : start + (rank + 1) * size]
-                yield images[mine], labels[mine]
-
-    def accuracy(self, model: nn.Module) -> float:
-        """The share of the test images that the model gets right."""
-        with torch.no_grad():
-            right = model(self.test[0]).argmax(1) == self.test[1]
-        return int(right.sum()) / len(right)
+    """Make buckets of at most ``bucket_kib``, or of one layer, in the order in which backward fills them."""
+    return [Bucket(index, layers) for index, layers in enumerate(layer_groups(model, bucket_kib))]
 
 
 @dataclass
@@ -235,14 +167,6 @@ def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
     """Name the parameters that are not equal to the last bit."""
     other = dict(theirs.named_parameters())
     return [name for name, parameter in ours.named_parameters() if not torch.equal(parameter, other[name])]
-
-
-def same_on_every_rank(model: nn.Module) -> bool:
-    """Whether every rank holds the same parameters, to the last bit."""
-    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    return all(torch.equal(mine, theirs) for theirs in everyones)
 
 
 def show(results: Mapping[str, Any]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +15,9 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
+from cudafuture.testing import Finished, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT_WITH_ONE_CHANGED_BIT = """
 import torch, torch.distributed as dist, train_digits
@@ -38,11 +35,9 @@ dist.destroy_process_group()
 """
 
 
-def launch(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run a script on two ranks."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, sys.path)])}
-    command = [*TWO_RANKS, str(script), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+def launch(script: Path, *args: str) -> Finished:
+    """Run a script on two ranks, which find the modules of the examples."""
+    return torchrun(script, 2, *args, timeout=100, env={"PYTHONPATH": str(EXAMPLES)}, check=False)
 
 
 def train(tmp_path: Path, *args: str) -> tuple[int, str, dict[str, Any]]:
