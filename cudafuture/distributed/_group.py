@@ -12,10 +12,8 @@ order of its own, has a group of its own: a companion, with the same ranks and b
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -23,18 +21,18 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture.distributed._companion import make_companion, timeout_of
 
-__all__ = ["Group", "Issuer", "group_of", "rank_in", "resolve"]
+__all__ = ["Group", "Issuer", "group_of", "groups", "rank_in", "resolve"]
 
 
 class Issuer:
     """Whoever issues on one communicator, in one order: the program, or one lane of callbacks."""
 
-    __slots__ = ("count", "lane", "process_group")
+    __slots__ = ("issued", "lane", "process_group")
 
     def __init__(self, process_group: dist.ProcessGroup | None, lane: str | None) -> None:
         self.process_group = process_group  # None: the group itself, which is not to be kept alive from here
         self.lane = lane
-        self.count: Iterator[int] = itertools.count()
+        self.issued = 0
 
 
 class Group:
@@ -52,35 +50,28 @@ class Group:
         self._companions: dict[str, Issuer] = {}
         self._lock = threading.Lock()  # guards _companions
 
-    def issuer(self, process_group: dist.ProcessGroup) -> Issuer:
-        """Return who issues here, in the calling thread.
-
-        Raises:
-            InvalidStateError: a callback whose order is not the same on every rank.
-        """
-        lane = _C.issuing_lane(self.callbacks)
-        if lane is None:
-            return self.program
+    def companion(self, process_group: dist.ProcessGroup, lane: str) -> Issuer:
+        """Return who issues here in the callbacks of a lane; called by the thread that runs them."""
         with self._lock:
             issuer = self._companions.get(lane)
-        if issuer is None:  # only the thread that runs this lane can come here
+        if issuer is None:  # nobody else comes here with this lane
             issuer = Issuer(make_companion(process_group, lane), lane)
             with self._lock:
                 self._companions[lane] = issuer
         return issuer
 
 
-_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(): process groups are looked up for every collective
+groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for those who look for every collective
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
     """Return the state of `process_group`, which is made when it is first asked for."""
     key = id(process_group)
-    known = _groups.get(key)
+    known = groups.get(key)
     if known is not None:
         return known[1]
-    ref = weakref.ref(process_group, lambda _: _groups.pop(key, None))
-    return _groups.setdefault(key, (ref, Group(process_group)))[1]
+    ref = weakref.ref(process_group, lambda _: groups.pop(key, None))
+    return groups.setdefault(key, (ref, Group(process_group)))[1]
 
 
 def resolve(group: Any) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,35 +18,35 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order
-from cudafuture.distributed._group import Group, Issuer, group_of, resolve
+from cudafuture.distributed._group import Group, Issuer, group_of, groups, resolve
 from cudafuture.errors import CollectiveError
 
 __all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
 
 T = TypeVar("T")
+_world = dist.distributed_c10d._world
+_new: Any = tuple.__new__
+_compares_order = config.debug_order
 
 
-class Issue:
-    """One operation that this rank has issued, or is about to."""
+class Issue(NamedTuple):
+    """One operation that this rank issues. Made by `begin`: a call of the class costs more than all else there."""
 
-    __slots__ = ("_tensors", "group", "issuer", "operation", "process_group", "sequence")
-
-    def __init__(self, operation: str, group: Group, issuer: Issuer, tensors: tuple[Any, ...]) -> None:
-        self.operation = operation
-        self.group = group
-        self.issuer = issuer
-        self.sequence = -1  # until it is issued
-        self._tensors = tuple([_facts(t, operation) for t in tensors])  # not the tensors: futures may live for long
+    operation: str
+    group: Group
+    issuer: Issuer
+    sequence: int
+    tensors: tuple[Any, ...]  # shapes and dtypes: futures may live for long
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of every tensor that was given, in order."""
-        return tuple(tuple(shape) for shape, _ in _flat(self._tensors))
+        return tuple(tuple(shape) for shape, _ in _flat(self.tensors))
 
     @property
     def signature(self) -> str:
         """The tensors that were given, as ``float32[4, 2]``."""
-        return ", ".join(_text(facts) for facts in self._tensors)
+        return ", ".join(_text(facts) for facts in self.tensors)
 
     def error(self, cause: BaseException) -> BaseException:
         """Return what the future fails with when torch reports `cause`; called by the native module, too."""
@@ -54,7 +54,7 @@ class Issue:
             return cause
         group = self.group
         beside = f" in lane '{self.issuer.lane}'" if self.issuer.lane is not None else ""
-        tensors = f" of {self.signature}" if self._tensors else ""
+        tensors = f" of {self.signature}" if self.tensors else ""
         why = str(cause).strip() or type(cause).__name__
         if _gloo.failures:
             why += f". Before that Gloo met a message of another size than expected, and its thread ended: the ranks \
@@ -71,34 +71,42 @@ did not all give tensors of the same shape and dtype. It said: {_gloo.failures[-
         error.__cause__ = cause
         return error
 
-    def follow(self, work: Any, value: T) -> _Future[T]:
-        """Return the future of a Work that has been issued."""
-        group = self.group
-        return _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
-
     def run(self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], Any], value: T) -> _Future[T]:
         """Issue it: `call` gets the group to issue on and returns a Work. The future completes with `value`."""
         try:
             work = call(self.issuer.process_group or process_group)
-        except RuntimeError as e:  # anything else is about the arguments, and raised here and now
-            self.sequence = next(self.issuer.count)
-            return _failed(self, e)
-        self.sequence = next(self.issuer.count)
-        future: _Future[T] = self.follow(work, value)
-        return _order.checked(future, self, process_group) if config.debug_order else future
+        except BaseException as e:
+            return self.refused(e)
+        return self.follow(process_group, work, value)
+
+    def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
+        """Return the future of the Work, which has been issued."""
+        group = self.group
+        future: _Future[T] = _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
+        return _order.checked(future, self, process_group) if _compares_order else future
+
+    def refused(self, cause: BaseException) -> _Future[Any]:
+        """Return a failed future where the backend refused; raise what is about the arguments: nothing was issued."""
+        if not isinstance(cause, RuntimeError):
+            self.issuer.issued -= 1
+            raise cause
+        future: _Future[Any] = _C.issued(self.operation, self.group.callbacks, self)
+        future.set_exception(self.error(cause))
+        return future
 
     def run_in_line(
         self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object], value: T
     ) -> _Future[T]:
         """Issue one that blocks: `call` runs on a thread of the library, behind those that were issued before it."""
         group = self.group
-        self.sequence = next(self.issuer.count)
         future: _Future[T] = _C.issued(self.operation, group.callbacks, self)
 
         def run() -> None:
             try:
-                companion = group.issuer(process_group).process_group
-                assert companion is not None, "it runs in a lane"
+                lane = _C.issuing_lane(group.objects)
+                assert lane is not None
+                companion = group.companion(process_group, lane).process_group
+                assert companion is not None
                 call(companion)
             except BaseException as e:
                 future.set_exception(self.error(e))
@@ -112,12 +120,6 @@ did not all give tensors of the same shape and dtype. It said: {_gloo.failures[-
 _Future = _C.CUDAFuture
 
 
-def _failed(issue: Issue, cause: BaseException) -> _Future[Any]:
-    future: _Future[Any] = _C.issued(issue.operation, issue.group.callbacks, issue)
-    future.set_exception(issue.error(cause))
-    return future
-
-
 def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation on `group`; None where this rank is not in it.
 
@@ -126,11 +128,21 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
         InvalidStateError: issued by a callback that has no order among those of the other ranks.
         CollectiveError: issued by a callback, and the companion group for it could not be made.
     """
-    process_group = resolve(group)
-    if process_group is None:
-        return None
-    state = group_of(process_group)
-    return Issue(operation, state, state.issuer(process_group), tensors), process_group
+    process_group: Any = _world.default_pg if group is None else group
+    known = groups.get(id(process_group))
+    if known is None:
+        process_group = resolve(group)
+        if process_group is None:
+            return None
+        state = group_of(process_group)
+    else:
+        state = known[1]
+    lane = _C.issuing_lane(state.callbacks)
+    issuer = state.program if lane is None else state.companion(process_group, lane)
+    facts = (_facts(tensors[0], operation),) if len(tensors) == 1 else tuple([_facts(t, operation) for t in tensors])
+    sequence = issuer.issued
+    issuer.issued = sequence + 1
+    return _new(Issue, (operation, state, issuer, sequence, facts)), process_group
 
 
 def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
@@ -147,7 +159,10 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     if process_group is None:
         return None
     state = group_of(process_group)
-    return Issue(operation, state, state.beside, tensors), process_group
+    facts = tuple([_facts(t, operation) for t in tensors])
+    sequence = state.beside.issued
+    state.beside.issued = sequence + 1
+    return Issue(operation, state, state.beside, sequence, facts), process_group
 
 
 def nothing() -> _Future[Any]:

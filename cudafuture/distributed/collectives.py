@@ -62,17 +62,17 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
     if issued is None:
         return nothing()
     issue, pg = issued
-    # torch's own function checks and converts for microseconds what a plain tensor does not need.
-    if (
-        type(op) is _ENUM
-        and isinstance(tensor, Tensor)
-        and not (has_torch_function_unary(tensor) or tensor.is_complex())
-    ):
-        return issue.run(pg, lambda g: g.allreduce([tensor], _options(op)), tensor)
-    return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
-
-
-_ENUM = type(_SUM)
+    plain = isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
+    if not plain or type(op) is not _ENUM:
+        return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
+    # What torch's own function checks and converts takes longer than all of ours. So does each call of a function in a
+    # process that has just slept: hence no use of run() here.
+    options = _SUM_OPTIONS if op is _SUM else _options(op)
+    try:
+        work = (issue.issuer.process_group or pg).allreduce([tensor], options)
+    except BaseException as e:
+        return issue.refused(e)
+    return issue.follow(pg, work, tensor)
 
 
 def _options(op: Any) -> dist.AllreduceOptions:
@@ -80,6 +80,10 @@ def _options(op: Any) -> dist.AllreduceOptions:
     options.reduceOp = op
     options.asyncOp = True
     return options
+
+
+_ENUM = type(_SUM)
+_SUM_OPTIONS = _options(_SUM)
 
 
 def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[_Tensors]:

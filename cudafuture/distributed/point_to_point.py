@@ -121,7 +121,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
     first = issue.run(pg, call, values[0])
-    others = [issue.follow(w, v) for w, v in zip(works[1:], values[1:], strict=True)]
+    others = [issue.follow(pg, w, v) for w, v in zip(works[1:], values[1:], strict=True)]
     return gather(first, *others)
 
 
