@@ -53,6 +53,7 @@ lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/core.py --check --json build/core.json
 	$(PY) benchmarks/interrupt.py --check
+	$(PY) benchmarks/collectives.py --check --json build/collectives.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs

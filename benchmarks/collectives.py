@@ -1,0 +1,228 @@
+"""What collectives that return futures cost beside torch's own: two ranks, Gloo, every limit a row.
+
+    python benchmarks/collectives.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+
+Single calls alternate in a shuffled order that both ranks share: ours, raw, and raw again as the control. A round is
+100 of them for small sizes. The training steps have a model each, of the same weights, and alternate as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import cudafuture.distributed as cfd
+from _rows import Row, by_turns, control, run
+from cudafuture import CUDAFuture, gather
+
+now = time.perf_counter_ns
+Measure = Callable[[int], list[list[float]]]  # rounds -> the figures of each variant, by round
+
+
+def rank_main(rank: int, folder: str, measure: Measure, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    took = measure(rounds)
+    Path(folder, str(rank)).write_text(json.dumps(took))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_two_ranks(measure: Measure, rounds: int) -> list[list[float]]:
+    """Return the figures of each variant, of both ranks and all rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, (folder, measure, rounds), nprocs=2)  # type: ignore[no-untyped-call]
+        took = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
+    return [first + second for first, second in zip(*took, strict=True)]
+
+
+# ---- one call
+
+
+def all_reduces(length: int, calls: int, rounds: int) -> list[list[float]]:
+    tensor = torch.zeros(length)
+
+    def raw() -> float:
+        start = now()
+        dist.all_reduce(tensor, async_op=True).wait()
+        return now() - start
+
+    def ours() -> float:
+        start = now()
+        cfd.all_reduce(tensor).wait()
+        return now() - start
+
+    figures = [by_turns(calls, ours, raw, raw) for _ in range(rounds)]
+    return [[statistics.median(turn[which]) for turn in figures] for which in range(3)]
+
+
+def single(name: str, length: int, calls: int, limit: float | None, rounds: int) -> Row:
+    """What ours adds to one call. Without a limit: no more than the control differs from itself."""
+    ours, raw, again = on_two_ranks(partial(all_reduces, length, calls), rounds)
+    added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
+    same = [a - b for a, b in zip(again, raw, strict=True)]
+    us, them = statistics.median(ours), statistics.median(raw)
+    what = f"all_reduce of {name}, and wait"
+    if limit is None:
+        middle = statistics.median(same)
+        spread = 1.4826 * statistics.median(abs(d - middle) for d in same)
+        words = f"raw - raw, ns: {middle:,.0f}, spread {spread:,.0f}"
+        return Row(name, what, "ns", us, them, "raw", "more", added, spread, 0.0, words)
+    return Row(name, what, "ns", us, them, "raw", "more", added, limit, *control("raw - raw, ns", same))
+
+
+# ---- many in flight
+
+
+def in_flight(rounds: int) -> list[list[float]]:
+    tensors = [torch.zeros(1024) for _ in range(100)]
+
+    def raw() -> float:
+        start = now()
+        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            work.wait()
+        return (now() - start) / len(tensors)
+
+    def ours() -> float:
+        start = now()
+        gather(*[cfd.all_reduce(t) for t in tensors]).wait()
+        return (now() - start) / len(tensors)
+
+    return by_turns(10 * rounds, ours, raw, raw)
+
+
+def many(rounds: int) -> Row:
+    """100 all_reduces of 4 KiB at once, waited for together."""
+    ours, raw, again = on_two_ranks(in_flight, rounds)
+    same = [a / b for a, b in zip(again, raw, strict=True)]
+    us, them = statistics.median(ours), statistics.median(raw)
+    what = "100 all_reduces of 4 KiB, then gather; for one"
+    return Row("in-flight", what, "ns", us, them, "raw", "x", us / them, 1.0, *control("raw / raw", same))
+
+
+# ---- training
+
+
+class Bucketed:
+    """Data parallelism by hand: a bucket is reduced as soon as its gradients are there, and averaged in then()."""
+
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], overlap: bool) -> None:
+        self.overlap = overlap
+        self.futures: list[CUDAFuture[Any]] = []
+        self.buckets = [list(layer.parameters()) for layer in model.modules() if isinstance(layer, nn.Linear)]
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.flat = []  # each bucket as one parameter, with one gradient
+        for index, bucket in enumerate(self.buckets):
+            whole = nn.Parameter(torch.cat([p.detach().flatten() for p in bucket]))
+            whole.grad = torch.zeros_like(whole)
+            sizes = [p.numel() for p in bucket]
+            parts = zip(bucket, torch.split(whole.detach(), sizes), torch.split(whole.grad, sizes), strict=True)
+            for parameter, values, gradient in parts:
+                parameter.data = values.view_as(parameter)
+                parameter.grad = gradient.view_as(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(self.arrived, index))  # type: ignore[no-untyped-call]
+            self.flat.append(whole)
+        self.optimizer = make_optimizer(self.flat)
+        self.optimizers = [make_optimizer([whole]) for whole in self.flat]
+
+    def gradient(self, index: int) -> torch.Tensor:
+        gradient = self.flat[index].grad
+        assert gradient is not None
+        return gradient
+
+    def arrived(self, index: int, _parameter: torch.Tensor) -> None:
+        self.missing[index] -= 1
+        if self.missing[index] == 0:
+            self.missing[index] = len(self.buckets[index])
+            self.futures.append(cfd.all_reduce(self.gradient(index)).then(partial(self.reduced, index)))
+
+    def reduced(self, index: int, future: CUDAFuture[torch.Tensor]) -> None:
+        future.value().div_(2)
+        if self.overlap:
+            self.optimizers[index].step()
+
+    def finish(self) -> None:
+        gather(*self.futures).wait()
+        self.futures.clear()
+        if not self.overlap:
+            self.optimizer.step()
+        torch._foreach_zero_([self.gradient(index) for index in range(len(self.flat))])
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def training(adam: bool, rounds: int) -> list[list[float]]:
+    """Steps of DDP, of buckets by hand with the optimizer behind them, and with it in their callbacks."""
+    width = 512
+    data, target = torch.randn(64, width), torch.randn(64, width)
+    make: Callable[[Any], torch.optim.Optimizer] = (
+        partial(torch.optim.Adam, lr=1e-3, fused=True) if adam else partial(torch.optim.SGD, lr=1e-3)
+    )
+    megabytes = 4 * (width + 1) * width / 2**20  # a layer
+    ddp = DistributedDataParallel(model_of(width), bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+    optimizer = make(ddp.parameters())
+
+    def step_ddp() -> float:
+        start = now()
+        nn.functional.mse_loss(ddp(data), target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return now() - start
+
+    def bucketed(overlap: bool) -> Callable[[], float]:
+        model = model_of(width)
+        buckets = Bucketed(model, make, overlap)
+
+        def step() -> float:
+            start = now()
+            nn.functional.mse_loss(model(data), target).backward()  # type: ignore[no-untyped-call]
+            buckets.finish()
+            return now() - start
+
+        return step
+
+    return by_turns(10 * rounds, bucketed(False), step_ddp, step_ddp, bucketed(True))
+
+
+def steps(name: str, adam: bool, overlap: bool, rounds: int) -> Row:
+    plain, ddp, again, overlapped = on_two_ranks(partial(training, adam), rounds)
+    ours = overlapped if overlap else plain
+    same = [a / b for a, b in zip(again, ddp, strict=True)]
+    us, them = statistics.median(ours), statistics.median(ddp)
+    optimizer = "Adam" if adam else "SGD"
+    what = f"a training step, six buckets of 1 MiB, {optimizer} {'in then()' if overlap else 'behind them'}"
+    return Row(name, what, "ns", us, them, "DDP", "x", us / them, 1.0, *control("DDP / DDP", same))
+
+
+LIMITS: dict[str, Callable[[int], Row]] = {
+    "4B": partial(single, "4 B", 1, 100, 5_000),
+    "64KiB": partial(single, "64 KiB", 16 * 1024, 100, 5_000),
+    "1MiB": partial(single, "1 MiB", 256 * 1024, 20, None),
+    "16MiB": partial(single, "16 MiB", 4 * 1024 * 1024, 3, None),
+    "in-flight": many,
+    "step": partial(steps, "step", False, False),
+    "overlap": partial(steps, "overlap", True, True),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run("collectives", "Collectives beside torch's own, two ranks over Gloo", LIMITS, rounds=25))
