@@ -92,6 +92,8 @@ def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -
     >>> all_reduce_coalesced([torch.ones(1), torch.zeros(2)]).wait()
     [tensor([1.]), tensor([0., 0.])]
     """
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
     dist.distributed_c10d._check_tensor_list(tensors, "tensors")
     dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
     if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):

@@ -339,7 +339,7 @@ TEST_CASE_FIXTURE(Rules, "continuations of a future that dies pending are abando
 
 TEST_CASE_FIXTURE(Rules, "clear gives up callbacks, producer and objects, and keeps quiet about it") {
   Inside inside;
-  set_unseen_failure_hook([](Value&&, const std::string& name) { unseen.push_back(name); });
+  set_unseen_failure_hook([](Value&&, const std::string& name, Foreign&&) { unseen.push_back(name); });
   unseen.clear();
   int abandoned = 0;
   int died = 0;
@@ -409,7 +409,7 @@ TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and st
 }
 
 TEST_CASE_FIXTURE(Rules, "a failure that nobody has seen is reported once, with its name, when the future dies") {
-  set_unseen_failure_hook([](Value&& value, const std::string& name) {
+  set_unseen_failure_hook([](Value&& value, const std::string& name, Foreign&&) {
     CHECK(value.error != nullptr);
     unseen.push_back(name);
   });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -228,3 +229,26 @@ def be_late(rank: int) -> float:
 
 def test_a_wait_that_times_out_leaves_the_future_usable() -> None:
     assert run_ranks(2, be_late) == [2.0, 2.0]
+
+
+def drop_unseen(rank: int) -> str:
+    records: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logging.getLogger("cudafuture.future").addHandler(Kept())
+    group = short_group(1)
+    if rank == 0:
+        future = group.all_reduce(ones(4))
+        cudafuture.wait([future], timeout=LONG)
+        del future
+    dist.barrier()
+    return "".join(str(record.exc_info[1]) for record in records if record.exc_info)
+
+
+def test_a_failure_that_nobody_looks_at_is_logged_with_what_it_was() -> None:
+    logged = run_ranks(2, drop_unseen)
+    assert logged[0].startswith("all_reduce #0 on group")
+    assert logged[1] == ""

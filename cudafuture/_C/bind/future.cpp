@@ -224,12 +224,13 @@ std::string repr(PyFuture& self) {
   return text + ", " + age + " old>";
 }
 
-void report_unseen_failure(Value&& error, const std::string& name) {
+void report_unseen_failure(Value&& error, const std::string& name, Foreign&& origin) {
   if (is_finalizing() || is_forked_child()) return;
   // Reported where Python is; a future that dies on an engine's thread has its error carried to the callback thread.
   class Report final : public Continuation {
    public:
-    Report(Value&& error, std::string name) : Continuation(foreign), error_(std::move(error)), name_(std::move(name)) {}
+    Report(Value&& error, std::string name, Foreign&& origin)
+        : Continuation(foreign), error_(std::move(error)), name_(std::move(name)), origin_(std::move(origin)) {}
     void run(Future&) noexcept override { report(); }
     void abandon() noexcept override { delete this; }
     void report() noexcept {
@@ -237,7 +238,7 @@ void report_unseen_failure(Value&& error, const std::string& name) {
       PyErr_Fetch(&type, &value, &traceback);
       try {
         const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))
-                                                   : exception_of(error_.error);
+                                                   : as_origin_says(origin_.get(), exception_of(error_.error));
         log_error("the failure of CUDAFuture %r was never looked at", nb::str(name_.c_str()), exception);
       } catch (nb::python_error& e) {
         e.discard_as_unraisable("cudafuture");
@@ -249,8 +250,9 @@ void report_unseen_failure(Value&& error, const std::string& name) {
    private:
     Value error_;
     std::string name_;
+    Foreign origin_;
   };
-  auto* report = new Report(std::move(error), name);
+  auto* report = new Report(std::move(error), name, std::move(origin));
   if (foreign_runtime().inside()) {
     report->report();
     return;

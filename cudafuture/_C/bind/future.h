@@ -92,7 +92,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
                 bool non_blocking, bool async);
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name);
 // An engine's exception in the words of what made the future.
-nb::object as_origin_says(Future& future, nb::object exception);
+nb::object as_origin_says(void* origin, nb::object exception);
 // The late error as the Python object that waiting raises; None: there is none.
 nb::object late_error_of(Future& future);
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready);

@@ -80,8 +80,8 @@ nb::object result_of(Future& future) {
 }
 
 // What made the future knows more about an engine's error than the engine does: its `error` method says it.
-nb::object as_origin_says(Future& future, nb::object exception) {
-  const nb::handle origin = static_cast<PyObject*>(future.origin());
+nb::object as_origin_says(void* origin_of_future, nb::object exception) {
+  const nb::handle origin = static_cast<PyObject*>(origin_of_future);
   if (!origin.is_valid()) return exception;
   try {
     return origin.attr("error")(exception);
@@ -93,7 +93,7 @@ nb::object as_origin_says(Future& future, nb::object exception) {
 
 nb::object late_error_of(Future& future) {
   const std::exception_ptr late = future.late_error();
-  return late == nullptr ? nb::none() : as_origin_says(future, exception_of(late));
+  return late == nullptr ? nb::none() : as_origin_says(future.origin(), exception_of(late));
 }
 
 nb::object exception_of(Future& future) {
@@ -106,7 +106,7 @@ nb::object exception_of(Future& future) {
                          future.name().empty() ? "the future was cancelled" : "'" + future.name() + "' was cancelled")
             : exception_of(value.error);
     if (future.origin() != nullptr) {
-      made = as_origin_says(future, std::move(made));
+      made = as_origin_says(future.origin(), std::move(made));
     } else if (future.state() == State::failed) {
       add_note(made, future.name());
     }

@@ -263,7 +263,7 @@ class Substitute final : public Continuation {
     if (work.state() == State::completed) {
       future_->complete(Value::of_object(std::move(value_)), EventSet(work.events()));
     } else {
-      fail(*future_, as_origin_says(*future_, exception_of(work)));
+      fail(*future_, as_origin_says(future_->origin(), exception_of(work)));
     }
     delete this;
   }

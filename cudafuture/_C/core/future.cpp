@@ -86,7 +86,8 @@ Future::Future(int priority, Lifetime lifetime) noexcept
 
 Future::~Future() {
   if (state() == State::failed && !seen_.load(std::memory_order_relaxed) && unseen_failure != nullptr) {
-    unseen_failure(std::move(value_), name());
+    Rare* const rare = find_rare();
+    unseen_failure(std::move(value_), name(), rare == nullptr ? Foreign() : std::move(rare->origin));
   }
   if (is_shut_down()) leak_tensors();
   abandon_all(continuations_.take_all());

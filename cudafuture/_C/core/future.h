@@ -177,8 +177,8 @@ class Future final : public c10::intrusive_ptr_target {
   std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
 };
 
-// Called with a failed future that dies before anybody has seen its error.
-using UnseenFailureHook = void (*)(Value&& error, const std::string& name);
+// Called with what is left of a failed future that dies before anybody has seen its error.
+using UnseenFailureHook = void (*)(Value&& error, const std::string& name, Foreign&& origin);
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept;
 
 // The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
