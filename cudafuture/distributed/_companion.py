@@ -50,7 +50,7 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     companion._set_group_name(full_name)
     companion._set_group_desc(f"callbacks of {group.group_name}")
     _register(companion, group, store)
-    weakref.finalize(group, _end, companion)
+    weakref.finalize(group, _end, companion).atexit = False  # a process that ends needs no more of it
     return companion
 
 
