@@ -57,8 +57,10 @@ class Issue(NamedTuple):
         tensors = f" of {self.signature}" if self.tensors else ""
         why = str(cause).strip() or type(cause).__name__
         if _gloo.failures:
-            why += f". Before that Gloo met a message of another size than expected, and its thread ended: the ranks \
-did not all give tensors of the same shape and dtype. It said: {_gloo.failures[-1]}"
+            why += (
+                ". Before that Gloo met a message of another size than expected, and its thread ended: the ranks did "
+                f"not all give tensors of the same shape and dtype. It said: {_gloo.failures[-1]}"
+            )
         error = CollectiveError(
             f"{self.operation} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
             f"{tensors}: {why}",
