@@ -21,7 +21,7 @@ __all__ = ["make_companion", "store_of", "timeout_of"]
 
 
 def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Return a process group like `group`; every rank of it asks for `name`.
+    """Return a process group like `group`, unknown to torch's registry; every rank of it asks for `name`.
 
     Raises:
         CollectiveError: the other ranks did not come within the group's timeout, or its backend cannot be made again.
@@ -49,29 +49,18 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     full_name: Any = f"{group.group_name}/{name}"
     companion._set_group_name(full_name)
     companion._set_group_desc(f"callbacks of {group.group_name}")
-    _register(companion, group, store)
-    weakref.finalize(group, _end, companion).atexit = False  # a process that ends needs no more of it
+    weakref.finalize(group, companion.shutdown).atexit = False  # a process that ends needs no more of it
     return companion
-
-
-def _register(companion: dist.ProcessGroup, group: dist.ProcessGroup, store: Store) -> None:
-    """Let torch's own functions find the group. It gets no name there: new names are made from the number of names."""
-    world = c10d._world
-    world.pg_map[companion] = (world.pg_map[group][0], store)
-    world.pg_group_ranks[companion] = dict(world.pg_group_ranks[group])
-
-
-def _end(companion: dist.ProcessGroup) -> None:
-    c10d._world.pg_map.pop(companion, None)
-    c10d._world.pg_group_ranks.pop(companion, None)
-    companion.shutdown()
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
     """Return the group's store, on a connection of its own: a blocking call holds up no one else's."""
     store: Any = c10d._get_process_group_store(group)
-    store = store.clone()
-    store.set_timeout(timeout_of(group))
+    try:
+        store = store.clone()
+        store.set_timeout(timeout_of(group))
+    except RuntimeError:  # a store that cannot be cloned, as those written in Python
+        pass
     return PrefixStore(f"cudafuture/{prefix}/", store)
 
 

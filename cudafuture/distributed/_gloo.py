@@ -33,7 +33,8 @@ def _fail_overdue() -> None:
     """Fail what the dead thread would have completed: Gloo waits for it beyond its own timeout."""
     pause = threading.Event()
     while not pause.wait(_PAUSE):
-        _C.fail_overdue(_GRACE)
+        for issue in _C.fail_overdue(_GRACE):
+            issue.group.is_broken = True
 
 
 _C.survive_gloo(_keep_groups)

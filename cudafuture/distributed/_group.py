@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
 from cudafuture.distributed._companion import make_companion, timeout_of
+from cudafuture.errors import CollectiveError, InvalidStateError
 
-__all__ = ["Group", "Issuer", "group_of", "groups", "rank_in", "resolve"]
+_DEEPEST = 32
+
+__all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
 
 
 class Issuer:
@@ -47,18 +53,47 @@ class Group:
         self.objects = _C.ordered_executor(f"{self.name}/objects")
         self.program = Issuer(None, None)
         self.beside = Issuer(None, None)
+        self.ranks = frozenset(dist.get_process_group_ranks(process_group))
+        self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, with ProcessGroup.new_group()
+        self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
         self._companions: dict[str, Issuer] = {}
         self._lock = threading.Lock()  # guards _companions
 
     def companion(self, process_group: dist.ProcessGroup, lane: str) -> Issuer:
-        """Return who issues here in the callbacks of a lane; called by the thread that runs them."""
+        """Return who issues here in the callbacks of a lane; called by the thread that runs them.
+
+        Raises:
+            InvalidStateError: some rank of this group has no such lane.
+        """
         with self._lock:
             issuer = self._companions.get(lane)
         if issuer is None:  # nobody else comes here with this lane
-            issuer = Issuer(make_companion(process_group, lane), lane)
+            self._require_everywhere(lane)
+            _C.set_leavable(True)  # it waits for the other ranks, and nobody can interrupt that
+            try:
+                issuer = Issuer(make_companion(process_group, lane), lane)
+            finally:
+                _C.set_leavable(False)
             with self._lock:
                 self._companions[lane] = issuer
         return issuer
+
+    def _require_everywhere(self, lane: str) -> None:
+        attachers = [step.rpartition(".")[0].removesuffix("/objects") for step in lane.split(">")]
+        of_name = {state.name: state for _, state in list(groups.values())}
+        for name in attachers:
+            if name != self.name and not (name in of_name and self.ranks <= of_name[name].ranks):
+                raise InvalidStateError(
+                    f"a callback of group '{name}' issues a collective on group '{self.name}', which has ranks that "
+                    "have no such callback, or other groups' ones in its place: nothing tells which of theirs goes "
+                    f"with it. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
+                )
+        depth = sum(1 + int(step.rpartition(".")[2]) for step in lane.split(">"))
+        if depth > _DEEPEST:
+            raise InvalidStateError(
+                f"a chain of more than {_DEEPEST} steps that issue collectives: each step has connections of its own; "
+                "write a loop in the program, or in one callback, which may wait for each collective"
+            )
 
 
 groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for those who look for every collective
@@ -112,3 +147,49 @@ def rank_in(
     if not 0 <= group_rank < group.size():  # Gloo would look for a connection there
         raise ValueError(f"{name} is {group_rank}, and the group has the ranks 0 to {group.size() - 1}")
     return group_rank
+
+
+def require_program(what: str) -> None:
+    """Refuse to make groups in callbacks: torch names them by counting, and the ranks would count differently.
+
+    Raises:
+        InvalidStateError: called in a callback.
+    """
+    default = resolve(None)
+    if default is not None and _C.issuing_lane(group_of(default).callbacks) is not None:
+        raise InvalidStateError(f"{what} makes groups in the order of the program: call it there, not in a callback")
+
+
+def make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a group of some ranks, which alone call this, on the backend of `parent`.
+
+    torch's ``use_local_synchronization`` takes the name from how many groups this rank knows. Here it is how often
+    these ranks were asked for, which is the same for all of them.
+
+    Raises:
+        CollectiveError: the others did not come.
+    """
+    made = group_of(parent).made
+    made[ranks] += 1
+    name: Any = f"{parent.group_name}/{'_'.join(map(str, ranks))}/{made[ranks]}"
+    world = c10d._world
+    backend = dist.Backend(world.pg_backend_config[parent])
+    try:
+        group: dist.ProcessGroup = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            backend,
+            c10d._get_default_store(),
+            group_name=name,
+            timeout=timeout or timeout_of(parent),
+            group_desc=f"of {parent.group_name}",
+        )[0]
+    except RuntimeError as e:
+        raise CollectiveError(
+            f"rank {dist.get_rank()} could not make the group of ranks {list(ranks)} out of '{parent.group_name}': {e}",
+            group=parent.group_name,
+            rank=parent.rank(),
+        ) from e
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

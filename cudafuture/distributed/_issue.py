@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order
-from cudafuture.distributed._group import Group, Issuer, group_of, groups, resolve
+from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.errors import CollectiveError
 
 __all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
@@ -50,6 +50,7 @@ class Issue(NamedTuple):
 
     def error(self, cause: BaseException) -> BaseException:
         """Return what the future fails with when torch reports `cause`; called by the native module, too."""
+        cause = _unmasked(cause)
         if isinstance(cause, CollectiveError) or not isinstance(cause, RuntimeError):
             return cause
         group = self.group
@@ -75,11 +76,23 @@ class Issue(NamedTuple):
 
     def run(self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], Any], value: T) -> _Future[T]:
         """Issue it: `call` gets the group to issue on and returns a Work. The future completes with `value`."""
+        if self.group.is_broken:
+            return self.refused(RuntimeError("the group's thread has ended"))
         try:
             work = call(self.issuer.process_group or process_group)
         except BaseException as e:
-            return self.refused(e)
+            return self.refused(_unmasked(e))
         return self.follow(process_group, work, value)
+
+    def rank(
+        self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, *default: int
+    ) -> int:
+        """Return `rank_in`; where that raises, nothing was issued."""
+        try:
+            return rank_in(process_group, rank, group_rank, name, *default)
+        except BaseException:
+            self.issuer.issued -= 1
+            raise
 
     def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
         """Return the future of the Work, which has been issued."""
@@ -109,11 +122,16 @@ class Issue(NamedTuple):
                 assert lane is not None
                 companion = group.companion(process_group, lane).process_group
                 assert companion is not None
+                if group.is_broken:
+                    raise RuntimeError("the group's thread has ended")
+                _C.set_leavable(True)  # nobody can interrupt what blocks in there
                 call(companion)
             except BaseException as e:
                 future.set_exception(self.error(e))
             else:
                 future.set_result(value)
+            finally:
+                _C.set_leavable(False)
 
         _C.submit(run, group.objects, 0, self.operation)
         return future
@@ -157,6 +175,7 @@ def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup]
 
 def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
     """Like `begin`, for what is matched by its peer and its tag: it needs no order."""
+    _C.refuse_after_fork()
     process_group = resolve(group)
     if process_group is None:
         return None
@@ -165,6 +184,13 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts), process_group
+
+
+def _unmasked(error: BaseException) -> BaseException:
+    """Return the error that torch wanted to log when it found that it does not know the group."""
+    while isinstance(error, ValueError) and "world group map" in str(error) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def nothing() -> _Future[Any]:

@@ -77,7 +77,7 @@ class _Entry:
         error = self.future.exception()
         with contextlib.suppress(InvalidStateError):  # a difference was found first
             if error is None:
-                self.result.set_result(self.future.value())
+                self.result.set_result(self.future.wait(non_blocking=True))
             elif self.unseen:
                 cause = f"{error.__cause__ or error} (ranks {sorted(self.unseen)} have not issued it)"
                 self.result.set_exception(self.issue.error(RuntimeError(cause)))

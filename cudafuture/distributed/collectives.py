@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._group import rank_in
 from cudafuture.distributed._issue import begin, nothing
 
 __all__ = [
@@ -63,7 +62,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
         return nothing()
     issue, pg = issued
     plain = isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
-    if not plain or type(op) is not _ENUM:
+    if not plain or type(op) is not _ENUM or issue.group.is_broken:
         return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
     # What torch's own function checks and converts takes longer than all of ours. So does each call of a function in a
     # process that has just slept: hence no use of run() here.
@@ -123,7 +122,7 @@ def broadcast(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, src, group_src, "src")
+    root = issue.rank(pg, src, group_src, "src")
     return issue.run(pg, lambda g: dist.broadcast(tensor, group=g, async_op=True, group_src=root), tensor)
 
 
@@ -141,7 +140,7 @@ def reduce(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, dst, group_dst, "dst")
+    root = issue.rank(pg, dst, group_dst, "dst")
     value = tensor if root == pg.rank() else None
     return issue.run(pg, lambda g: dist.reduce(tensor, op=op, group=g, async_op=True, group_dst=root), value)
 
@@ -188,7 +187,7 @@ def gather(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, dst, group_dst, "dst", 0)
+    root = issue.rank(pg, dst, group_dst, "dst", 0)
     value = gather_list if root == pg.rank() else None
     return issue.run(pg, lambda g: dist.gather(tensor, gather_list, group=g, async_op=True, group_dst=root), value)
 
@@ -209,7 +208,7 @@ def scatter(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, src, group_src, "src", 0)
+    root = issue.rank(pg, src, group_src, "src", 0)
     return issue.run(pg, lambda g: dist.scatter(tensor, scatter_list, group=g, async_op=True, group_src=root), tensor)
 
 

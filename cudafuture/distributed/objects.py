@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed._companion import timeout_of
-from cudafuture.distributed._group import rank_in
 from cudafuture.distributed._issue import begin_in_line, nothing
 
 __all__ = [
@@ -63,7 +62,7 @@ def broadcast_object_list(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, src, group_src, "src", 0)
+    root = issue.rank(pg, src, group_src, "src", 0)
     return issue.run_in_line(
         pg, lambda g: dist.broadcast_object_list(object_list, group=g, device=device, group_src=root), object_list
     )
@@ -85,7 +84,7 @@ def scatter_object_list(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, src, group_src, "src", 0)
+    root = issue.rank(pg, src, group_src, "src", 0)
     lists = (scatter_object_output_list, scatter_object_input_list)
     return issue.run_in_line(
         pg, lambda g: dist.scatter_object_list(*lists, group=g, group_src=root), scatter_object_output_list
@@ -108,7 +107,7 @@ def gather_object(
     if issued is None:
         return nothing()
     issue, pg = issued
-    root = rank_in(pg, dst, group_dst, "dst", 0)
+    root = issue.rank(pg, dst, group_dst, "dst", 0)
     value = object_gather_list if root == pg.rank() else None
     return issue.run_in_line(pg, lambda g: dist.gather_object(obj, object_gather_list, group=g, group_dst=root), value)
 

@@ -121,6 +121,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
     first = issue.run(pg, call, values[0])
+    if not works:  # refused
+        return gather(first)
     others = [issue.follow(pg, w, v) for w, v in zip(works[1:], values[1:], strict=True)]
     return gather(first, *others)
 
@@ -151,11 +153,11 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
     result: CUDAFuture[Received] = _C.issued(issue.operation, issue.group.callbacks, issue)
 
     def finish(received: CUDAFuture[torch.Tensor]) -> None:
-        error = received.exception()
-        if error is None:
+        try:
+            received.value()
             result.set_result(Received(tensor, dist.get_global_rank(group, work._source_rank())))
-        else:
-            result.set_exception(error)
+        except BaseException as e:  # the group may have been destroyed
+            result.set_exception(issue.error(e))
 
     issue.run(group, call, tensor).add_done_callback(finish, executor=_C.callback_thread)
     return result

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed import collectives, objects, point_to_point
-from cudafuture.distributed._group import group_of, resolve
+from cudafuture.distributed._group import group_of, make_group, require_program, resolve
 from cudafuture.distributed.point_to_point import Received
 
 __all__ = ["ProcessGroup", "new_group"]
@@ -118,16 +118,15 @@ class ProcessGroup:
         """
         mine = self.ranks()
         members = list(range(len(mine))) if ranks is None else list(ranks)
-        if any(not 0 <= r < len(mine) for r in members):
-            raise ValueError(f"the group has the ranks 0 to {len(mine) - 1}, and new_group() was given {members}")
+        if any(not 0 <= r < len(mine) for r in members) or len(set(members)) != len(members):
+            raise ValueError(
+                f"the group has the ranks 0 to {len(mine) - 1}, each of which may be given once, and new_group() was "
+                f"given {members}"
+            )
         if self.rank() not in members:
             raise ValueError(f"rank {self.rank()} calls new_group() for {members}: only those ranks call it")
-        return new_group(
-            [mine[r] for r in members],
-            timeout,
-            dist.get_backend_config(self.group),
-            use_local_synchronization=True,
-        )
+        require_program("ProcessGroup.new_group()")
+        return ProcessGroup(make_group(self.group, tuple(sorted(mine[r] for r in members)), timeout))
 
     def split(self, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None) -> ProcessGroup:
         """Make several groups at once, and return the one that this rank is in.
@@ -296,6 +295,7 @@ def new_group(
     """Make a group, as ``torch.distributed.new_group`` does, and return it as a :class:`ProcessGroup`.
 
     Every rank of the default group calls it, in the same order; with `use_local_synchronization` only `ranks` need to.
+    In a callback it raises InvalidStateError.
     A rank that is not in it gets a group whose methods return futures completed with None. `sort_ranks`: False where
     torch has it (2.13): the group has the ranks in the order in which they are given.
 
@@ -303,6 +303,7 @@ def new_group(
     [0]
     """
     more: dict[str, Any] = {} if sort_ranks else {"sort_ranks": False}
+    require_program("new_group()")
     group = dist.new_group(
         None if ranks is None else list(ranks),
         timeout,

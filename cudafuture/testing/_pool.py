@@ -122,6 +122,8 @@ class Worker:
         import psutil
 
         if not self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind in its own session
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):

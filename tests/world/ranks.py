@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import multiprocessing as mp
 import os
@@ -36,7 +37,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, lost: Collect
     results: list[Any] = [None] * size
     with folder:
         for rank in range(size):
-            pipes[rank], theirs = _context.Pipe(duplex=False)
+            pipes[rank], theirs = _context.Pipe()
             job = (rank, size, str(Path(folder.name) / "store"), theirs, function, args)
             processes.append(_context.Process(target=_main, args=job))
             processes[-1].start()
@@ -50,6 +51,8 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, lost: Collect
                     rank = waiting.pop(pipe)
                     results[rank] = _outcome(pipe, rank, processes[rank])
         finally:
+            for pipe in pipes.values():
+                pipe.close()
             for process in processes:
                 if process.pid is not None and (waiting or process.is_alive()):
                     process.join(0 if waiting or processes.index(process) in lost else PATIENCE)
@@ -81,10 +84,12 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
 def _main(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = dt.timedelta(seconds=PATIENCE)
+    timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
         answer = (function(rank, *args), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))
+    with contextlib.suppress(EOFError):  # which comes when all have answered: nobody's connections break before
+        pipe.recv_bytes()

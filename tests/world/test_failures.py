@@ -252,3 +252,73 @@ def test_a_failure_that_nobody_looks_at_is_logged_with_what_it_was() -> None:
     logged = run_ranks(2, drop_unseen)
     assert logged[0].startswith("all_reduce #0 on group")
     assert logged[1] == ""
+
+
+def recover_again(rank: int) -> None:
+    everyone = cfd.ProcessGroup()
+    pairs = [[0, 1], [0, 2], [1, 2], [0, 1]]
+    for turn, pair in enumerate(pairs):
+        if rank in pair:
+            group = everyone.new_group(pair)
+            assert group.all_reduce(ones(1)).wait(timeout=LONG).item() == 2, turn
+            dist.destroy_process_group(group.group)
+    dist.barrier()
+
+
+def test_survivors_recover_any_number_of_times() -> None:
+    run_ranks(3, recover_again)
+
+
+def fork_and_send(rank: int) -> None:
+    if rank == 0:
+        cfd.barrier().wait(timeout=LONG)
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for issue in (lambda: cfd.send(ones(4) * 666, 1), lambda: cfd.all_reduce(ones(4))):
+                try:
+                    issue()
+                except cudafuture.InvalidStateError:
+                    refused += 1
+            os._exit(0 if refused == 2 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        cfd.send(ones(4), 1).wait(timeout=LONG)
+    else:
+        cfd.barrier().wait(timeout=LONG)
+        assert cfd.recv(ones(4), 0).wait(timeout=LONG).tensor.tolist() == [1.0] * 4
+    assert cfd.all_reduce(ones(4)).wait(timeout=LONG).tolist() == [2.0] * 4
+
+
+def test_a_forked_child_sends_nothing() -> None:
+    run_ranks(2, fork_and_send)
+
+
+def use_a_dead_group(rank: int) -> None:
+    group = short_group(1)
+    assert isinstance(group.all_reduce(ones(4 + rank)).exception(timeout=LONG), CollectiveError)
+    if rank == 0:  # whose thread it was
+        for future in (group.send(ones(1), 1), group.recv(ones(1), 1), group.all_reduce(ones(1)), group.barrier()):
+            assert isinstance(future.exception(timeout=LONG), CollectiveError)
+        refused = group.all_gather_object([None, None], 1)
+        assert isinstance(refused.exception(timeout=LONG), CollectiveError)
+        batch = group.batch_isend_irecv([dist.P2POp(dist.isend, ones(1), 1, group.group)])
+        assert isinstance(batch.exception(timeout=LONG), CollectiveError)
+    dist.barrier()
+
+
+def test_nothing_waits_for_ever_on_a_group_whose_thread_has_died() -> None:
+    run_ranks(2, use_a_dead_group)
+
+
+def leave_while_a_thread_blocks(rank: int, kind: str) -> None:
+    dist.barrier()
+    if rank == 0 and kind == "objects":
+        cfd.all_gather_object([None, None], 1)
+    if rank == 0 and kind == "companion":
+        queue = cfd.ProcessGroup().queue
+        CUDAFuture.completed(0).then_async(lambda f: cfd.all_reduce(ones(1)), executor=queue)
+
+
+@pytest.mark.parametrize("kind", ["objects", "companion"])
+def test_a_process_ends_while_a_thread_waits_for_the_others(kind: str) -> None:
+    run_ranks(2, leave_while_a_thread_blocks, kind)

@@ -154,7 +154,7 @@ def test_combined_futures_keep_the_order_of_their_parts(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_cancelled_callback_gives_up_its_place(world: World) -> None:
+def test_a_callback_that_can_never_run_gives_up_its_place(world: World) -> None:
     def run() -> bool:
         queue = cfd.ProcessGroup().queue
         never: CUDAFuture[int] = CUDAFuture()

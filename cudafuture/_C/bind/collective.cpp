@@ -39,12 +39,27 @@ nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::ob
   return wrap(make_future(name, callbacks, std::move(origin)));
 }
 
+// Returns what made the futures that failed.
+nb::object fail_overdue(double grace) {
+  const Entry entry;
+  std::vector<FuturePtr> failed;
+  {
+    const WithoutGil released;
+    failed = Promise::fail_overdue(grace);
+  }
+  nb::list origins;
+  for (const FuturePtr& future : failed) {
+    if (future->origin() != nullptr) origins.append(nb::handle(static_cast<PyObject*>(future->origin())));
+  }
+  return origins;
+}
+
 }  // namespace
 
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
         nb::arg("origin").none(), nb::arg("timeout"));
-  m.def("fail_overdue", &Promise::fail_overdue, nb::arg("grace"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("fail_overdue", fail_overdue, nb::arg("grace"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }
 

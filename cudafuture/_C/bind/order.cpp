@@ -5,6 +5,8 @@
 #include "bind/errors.h"
 #include "bind/executors.h"
 #include "bind/future.h"
+#include "core/process.h"
+#include "core/thread_cache.h"
 
 namespace cudafuture::bind {
 
@@ -14,6 +16,7 @@ namespace {
 
 // The lane whose callback issues a collective on the group with these ordered callbacks. None: the program itself.
 nb::object issuing_lane(const HostExecutor& callbacks) {
+  refuse_after_fork();
   using Kind = CallbackOrder::Kind;
   const Kind here = CallbackOrder::current();
   if (here.kind == Kind::is_in_lane) return nb::str(Lane::current()->name().c_str());
@@ -43,6 +46,8 @@ void bind_order(nb::module_& m) {
       "ordered_executor", [](std::string name) { return HostExecutor{name, &OrderedExecutor::make(name)}; },
       nb::arg("name"));
   m.def("issuing_lane", issuing_lane, nb::arg("callbacks"));
+  m.def("refuse_after_fork", refuse_after_fork);
+  m.def("set_leavable", ThreadCache::set_leavable, nb::arg("leavable"));
 }
 
 }  // namespace cudafuture::bind

@@ -64,23 +64,20 @@ void Promise::fail(std::exception_ptr error, EventSet events) {
   take()->fail(Value::of_error(std::move(error)), std::move(events));
 }
 
-std::size_t Promise::fail_overdue(double grace) {
+std::vector<FuturePtr> Promise::fail_overdue(double grace) {
   std::vector<FuturePtr> overdue;
-  std::size_t pending = 0;
   {
     const Clock::time_point now = Clock::now() - as_duration(grace);
     std::lock_guard lock(list_mutex());
     for (const Promise* promise = first; promise != nullptr; promise = promise->next_) {
-      if (promise->future_->done()) continue;
-      ++pending;
-      if (promise->due_ < now) overdue.push_back(promise->future_);
+      if (promise->due_ < now && !promise->future_->done()) overdue.push_back(promise->future_);
     }
   }
   for (const FuturePtr& future : overdue) {
     future->fail(Value::of_error(
         std::make_exception_ptr(std::runtime_error("the backend has not answered within its timeout"))));
   }
-  return pending - overdue.size();
+  return overdue;
 }
 
 }  // namespace cudafuture::bind

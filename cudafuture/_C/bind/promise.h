@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <vector>
 
 #include "bind/python.h"
 
@@ -23,8 +24,8 @@ class Promise {
   void complete(c10::IValue value, EventSet events);
   void fail(std::exception_ptr error, EventSet events);
 
-  // Fails every future whose engine is overdue by `grace` seconds; returns how many are pending that could be, one day.
-  static std::size_t fail_overdue(double grace);
+  // Fails every future whose engine is overdue by `grace` seconds, and returns them.
+  static std::vector<FuturePtr> fail_overdue(double grace);
 
  private:
   FuturePtr future_;  // of one with a timeout: guarded by the lock of the list

@@ -108,7 +108,8 @@ class Then final : public Continuation, public Deferred {
   StreamChoice choice;
   bool async = false;
   bool plain_call = false;      // submit(): call fn(), not fn(parent)
-  bool names_executor = false;  // one that the user chose
+  bool names_executor = false;  // of concurrent.futures: whoever chose it answers for the order
+  bool is_unordered = false;    // attached in a callback that has no order itself
 
  private:
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
@@ -134,6 +135,7 @@ class Then final : public Continuation, public Deferred {
 
   // What it means for the order of collectives that they are issued in here.
   CallbackOrder::Kind order_in(const Future& parent) const noexcept {
+    if (is_unordered) return CallbackOrder::by_completion();
     if (executor != nullptr && executor == Lane::current()) return CallbackOrder::in_lane();
     if (plain_call) return CallbackOrder::program();
     if (OrderedExecutor* usual = parent.ordered_executor()) return CallbackOrder::beside(*usual);
@@ -203,11 +205,11 @@ void expect_callable(nb::handle fn, const char* who) {
 
 // executor=: ours goes into the continuation, one of concurrent.futures into the callback.
 void choose_executor(Then& then, nb::handle executor, Executor* usual) {
+  then.is_unordered = CallbackOrder::current().is_unordered();
   if (executor.is_none()) {
     then.executor = usual;
     return;
   }
-  then.names_executor = true;
   if (HostExecutor* host = host_executor_or_null(executor)) {
     then.executor = host->executor;
     return;
@@ -225,6 +227,7 @@ void choose_executor(Then& then, nb::handle executor, Executor* usual) {
         "its submit() the function itself, and complete a CUDAFuture in the add_done_callback() of what it returns");
   }
   then.python_executor = nb::borrow(executor);
+  then.names_executor = true;
 }
 
 FuturePtr make_child(const Future& parent, int priority) {

@@ -13,6 +13,7 @@
 #include "bind/errors.h"
 #include "bind/forward.h"
 #include "bind/future.h"
+#include "bind/order.h"
 #include "bind/promise.h"
 #include "core/error.h"
 #include "core/process.h"
@@ -226,6 +227,7 @@ class Deliver final : public Continuation {
 
  private:
   void deliver(Future& source) {
+    const CallbackOrder order(CallbackOrder::by_completion());  // of the callbacks that torch's future has
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
     if (source.state() == State::completed) {
       order_current_streams(source, tensors_of(source));

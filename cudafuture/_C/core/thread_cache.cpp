@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
 #include "core/foreign.h"
@@ -14,6 +15,8 @@ namespace {
 
 constexpr std::size_t kMostIdle = 8;
 constexpr std::chrono::milliseconds kPatience{50};
+
+thread_local bool* leavable_here = nullptr;
 
 }  // namespace
 
@@ -37,12 +40,24 @@ bool ThreadCache::run(Task* task) noexcept {
   mark_used();
   const auto self = workers_.emplace(workers_.end());
   self->task = task;
-  self->thread = std::thread([this, self] { loop(self); });
+  try {
+    self->thread = std::thread([this, self] { loop(self); });
+  } catch (const std::system_error&) {  // the system has no more threads
+    workers_.erase(self);
+    return false;
+  }
   return true;
+}
+
+void ThreadCache::set_leavable(bool leavable) noexcept {
+  if (leavable_here == nullptr || is_forked_child()) return;
+  std::lock_guard lock(get().mutex_);
+  *leavable_here = leavable;
 }
 
 void ThreadCache::loop(Workers::iterator self) noexcept {
   pthread_setname_np(pthread_self(), "cudafuture-lane");
+  leavable_here = &self->leavable;
   std::unique_lock lock(mutex_);
   for (;;) {
     self->wake.wait(lock, [&] { return stopping_ || self->task != nullptr; });
@@ -61,8 +76,15 @@ void ThreadCache::loop(Workers::iterator self) noexcept {
   ended_.notify_all();
 }
 
-bool ThreadCache::all_ended() const noexcept {
-  return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.ended; });
+bool ThreadCache::may_leave() const noexcept {
+  return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.ended || w.leavable; });
+}
+
+// Their nodes are leaked with the cache.
+void ThreadCache::leave_others() noexcept {
+  for (Worker& worker : workers_) {
+    if (!worker.ended && worker.thread.joinable()) worker.thread.detach();
+  }
 }
 
 // Those that have nothing left to do but return.
@@ -78,17 +100,15 @@ void ThreadCache::stop(bool (*go_on)() noexcept) noexcept {
   stopping_ = true;
   for (Worker* worker : idle_) worker->wake.notify_one();
   idle_.clear();
-  while (!ended_.wait_for(lock, kPatience, [this] { return all_ended(); })) {
+  while (!ended_.wait_for(lock, kPatience, [this] { return may_leave(); })) {
     lock.unlock();
     const bool going = go_on == nullptr || go_on();
     lock.lock();
     if (going) continue;
-    for (Worker& worker : workers_) {
-      if (!worker.ended) worker.thread.detach();
-    }
-    // Their nodes are leaked with the cache.
+    leave_others();
     return;
   }
+  leave_others();
   join_ended();
 }
 

@@ -29,6 +29,10 @@ class ThreadCache {
   // Runs `task`, which must live until then, on a thread of its own. False after stop(), or in a forked child.
   bool run(Task* task) noexcept;
 
+  // From here on, and until it is taken back, stop() does not wait for the calling thread: it blocks in an engine that
+  // nobody can interrupt. Does nothing in a thread of others.
+  static void set_leavable(bool leavable) noexcept;
+
   // Lets the tasks that run come to their end, then joins. `go_on` is asked now and then while that takes time; when it
   // says no the threads are left to themselves.
   void stop(bool (*go_on)() noexcept = nullptr) noexcept;
@@ -39,11 +43,13 @@ class ThreadCache {
     std::condition_variable wake;
     Task* task = nullptr;
     bool ended = false;
+    bool leavable = false;
   };
   using Workers = std::list<Worker>;
 
   void loop(Workers::iterator self) noexcept;
-  bool all_ended() const noexcept;
+  bool may_leave() const noexcept;
+  void leave_others() noexcept;
   void join_ended() noexcept;
 
   std::mutex mutex_;
