@@ -194,6 +194,37 @@ TEST_CASE_FIXTURE(Rules, "when it is told not to go on, stop leaves a task that 
   cache->stop();  // returns once that one has come to its end too
 }
 
+TEST_CASE_FIXTURE(Rules, "stop does not wait for a task that says so, and for one that has taken it back") {
+  static auto* const cache = new ThreadCache;  // never freed: the thread that is left comes back to it
+  Signal said;
+  Signal taken_back;
+  Signal go;
+  Signal back;
+  Job blocks([&] {
+    ThreadCache::set_leavable(true);
+    said.send();
+    go.wait();
+  });
+  Job waits([&] {
+    ThreadCache::set_leavable(true);
+    ThreadCache::set_leavable(false);
+    taken_back.send();
+    back.wait();
+  });
+  ThreadCache::set_leavable(true);  // says nothing in a thread of others
+  CHECK(cache->run(&blocks));
+  CHECK(cache->run(&waits));
+  said.wait();
+  taken_back.wait();
+  std::thread ends([&] { back.send(); });
+  cache->stop();
+  CHECK(waits.done());
+  CHECK_FALSE(blocks.done());
+  ends.join();
+  go.send();
+  blocks.wait();
+}
+
 TEST_CASE_FIXTURE(Rules,
                   "tasks that come while the cache stops run or are refused, and none runs once stop has returned") {
   for (int round = 0; round < 100; ++round) {

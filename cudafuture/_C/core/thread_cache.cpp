@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kMostIdle = 8;
 constexpr std::chrono::milliseconds kPatience{50};
 
-thread_local bool* leavable_here = nullptr;
+thread_local std::atomic<bool>* leavable_here = nullptr;
 
 }  // namespace
 
@@ -50,9 +50,7 @@ bool ThreadCache::run(Task* task) noexcept {
 }
 
 void ThreadCache::set_leavable(bool leavable) noexcept {
-  if (leavable_here == nullptr || is_forked_child()) return;
-  std::lock_guard lock(get().mutex_);
-  *leavable_here = leavable;
+  if (leavable_here != nullptr) leavable_here->store(leavable, std::memory_order_relaxed);
 }
 
 void ThreadCache::loop(Workers::iterator self) noexcept {

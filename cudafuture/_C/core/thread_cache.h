@@ -6,6 +6,7 @@
 // Lock: mutex_ guards everything; nothing is taken under it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <list>
@@ -43,7 +44,7 @@ class ThreadCache {
     std::condition_variable wake;
     Task* task = nullptr;
     bool ended = false;
-    bool leavable = false;
+    std::atomic<bool> leavable{false};
   };
   using Workers = std::list<Worker>;
 
