@@ -159,7 +159,11 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
         state = known[1]
     lane = _C.issuing_lane(state.callbacks)
     issuer = state.program if lane is None else state.companion(process_group, lane)
-    facts = (_facts(tensors[0], operation),) if len(tensors) == 1 else tuple([_facts(t, operation) for t in tensors])
+    first = tensors[0] if len(tensors) == 1 else None
+    if isinstance(first, torch.Tensor) and first.layout is torch.strided and first.is_contiguous():
+        facts: Any = ((first.shape, first.dtype),)  # no call of a function: this is the way of nearly all
+    else:
+        facts = tuple([_facts(t, operation) for t in tensors])
     sequence = issuer.issued
     issuer.issued = sequence + 1
     return _new(Issue, (operation, state, issuer, sequence, facts)), process_group

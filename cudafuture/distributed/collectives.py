@@ -44,7 +44,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
-_SUM = dist.ReduceOp.SUM
+_SUM: Any = dist.ReduceOp.SUM
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,28 +61,21 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
     if issued is None:
         return nothing()
     issue, pg = issued
-    plain = isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
-    if not plain or type(op) is not _ENUM or issue.group.is_broken:
+    plain = op is _SUM and isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
+    if not plain or issue.group.is_broken:
         return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
     # What torch's own function checks and converts takes longer than all of ours. So does each call of a function in a
     # process that has just slept: hence no use of run() here.
-    options = _SUM_OPTIONS if op is _SUM else _options(op)
     try:
-        work = (issue.issuer.process_group or pg).allreduce([tensor], options)
+        work = (issue.issuer.process_group or pg).allreduce([tensor], _SUM_OPTIONS)
     except BaseException as e:
         return issue.refused(e)
     return issue.follow(pg, work, tensor)
 
 
-def _options(op: Any) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
-
-
-_ENUM = type(_SUM)
-_SUM_OPTIONS = _options(_SUM)
+_SUM_OPTIONS = dist.AllreduceOptions()
+_SUM_OPTIONS.reduceOp = _SUM
+_SUM_OPTIONS.asyncOp = True
 
 
 def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[_Tensors]:
