@@ -8,6 +8,7 @@ while their callbacks run.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -56,11 +57,9 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
     """Return the group's store, on a connection of its own: a blocking call holds up no one else's."""
     store: Any = c10d._get_process_group_store(group)
-    try:
+    with contextlib.suppress(RuntimeError):  # of a store that cannot be cloned, as those written in Python
         store = store.clone()
         store.set_timeout(timeout_of(group))
-    except RuntimeError:  # a store that cannot be cloned, as those written in Python
-        pass
     return PrefixStore(f"cudafuture/{prefix}/", store)
 
 

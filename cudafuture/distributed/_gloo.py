@@ -11,6 +11,7 @@ import threading
 from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
+from cudafuture.distributed._group import groups
 
 __all__ = ["failures"]
 
@@ -26,7 +27,8 @@ def _keep_groups(message: str) -> object:
     failures.append(message)
     if len(failures) == 1:
         threading.Thread(target=_fail_overdue, name="cudafuture-gloo", daemon=True).start()
-    return list(c10d._world.pg_map)
+    companions = [companion for _, state in list(groups.values()) for companion in state.companions()]
+    return [*c10d._world.pg_map, *companions]
 
 
 def _fail_overdue() -> None:

@@ -25,9 +25,9 @@ from cudafuture import _C
 from cudafuture.distributed._companion import make_companion, timeout_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
-_DEEPEST = 32
-
 __all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
+
+_DEEPEST = 32  # steps of a chain that issue; each has connections and threads of its own
 
 
 class Issuer:
@@ -77,6 +77,11 @@ class Group:
             with self._lock:
                 self._companions[lane] = issuer
         return issuer
+
+    def companions(self) -> list[dist.ProcessGroup]:
+        """Return those that have been made so far."""
+        with self._lock:
+            return [i.process_group for i in self._companions.values() if i.process_group is not None]
 
     def _require_everywhere(self, lane: str) -> None:
         attachers = [step.rpartition(".")[0].removesuffix("/objects") for step in lane.split(">")]
