@@ -1,6 +1,6 @@
 #!/bin/sh
-# native_tests.sh PYTHON SANITIZER: build tests/cpp and the core with `thread` or `address`, and run them. Further
-# arguments go to the test program.
+# native_tests.sh PYTHON SANITIZER: build tests/cpp, the core and the simulated accelerator's runtime with `thread` or
+# `address`, and run them. Further arguments go to both test programs.
 set -eu
 python=$1
 sanitizer=$2
@@ -29,4 +29,5 @@ export ASAN_OPTIONS="detect_leaks=1 detect_stack_use_after_return=1 strict_strin
 export LSAN_OPTIONS="suppressions=$tests/lsan.supp print_suppressions=0 ${LSAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
 echo "native tests, $sanitizer sanitizer"
-exec $run "$build/cudafuture_native_tests" "$@"
+$run "$build/cudafuture_native_tests" "$@"
+exec $run "$build/cudafuture_sim_tests" "$@"

@@ -1,4 +1,8 @@
-"""Python ends at ``bind/``: nothing below it sees a Python header, not even through another header."""
+"""Python ends at ``bind/``: nothing below it sees a Python header, not even through another header.
+
+There are two native modules, and neither includes from the other. The simulated accelerator's ``runtime/`` does not
+even see torch.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import NATIVE, cpp_files, includes
+from layout.tree import NATIVE, SIM, cpp_files, include_root, includes, sim_files
 
 # Which folders a folder may include from, besides itself.
-BELOW = {"core": set(), "storage": {"core"}, "bind": {"core", "storage"}}
+LAYERS = {
+    NATIVE: {"core": set(), "storage": {"core"}, "bind": {"core", "storage"}},
+    SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
+}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(
@@ -25,15 +32,21 @@ PYTHON_HEADER = re.compile(
     re.VERBOSE,
 )
 
-FILES = cpp_files()
+TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
+
+FILES = [*cpp_files(), *sim_files()]
+BELOW_BIND = [*cpp_files("core", "storage"), *sim_files("runtime", "device", "ops")]
+
+# The files of ops/ that only register operators offer nothing to include.
+HAVE_HEADERS = [f for f in BELOW_BIND if f.relative_to(include_root(f)).parts[0] != "ops"]
 
 
 def ids(file: Path) -> str:
-    return str(file.relative_to(NATIVE))
+    return str(file.relative_to(include_root(file).parent))
 
 
 def folder(file: Path) -> str:
-    return file.relative_to(NATIVE).parts[0]
+    return file.relative_to(include_root(file)).parts[0]
 
 
 def reached(file: Path) -> dict[str, str]:
@@ -53,32 +66,40 @@ def reached(file: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
 def test_every_folder_has_a_layer(file: Path) -> None:
-    assert folder(file) in BELOW
+    assert folder(file) in LAYERS[include_root(file)]
 
 
-@pytest.mark.parametrize("file", cpp_files("core", "storage"), ids=ids)
+@pytest.mark.parametrize("file", BELOW_BIND, ids=ids)
 def test_no_python_header_below_bind(file: Path) -> None:
     for header, by in reached(file).items():
         assert not PYTHON_HEADER.fullmatch(header), f"{header} is included by {by}; Python belongs into bind/"
 
 
+@pytest.mark.parametrize("file", sim_files("runtime"), ids=ids)
+def test_the_simulated_accelerators_runtime_knows_no_torch(file: Path) -> None:
+    for header, by in reached(file).items():
+        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
+
+
 @pytest.mark.parametrize("file", FILES, ids=ids)
 def test_includes_point_down(file: Path) -> None:
-    allowed = BELOW[folder(file)] | {folder(file)}
+    root = include_root(file)
+    allowed = LAYERS[root][folder(file)] | {folder(file)}
     for name, ours in includes(file):
         if ours is not None:
-            assert ours.is_relative_to(NATIVE), f"{name} is outside cudafuture/_C"
+            assert ours.is_relative_to(root), f"{name} is outside {root.name}"
             assert folder(ours) in allowed, f"{folder(file)}/ may not include {name}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
 def test_our_headers_are_named_from_the_include_root(file: Path) -> None:
+    root = include_root(file)
     for name, ours in includes(file):
-        assert ours is None or (NATIVE / name).is_file(), f'write #include "{folder(file)}/{name}"'
-        assert ours is not None or name.split("/")[0] not in BELOW, f"there is no {name}"
+        assert ours is None or (root / name).is_file(), f'write #include "{folder(file)}/{name}"'
+        assert ours is not None or name.split("/")[0] not in LAYERS[root], f"there is no {name}"
 
 
-@pytest.mark.parametrize("file", [f for f in cpp_files("core", "storage") if f.suffix == ".cpp"], ids=ids)
+@pytest.mark.parametrize("file", [f for f in HAVE_HEADERS if f.suffix == ".cpp"], ids=ids)
 def test_every_source_has_its_header(file: Path) -> None:
     header = file.with_suffix(".h")
     assert header.is_file(), f"{ids(file)} has no {header.name}"
@@ -86,4 +107,5 @@ def test_every_source_has_its_header(file: Path) -> None:
 
 
 def test_there_are_sources_to_look_at() -> None:
-    assert FILES
+    assert cpp_files()
+    assert sim_files("runtime")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import NATIVE, PACKAGE, ROOT, cpp_files, python_files
+from layout.tree import NATIVE, PACKAGE, ROOT, SIM, cpp_files, python_files, sim_files
 
 MOST_LINES = 400
 NOT_NOUNS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
 PYTHON = python_files("cudafuture", "rpc_ext")
 PUBLIC = [f for f in PYTHON if not any(p.startswith("_") and p != "__init__.py" for p in f.relative_to(ROOT).parts)]
-OURS = [*PYTHON, *cpp_files()]
+OURS = [*PYTHON, *cpp_files(), *sim_files()]
 
 
 def ids(file: Path) -> str:
@@ -81,8 +81,9 @@ def test_public_modules_have_a_docstring(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
 
 
-def test_the_cpp_folder_is_no_package() -> None:
-    assert not list(NATIVE.rglob("*.py"))
+@pytest.mark.parametrize("folder", [NATIVE, SIM], ids=lambda f: f.name)
+def test_the_cpp_folder_is_no_package(folder: Path) -> None:
+    assert not list(folder.rglob("*.py"))
 
 
 def test_types_are_shipped() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cudafuture"
 NATIVE = PACKAGE / "_C"
+SIM = PACKAGE / "testing" / "_sim"
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -21,7 +22,21 @@ def python_files(*packages: str) -> list[Path]:
 
 def cpp_files(*folders: str) -> list[Path]:
     """Return the C++ files in the named folders of cudafuture/_C, or in all of it."""
-    below = [NATIVE / f for f in folders] or [NATIVE]
+    return _cpp_files(NATIVE, folders)
+
+
+def sim_files(*folders: str) -> list[Path]:
+    """Return the C++ files in the named folders of cudafuture/testing/_sim, or in all of it."""
+    return _cpp_files(SIM, folders)
+
+
+def include_root(file: Path) -> Path:
+    """Return the folder that a C++ file's own headers are named from: each native module has one."""
+    return SIM if file.is_relative_to(SIM) else NATIVE
+
+
+def _cpp_files(root: Path, folders: tuple[str, ...]) -> list[Path]:
+    below = [root / f for f in folders] or [root]
     return sorted(f for folder in below for f in folder.rglob("*") if f.suffix in {".h", ".cpp"})
 
 
@@ -68,6 +83,6 @@ def includes(file: Path) -> list[tuple[str, Path | None]]:
     """Return what a C++ file includes: the name as written, and the file where it is one of ours."""
     found: list[tuple[str, Path | None]] = []
     for _, name in INCLUDE.findall(file.read_text(encoding="utf-8")):
-        ours = next((p.resolve() for p in (NATIVE / name, file.parent / name) if p.is_file()), None)
+        ours = next((p.resolve() for p in (include_root(file) / name, file.parent / name) if p.is_file()), None)
         found.append((name, ours))
     return found

@@ -1,0 +1,263 @@
+#include "runtime/accelerator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "runtime/machine.h"
+#include "runtime/process.h"
+
+namespace sim {
+
+using namespace runtime;
+
+struct Accelerator::State final : Machine {};
+
+Accelerator::Accelerator() : state_(new State) {}
+
+Accelerator& Accelerator::get() noexcept {
+  static Accelerator* const accelerator = new Accelerator;
+  return *accelerator;
+}
+
+// ---- life
+
+void Accelerator::start(const Options& options) {
+  Entry entry(*state_);
+  state_->start(entry.lock, options);
+}
+
+void Accelerator::stop() {
+  Entry entry(*state_);
+  state_->stop(entry.lock);
+}
+
+Options Accelerator::options() const {
+  const Entry entry(*state_);
+  return state_->options;
+}
+
+int Accelerator::device_count() const noexcept { return state_->device_count.load(std::memory_order_relaxed); }
+
+// ---- streams: an id says what there is to know
+
+StreamName Accelerator::new_stream(int device, int priority) {
+  const Entry entry(*state_);
+  const int level = kLowestPriority - std::clamp(priority, kHighestPriority, kLowestPriority);
+  int& next = state_->device(device).next[static_cast<std::size_t>(level)];
+  const int index = next;
+  next = (next + 1) % kStreamsPerPriority;
+  return {device, 1 + level * kStreamsPerPriority + index};
+}
+
+bool Accelerator::has_stream(StreamName stream) const noexcept {
+  return stream.device >= 0 && stream.device < device_count() && stream.id >= 0 && stream.id < kStreamsPerDevice;
+}
+
+int Accelerator::priority_of(StreamName stream) const noexcept {
+  return stream.id <= 0 ? kLowestPriority : kLowestPriority - static_cast<int>((stream.id - 1) / kStreamsPerPriority);
+}
+
+void Accelerator::submit(StreamName stream, Work&& work) {
+  Entry entry(*state_);
+  state_->submit(entry.lock, state_->stream(stream), std::move(work));
+}
+
+RecordingPtr Accelerator::record(StreamName stream) {
+  Entry entry(*state_);
+  ++state_->counts.recorded;
+  RecordingPtr recording = state_->stream(stream).record(state_->now);
+  state_->runner.after_call(entry.lock);
+  return recording;
+}
+
+void Accelerator::wait(StreamName stream, const RecordingPtr& recording) {
+  Entry entry(*state_);
+  state_->wait(entry.lock, state_->stream(stream), recording);
+}
+
+// ---- the host waits
+
+bool Accelerator::query(const RecordingPtr& recording) {
+  Entry entry(*state_);
+  return state_->query(entry.lock, recording);
+}
+
+bool Accelerator::query(StreamName stream) {
+  Entry entry(*state_);
+  return state_->query(entry.lock, state_->stream(stream).record(state_->now));
+}
+
+void Accelerator::synchronize(const RecordingPtr& recording) {
+  Entry entry(*state_);
+  state_->synchronize(entry.lock, recording);
+}
+
+void Accelerator::synchronize(StreamName stream) {
+  Entry entry(*state_);
+  state_->synchronize(entry.lock, state_->stream(stream).record(state_->now));
+}
+
+void Accelerator::synchronize(int device) {
+  Entry entry(*state_);
+  state_->synchronize_device(entry.lock, device);
+}
+
+GatePtr Accelerator::hold(StreamName stream) {
+  const Entry entry(*state_);
+  auto gate = std::make_shared<Gate>();
+  state_->runner.push(state_->stream(stream), GatePtr(gate));
+  return gate;
+}
+
+void Accelerator::open(const GatePtr& gate) {
+  Entry entry(*state_);
+  if (gate == nullptr || std::exchange(gate->is_open, true)) return;
+  state_->runner.wake();
+  state_->runner.after_call(entry.lock);
+}
+
+// ---- virtual time
+
+double Accelerator::now() const {
+  const Entry entry(*state_);
+  return state_->now;
+}
+
+double Accelerator::time_of(const RecordingPtr& recording) const { return recording == nullptr ? 0 : recording->time; }
+
+void Accelerator::spend(double seconds) {
+  const Entry entry(*state_);
+  state_->now += std::max(seconds, 0.0);
+}
+
+void Accelerator::set_speeds(std::optional<StreamName> stream, const Speeds& speeds) {
+  const Entry entry(*state_);
+  if (stream.has_value()) {
+    state_->stream(*stream).speeds = speeds;
+    return;
+  }
+  state_->options.speeds = speeds;
+  for (Device& device : state_->devices) {
+    for (const auto& each : device.streams) {
+      if (each != nullptr) each->speeds.reset();
+    }
+  }
+}
+
+// ---- device memory
+
+void* Accelerator::allocate(int device, std::size_t bytes, StreamName stream, SitePtr site) {
+  Entry entry(*state_);
+  if (stream.device != device) {
+    throw std::invalid_argument("memory of " + name_of_device(device) + " cannot be allocated on " + name_of(stream));
+  }
+  Stream& owner = state_->stream(stream);
+  return bytes == 0 ? nullptr : state_->allocate(entry.lock, device, bytes, owner, site);
+}
+
+void Accelerator::deallocate(void* pointer) noexcept {
+  if (is_forked_child() || !address_space::is_shown(pointer)) return;
+  const Entry entry(*state_);
+  auto& memory = state_->devices[static_cast<std::size_t>(address_space::device_of(pointer))].memory;
+  if (memory.has_value()) memory->give(pointer, state_->now, state_->shadow);
+}
+
+void Accelerator::record_use(const void* pointer, StreamName stream) {
+  const Entry entry(*state_);
+  Stream& user = state_->stream(stream);
+  if (!address_space::is_shown(pointer)) return;
+  auto& memory = state_->devices[static_cast<std::size_t>(address_space::device_of(pointer))].memory;
+  if (memory.has_value()) memory->use(pointer, user);
+}
+
+std::optional<int> Accelerator::device_of(const void* pointer) const noexcept {
+  if (!address_space::is_shown(pointer)) return std::nullopt;
+  return address_space::device_of(pointer);
+}
+
+void* Accelerator::alias(const void* pointer) noexcept { return address_space::alias(pointer); }
+
+void Accelerator::empty_cache() {
+  Entry entry(*state_);
+  state_->empty_cache(entry.lock);
+}
+
+// ---- pinned memory
+
+void* Accelerator::allocate_pinned(std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  void* pointer = nullptr;
+  bool poison = false;
+  {
+    Entry entry(*state_);
+    pointer = state_->pinned.take(bytes, state_->shadow);
+    poison = state_->options.poison;
+    state_->runner.after_call(entry.lock);
+  }
+  if (poison) std::memset(pointer, kPoison, bytes);
+  return pointer;
+}
+
+void Accelerator::deallocate_pinned(void* pointer) noexcept {
+  if (is_forked_child() || !address_space::is_pinned(pointer)) return;
+  const Entry entry(*state_);
+  state_->pinned.give(pointer);
+}
+
+bool Accelerator::is_pinned(const void* pointer) const noexcept { return address_space::is_pinned(pointer); }
+
+bool Accelerator::any_pinned_in_flight() const noexcept { return state_->pinned.any_in_flight(); }
+
+void Accelerator::host_access(const std::vector<Access>& accesses, SitePtr site) {
+  if (!any_pinned_in_flight()) return;
+  const Entry entry(*state_);
+  state_->host_access(accesses, site);
+}
+
+// ---- findings
+
+void Accelerator::report(Report&& report) {
+  const Entry entry(*state_);
+  state_->findings.add(std::move(report));
+}
+
+std::vector<Report> Accelerator::take_reports() {
+  std::vector<Finding> found;
+  {
+    const Entry entry(*state_);
+    found = state_->findings.take();
+  }
+  std::vector<Report> reports;
+  reports.reserve(found.size());
+  for (Finding& finding : found) reports.push_back(describe(std::move(finding)));
+  return reports;
+}
+
+std::size_t Accelerator::report_count() const noexcept { return state_->findings.count(); }
+
+std::exception_ptr Accelerator::error_of(int device) const {
+  const Entry entry(*state_);
+  return state_->device(device).error;
+}
+
+void Accelerator::clear_error(int device) {
+  const Entry entry(*state_);
+  state_->clear_error(device);
+}
+
+Statistics Accelerator::statistics() const {
+  const Entry entry(*state_);
+  return state_->statistics();
+}
+
+void Accelerator::set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept {
+  state_->runner.set_sleep_hooks(before, after);
+}
+
+void Accelerator::set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept {
+  state_->runner.set_run_hook(hook);
+}
+
+}  // namespace sim

@@ -1,0 +1,179 @@
+// The simulated accelerator: devices, streams, events, memory, and one clock of each kind.
+//
+//     host ── submit / record / wait ──► Stream (first in, first out) ──► run: by the host thread that steps it
+//                      │
+//                      ├──► happens-before (VectorClock), Shadow ──► reports      known at submission
+//                      └──► virtual time (Cost, Speeds)                           whatever runs when
+//
+// There are no threads. Work runs inside the calls that the host makes, and the schedule says when:
+//   free    as early as streams and events allow;
+//   lazy    as late as possible: when somebody waits, and then only what he waits for;
+//   jitter  in between: at each call a seeded choice of how much of which stream.
+// So a program with one host thread runs the same way each time, and a process can exit with work queued. Several host
+// threads may call at once; a piece of work runs outside the lock, in one of them.
+//
+// Asking counts as waiting a little: query() answers what is so, and under `lazy` and `jitter` then runs something of
+// what was asked for, so that a loop that polls comes to an end.
+//
+// A piece of work that throws breaks its device, as a CUDA error does: what is queued there is dropped, so is what is
+// submitted, and every query and synchronization of that device throws the error until clear_error().
+//
+// Lock: one mutex, the submission lock, under which clocks, shadow, queues and memory change. No work runs, and no Site
+// is made or written out, under it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime/shadow.h"
+#include "runtime/site.h"
+#include "runtime/timeline.h"
+
+namespace sim {
+
+constexpr int kMaxDevices = 8;
+constexpr int kStreamsPerPriority = 32;
+constexpr int kHighestPriority = -3;  // lower is more urgent; what lies outside is clamped
+constexpr int kLowestPriority = 0;
+
+enum class Schedule : std::uint8_t { free, jitter, lazy };
+
+struct Options {
+  int devices = 1;
+  Schedule schedule = Schedule::free;
+  std::uint64_t seed = 0;
+  bool poison = true;  // fresh device and pinned memory holds 0xFF bytes: NaN in every float type
+  bool detect = true;  // look for races
+  std::size_t memory = std::size_t{4} << 30;  // bytes of each device
+  Speeds speeds;
+};
+
+// A stream by its name: id 0 is the default stream of its device.
+struct StreamName {
+  int device = 0;
+  std::int64_t id = 0;
+  friend bool operator==(const StreamName&, const StreamName&) = default;
+};
+
+// A piece of work. It owns no device memory: what it touches may have been freed when it runs, as on a device.
+struct Work {
+  std::function<void()> run;
+  std::vector<Access> accesses;  // device memory and pinned host memory, at the addresses that tensors show
+  SitePtr site;
+  Cost cost;
+};
+
+// What an event held when it was recorded: a point in a stream. Who waits holds the recording, not the event, since
+// that may be recorded again.
+class Recording;
+using RecordingPtr = std::shared_ptr<Recording>;
+
+// A stop in a stream that the host opens: for tests that need work to be pending.
+class Gate;
+using GatePtr = std::shared_ptr<Gate>;
+
+struct OutOfMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A finding, ready to be shown. Stacks are in `earlier` and `later`; either may be null.
+struct Report {
+  enum class Kind : std::uint8_t { race, reuse, host_race, wrong_device, error };
+  Kind kind = Kind::race;
+  std::string summary;  // one sentence: who did what to which bytes without waiting for whom
+  SitePtr earlier;
+  SitePtr later;
+};
+
+struct Statistics {
+  std::uint64_t submitted = 0;  // pieces of work
+  std::uint64_t executed = 0;
+  std::uint64_t dropped = 0;
+  std::uint64_t recorded = 0;         // events
+  std::uint64_t waited = 0;           // waits of streams for events
+  std::uint64_t allocated_bytes = 0;  // now in use, all devices
+  std::uint64_t reserved_bytes = 0;   // taken from the arenas, all devices
+  std::uint64_t deferred_blocks = 0;  // freed, and held back for other streams
+};
+
+class Accelerator {
+ public:
+  static Accelerator& get() noexcept;  // never destroyed
+
+  // Starts afresh: what is queued is dropped, clocks go back to zero, reports and errors are forgotten. Memory that is
+  // in use stays valid, and streams keep their names.
+  void start(const Options& options);
+  void stop();  // no devices any more; memory in use stays valid
+  Options options() const;
+  int device_count() const noexcept;
+
+  // ---- streams
+  StreamName new_stream(int device, int priority);  // out of the pool, round-robin
+  bool has_stream(StreamName stream) const noexcept;
+  int priority_of(StreamName stream) const noexcept;
+
+  void submit(StreamName stream, Work&& work);
+  RecordingPtr record(StreamName stream);                       // reached at once where the stream is idle
+  void wait(StreamName stream, const RecordingPtr& recording);  // the stream waits; null: an event never recorded
+
+  // ---- the host asks and waits. Waiting orders the host after what it waited for; so does a query that says yes.
+  bool query(const RecordingPtr& recording);
+  bool query(StreamName stream);
+  void synchronize(const RecordingPtr& recording);
+  void synchronize(StreamName stream);
+  void synchronize(int device);
+
+  // ---- tests hold streams back
+  GatePtr hold(StreamName stream);
+  void open(const GatePtr& gate);
+
+  // ---- virtual time, in seconds since start(). The host's clock moves when it waits.
+  double now() const;
+  double time_of(const RecordingPtr& recording) const;                      // when it is reached
+  void spend(double seconds);                                               // the host computes
+  void set_speeds(std::optional<StreamName> stream, const Speeds& speeds);  // of one stream, or of all
+
+  // ---- device memory: a caching allocator, ordered by streams. Never touched at the address that it returns. A device
+  // that is full first waits for all its streams, and throws OutOfMemory if that does not help.
+  void* allocate(int device, std::size_t bytes, StreamName stream, SitePtr site);
+  void deallocate(void* pointer) noexcept;
+  void record_use(const void* pointer, StreamName stream);  // record_stream: no reuse before the stream has got here
+  std::optional<int> device_of(const void* pointer) const noexcept;
+  // Where work reads and writes what tensors show at `pointer`. Any other address is returned as it is.
+  static void* alias(const void* pointer) noexcept;
+  void empty_cache();  // gives free memory back
+
+  // ---- pinned host memory: cached too, and not handed out again before the streams that use it have got there.
+  void* allocate_pinned(std::size_t bytes);
+  void deallocate_pinned(void* pointer) noexcept;
+  bool is_pinned(const void* pointer) const noexcept;
+  bool any_pinned_in_flight() const noexcept;                           // cheap: can host_access() find anything?
+  void host_access(const std::vector<Access>& accesses, SitePtr site);  // a CPU operation touches this memory
+
+  // ---- findings: one for each pair of places; at most 1000 are kept until they are taken
+  void report(Report&& report);
+  std::vector<Report> take_reports();
+  std::size_t report_count() const noexcept;  // cheap
+  std::exception_ptr error_of(int device) const;
+  void clear_error(int device);  // and its reports
+  Statistics statistics() const;
+
+  // Called around every sleep of a host thread, outside the lock: the embedding language gives its lock up.
+  void set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept;
+  // Wraps each run of work: puts a clean thread state in force. Null: none.
+  void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept;
+
+ private:
+  Accelerator();
+  struct State;
+  State* const state_;  // never destroyed
+};
+
+}  // namespace sim

@@ -1,0 +1,49 @@
+// What was found, until somebody takes it: one finding for each pair of places, however many bytes and tensors they
+// share. Sentences are made when it is taken, since a Site may not be asked under the lock.
+//
+// After kMostFindings further ones are not kept: a loop that lacks one wait would find the same for ever.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/accelerator.h"
+
+namespace sim::runtime {
+
+constexpr std::size_t kMostFindings = 1000;
+
+struct Finding {
+  Conflict conflict;
+  std::string earlier_agent;  // "stream 3 of sim:0", "the host"
+  std::string later_agent;
+  std::size_t bytes = 0;
+  Report report;           // if there is no conflict: the finding as it was reported
+  int broken_device = -1;  // of an error
+};
+
+// The sentence, and its sites. Not under the lock.
+Report describe(Finding&& finding);
+
+class Findings {
+ public:
+  bool is_known(const Conflict& conflict);  // if so its bytes are added
+  void add(Conflict&& conflict, std::string earlier_agent, std::string later_agent);
+  void add(Report&& report, int broken_device = -1);
+  std::vector<Finding> take_errors_of(int device);
+  std::vector<Finding> take();
+  std::size_t count() const noexcept { return count_.load(std::memory_order_acquire); }
+
+ private:
+  bool is_full() const noexcept { return found_.size() >= kMostFindings; }
+
+  std::vector<Finding> found_;
+  std::atomic<std::size_t> count_{0};
+};
+
+}  // namespace sim::runtime

@@ -1,0 +1,294 @@
+#include "runtime/machine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "runtime/process.h"
+
+namespace sim::runtime {
+namespace {
+
+std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+}  // namespace
+
+Machine::Machine()
+    : runner([this](Stream& stream, std::exception_ptr error, Report&& report) {
+        broke(stream, std::move(error), std::move(report));
+      }) {}
+
+void Machine::start(Lock& lock, const Options& new_options) {
+  if (new_options.devices < 0 || new_options.devices > kMaxDevices) {
+    throw std::invalid_argument("the simulated accelerator has 0 to " + std::to_string(kMaxDevices) + " devices, not " +
+                                std::to_string(new_options.devices));
+  }
+  if (new_options.memory > kDeviceBytes) {
+    throw std::invalid_argument("a simulated device has at most " + mebibytes(kDeviceBytes) + " of memory, not " +
+                                mebibytes(new_options.memory));
+  }
+  runner.settle(lock);
+  watch_forks();
+  device_count.store(0);
+  runner.dropped_tasks = 0;
+  drop_everything();
+  options = new_options;
+  runner.start(options.schedule, options.seed);
+  counts = {};
+  now = 0;
+  trash.findings = findings.take();
+  device_count.store(options.devices);
+}
+
+void Machine::stop(Lock& lock) {
+  runner.settle(lock);
+  device_count.store(0);
+  drop_everything();
+  runner.start(options.schedule, options.seed);
+}
+
+void Machine::drop_everything() {
+  ++generation_;
+  agents_.resize(1);
+  host_ = {};
+  host_version_ = 0;
+  for (Device& device : devices) {
+    for (const auto& stream : device.streams) {
+      if (stream == nullptr) continue;
+      runner.drop_queue(*stream);
+      stream->reset(generation_);
+    }
+    device.next = {};
+    device.engines.reset();
+    trash.errors.push_back(std::exchange(device.error, nullptr));
+  }
+  for (Device& device : devices) {
+    if (device.memory.has_value()) device.memory->release(shadow);
+  }
+  pinned.start(shadow);
+  shadow.forget(0, UINTPTR_MAX);
+}
+
+Device& Machine::device(int index) {
+  if (index >= 0 && index < device_count.load(std::memory_order_relaxed)) {
+    return devices[static_cast<std::size_t>(index)];
+  }
+  throw std::invalid_argument("there is no " + name_of_device(index) + ": the simulated accelerator has " +
+                              std::to_string(device_count.load()) + " devices");
+}
+
+Stream& Machine::stream(StreamName name) {
+  Device& owner = device(name.device);
+  if (name.id < 0 || name.id >= kStreamsPerDevice) throw std::invalid_argument("there is no " + name_of(name));
+  auto& stream = owner.streams[static_cast<std::size_t>(name.id)];
+  if (stream == nullptr) {
+    stream = std::make_unique<Stream>(name);
+    stream->reset(generation_);
+  }
+  if (stream->agent == kHost) {
+    stream->agent = static_cast<Agent>(agents_.size());
+    agents_.push_back(name);
+  }
+  return *stream;
+}
+
+Memory& Machine::memory(int index) {
+  Device& owner = device(index);
+  if (!owner.memory.has_value()) owner.memory.emplace(index);
+  return *owner.memory;
+}
+
+void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
+  Device& device = device_of(stream);
+  ++counts.submitted;
+  if (device.error != nullptr) {  // `work` is left to the caller, who destroys it without the lock
+    ++runner.dropped_tasks;
+    return;
+  }
+  const Epoch epoch = stream.tick(host_, host_version_);
+  if (options.detect) {
+    const Touch mine{epoch, false, work.site};
+    for (const Access& access : work.accesses) touch(access, stream.clock(), mine);
+  }
+  stream.time = device.engines.finish(work.cost, stream.speeds.value_or(options.speeds), std::max(stream.time, now));
+  runner.push(stream, Task{std::move(work.run), std::move(work.site)});
+  for (const Access& access : work.accesses) pinned.note(access, stream, epoch);
+  runner.after_call(lock);
+}
+
+void Machine::wait(Lock& lock, Stream& stream, const RecordingPtr& recording) {
+  ++counts.waited;
+  if (recording != nullptr && recording->is_of(generation_)) {
+    stream.join(*recording);
+    stream.time = std::max(stream.time, recording->time);
+    if (!recording->reached() && recording->stream != &stream) runner.push(stream, RecordingPtr(recording));
+  }
+  runner.after_call(lock);
+}
+
+bool Machine::query(Lock& lock, const RecordingPtr& recording) {
+  if (recording == nullptr || !recording->is_of(generation_)) return true;
+  throw_error_of(recording->stream->name.device);
+  const bool reached = recording->reached();
+  if (reached) host_saw(*recording);
+  runner.after_query(lock, {recording});
+  return reached;
+}
+
+void Machine::synchronize(Lock& lock, const RecordingPtr& recording) {
+  if (recording == nullptr || !recording->is_of(generation_)) return;
+  throw_error_of(recording->stream->name.device);
+  runner.run_until(lock, {recording});
+  throw_error_of(recording->stream->name.device);
+  host_saw(*recording);
+}
+
+void Machine::synchronize_device(Lock& lock, int index) {
+  const std::vector<RecordingPtr> all = record_all(device(index));
+  throw_error_of(index);
+  runner.run_until(lock, all);
+  throw_error_of(index);
+  for (const RecordingPtr& recording : all) host_saw(*recording);
+}
+
+void Machine::throw_error_of(int index) const {
+  const std::exception_ptr& error = devices[static_cast<std::size_t>(index)].error;
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+void Machine::clear_error(int index) {
+  trash.errors.push_back(std::exchange(device(index).error, nullptr));
+  for (Finding& forgotten : findings.take_errors_of(index)) trash.findings.push_back(std::move(forgotten));
+}
+
+void* Machine::allocate(Lock& lock, int index, std::size_t bytes, Stream& stream, const SitePtr& site) {
+  Memory& from = memory(index);
+  from.free_deferred(shadow, runner.changes());
+  void* pointer = from.take(bytes, stream, options.memory);
+  if (pointer == nullptr && !Runner::inside_work()) {
+    reclaim(lock, index);
+    pointer = from.take(bytes, stream, options.memory);
+  }
+  if (pointer == nullptr) {
+    throw OutOfMemory(name_of_device(index) + " has no room for " + std::to_string(bytes) + " bytes: of " +
+                      mebibytes(options.memory) + " that it has, " + mebibytes(from.in_use()) +
+                      " are in use. Free tensors, or start the simulated accelerator with more memory");
+  }
+  if (options.detect) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+    const Epoch epoch = stream.tick(host_, host_version_);
+    touch({begin, begin + bytes, true}, stream.clock(), {epoch, true, site, true});
+  }
+  if (options.poison && device_of(stream).error == nullptr) poison(lock, stream, address_space::alias(pointer), bytes);
+  runner.after_call(lock);
+  return pointer;
+}
+
+// At once where nothing of the stream's own may still use the memory: whoever reads it unordered must not find what was
+// there before.
+void Machine::poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes) {
+  if (!stream.is_idle()) {
+    runner.push(stream, Fill{begin, bytes});
+    return;
+  }
+  lock.unlock();
+  std::memset(begin, kPoison, bytes);
+  lock.lock();
+}
+
+// As a device does that gives memory back: waits until it has done everything.
+void Machine::reclaim(Lock& lock, int index) {
+  Memory& from = memory(index);
+  std::vector<RecordingPtr> wanted = record_all(device(index));
+  for (RecordingPtr& recording : from.deferred_for()) wanted.push_back(std::move(recording));
+  runner.run_until(lock, wanted);
+  from.release(shadow);
+}
+
+void Machine::empty_cache(Lock& lock) {
+  for (int i = 0; i < device_count.load(); ++i) {
+    if (!devices[static_cast<std::size_t>(i)].memory.has_value()) continue;
+    reclaim(lock, i);
+    devices[static_cast<std::size_t>(i)].memory->give_pages_back();
+  }
+  pinned.release(shadow);
+}
+
+void Machine::host_access(const std::vector<Access>& accesses, const SitePtr& site) {
+  if (!options.detect) return;
+  Touch mine{{}, false, site};
+  for (const Access& access : accesses) {
+    if (!pinned.in_flight(access)) continue;
+    if (mine.epoch.time == 0) {
+      mine.epoch = host_.tick(kHost);
+      ++host_version_;
+    }
+    touch(access, host_, mine);
+  }
+}
+
+Statistics Machine::statistics() const {
+  Statistics all = counts;
+  all.executed = runner.executed;
+  all.dropped = runner.dropped_tasks;
+  for (const Device& device : devices) {
+    if (!device.memory.has_value()) continue;
+    all.allocated_bytes += device.memory->in_use();
+    all.reserved_bytes += device.memory->reserved();
+    all.deferred_blocks += device.memory->deferred();
+  }
+  return all;
+}
+
+void Machine::broke(Stream& stream, std::exception_ptr error, Report&& report) {
+  Device& device = device_of(stream);
+  (device.error == nullptr ? device.error : trash.errors.emplace_back()) = std::move(error);
+  trash.sites.push_back(report.later);
+  findings.add(std::move(report), stream.name.device);
+  for (const auto& other : device.streams) {
+    if (other != nullptr) runner.drop_queue(*other);
+  }
+}
+
+std::string Machine::name_of_agent(Agent agent) const { return agent == kHost ? "the host" : name_of(agents_[agent]); }
+
+void Machine::touch(const Access& access, const VectorClock& clock, const Touch& touch) {
+  for (Conflict& conflict : shadow.touch(access, clock, touch)) {
+    if (findings.is_known(conflict)) continue;
+    std::string earlier = name_of_agent(conflict.earlier.epoch.agent);
+    std::string later = name_of_agent(conflict.later.epoch.agent);
+    findings.add(std::move(conflict), std::move(earlier), std::move(later));
+  }
+}
+
+void Machine::host_saw(const Recording& recording) {
+  if (!recording.is_of(generation_)) return;
+  now = std::max(now, recording.time);
+  if (recording.clock == nullptr || host_.has_seen(recording.epoch)) return;
+  host_.join(*recording.clock);
+  ++host_version_;
+  pinned.host_saw(host_);
+}
+
+std::vector<RecordingPtr> Machine::record_all(const Device& device) const {
+  std::vector<RecordingPtr> all;
+  for (const auto& stream : device.streams) {
+    if (stream != nullptr && stream->agent != kHost) all.push_back(stream->record(now));
+  }
+  return all;
+}
+
+Entry::Entry(Machine& machine) : machine_(machine) {
+  refuse_after_fork();
+  lock = Lock(machine.mutex);
+}
+
+Entry::~Entry() {
+  Trash trash = std::exchange(machine_.trash, {});
+  const std::vector<SitePtr> sites = machine_.shadow.take_dropped();
+  const std::vector<Item> items = std::exchange(machine_.runner.dropped(), {});
+  lock.unlock();
+}
+
+}  // namespace sim::runtime

@@ -1,0 +1,108 @@
+// The parts of the accelerator and what connects them. Everything here needs the lock.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/accelerator.h"
+#include "runtime/findings.h"
+#include "runtime/memory.h"
+#include "runtime/pinned.h"
+#include "runtime/runner.h"
+
+namespace sim::runtime {
+
+constexpr int kPriorities = kLowestPriority - kHighestPriority + 1;
+constexpr int kStreamsPerDevice = 1 + kPriorities * kStreamsPerPriority;
+
+// What was let go under the lock, and may need other locks, or the accelerator, when it is destroyed.
+struct Trash {
+  std::vector<SitePtr> sites;
+  std::vector<Finding> findings;
+  std::vector<std::exception_ptr> errors;
+};
+
+struct Device {
+  std::array<std::unique_ptr<Stream>, kStreamsPerDevice> streams;  // by id; made when first used
+  std::array<int, kPriorities> next{};                             // of the pool, by priority
+  CopyEngines engines;
+  std::optional<Memory> memory;
+  std::exception_ptr error;
+};
+
+class Machine {
+ public:
+  Machine();
+
+  void start(Lock& lock, const Options& options);
+  void stop(Lock& lock);
+
+  Device& device(int index);  // throws std::invalid_argument for one that is not there, as does the next
+  Stream& stream(StreamName name);
+  Device& device_of(const Stream& stream) { return devices[static_cast<std::size_t>(stream.name.device)]; }
+  Memory& memory(int index);
+
+  void submit(Lock& lock, Stream& stream, Work&& work);
+  void wait(Lock& lock, Stream& stream, const RecordingPtr& recording);
+  bool query(Lock& lock, const RecordingPtr& recording);
+  void synchronize(Lock& lock, const RecordingPtr& recording);
+  void synchronize_device(Lock& lock, int index);
+  void throw_error_of(int index) const;
+  void clear_error(int index);
+
+  void* allocate(Lock& lock, int index, std::size_t bytes, Stream& stream, const SitePtr& site);
+  void empty_cache(Lock& lock);
+  void host_access(const std::vector<Access>& accesses, const SitePtr& site);
+  Statistics statistics() const;
+
+  std::mutex mutex;
+  std::atomic<int> device_count{0};
+  Options options;
+  std::array<Device, kMaxDevices> devices;
+  double now = 0;
+  Shadow shadow;
+  Pinned pinned;
+  Findings findings;
+  Runner runner;
+  Statistics counts;  // of calls
+  Trash trash;
+
+ private:
+  void drop_everything();
+  void broke(Stream& stream, std::exception_ptr error, Report&& report);
+  std::string name_of_agent(Agent agent) const;
+  void touch(const Access& access, const VectorClock& clock, const Touch& touch);
+  void host_saw(const Recording& recording);
+  std::vector<RecordingPtr> record_all(const Device& device) const;
+  void reclaim(Lock& lock, int index);
+  void poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes);
+
+  std::uint64_t generation_ = 0;                  // of start() and stop()
+  std::vector<StreamName> agents_{StreamName{}};  // by agent; the first is the host
+  VectorClock host_;
+  std::uint64_t host_version_ = 0;  // changes with host_
+};
+
+// A call of the accelerator: refused after a fork; holds the lock, and destroys outside it what was dropped under it.
+class Entry {
+ public:
+  explicit Entry(Machine& machine);
+  ~Entry();
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+
+  Lock lock;
+
+ private:
+  Machine& machine_;
+};
+
+}  // namespace sim::runtime

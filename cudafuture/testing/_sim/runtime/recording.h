@@ -1,0 +1,36 @@
+// A point in a stream that somebody may wait for, and a stop that the host opens.
+//
+// A recording needs no place in the queue: it is reached when the stream has done what had been enqueued before it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/vector_clock.h"
+
+namespace sim {
+
+namespace runtime {
+class Stream;
+}
+
+// Constant once made.
+class Recording {
+ public:
+  bool is_of(std::uint64_t generation_now) const noexcept { return generation == generation_now; }
+  bool reached() const noexcept;  // so are all those of before the last start()
+
+  runtime::Stream* stream = nullptr;
+  std::uint64_t generation = 0;              // counts calls of start()
+  std::uint64_t position = 0;                // how many items were enqueued before
+  Epoch epoch;                               // of the stream; who has seen it has seen all of `clock`
+  std::shared_ptr<const VectorClock> clock;  // null while the stream has done nothing
+  double time = 0;
+};
+
+class Gate {
+ public:
+  bool is_open = false;
+};
+
+}  // namespace sim

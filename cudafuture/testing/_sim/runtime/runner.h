@@ -1,0 +1,88 @@
+// Runs what is queued, inside the host's calls: when and what, the policy says.
+//
+// A piece of work runs outside the lock, with its stream marked busy. Another thread that needs that stream sleeps
+// until something has changed. Work that calls back only enqueues: nothing is run, and nobody may wait, inside work.
+//
+// Lock: the submission lock, given to each call and held before and after it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "runtime/schedule.h"
+#include "runtime/stream.h"
+
+namespace sim::runtime {
+
+using Lock = std::unique_lock<std::mutex>;
+
+class Runner {
+ public:
+  // Told under the lock of work that threw.
+  using OnError = std::function<void(Stream& stream, std::exception_ptr error, Report&& report)>;
+  explicit Runner(OnError on_error) : on_error_(std::move(on_error)) {}
+
+  static bool inside_work() noexcept;  // this thread runs a piece of work
+
+  // Before start() changes anything, what runs in other threads comes to its end.
+  void settle(Lock& lock);
+  void start(Schedule schedule, std::uint64_t seed);
+
+  void push(Stream& stream, Item&& item);
+  void drop_queue(Stream& stream);
+  std::vector<Item>& dropped() noexcept { return dropped_; }  // for the caller to destroy outside the lock
+
+  void after_call(Lock& lock);  // what the schedule runs at a call that waits for nothing
+  void after_query(Lock& lock, const std::vector<RecordingPtr>& asked);
+  void run_until(Lock& lock, const std::vector<RecordingPtr>& wanted);  // sleeps where it must
+  void wake() noexcept;                                                 // something has changed for those who sleep
+  std::uint64_t changes() const noexcept { return changes_; }           // grows whenever something was done
+
+  void set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept;
+  void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept { run_hook_ = hook; }
+
+  std::uint64_t executed = 0;
+  std::uint64_t dropped_tasks = 0;
+
+ private:
+  // How far a stream must get, and how far its queue was searched for waits.
+  struct Need {
+    Stream* stream;
+    std::uint64_t position;
+    std::uint64_t searched;
+  };
+  using Needs = std::vector<Need>;
+  struct Failure {
+    std::exception_ptr error;
+    Report report;
+  };
+
+  static Needs closure(const std::vector<RecordingPtr>& wanted);
+  bool step_towards(Lock& lock, const Needs& needs);
+  bool step_any(Lock& lock);
+  void step(Lock& lock, Stream& stream);
+  void run(Lock& lock, Stream& stream, Item& item);
+  Failure perform(const Stream& stream, const Item& item) const noexcept;
+  void sleep(Lock& lock);
+  void unlist(Stream& stream);
+
+  const OnError on_error_;
+  Policy policy_;
+  std::vector<Stream*> listed_;  // that have something to do, in the order in which they got it
+  std::vector<Item> dropped_;
+  int running_ = 0;
+  std::uint64_t changes_ = 0;
+  int sleepers_ = 0;
+  std::condition_variable changed_;
+  std::atomic<void* (*)()> before_sleep_{nullptr};
+  std::atomic<void (*)(void*)> after_sleep_{nullptr};
+  std::atomic<void (*)(const std::function<void()>&)> run_hook_{nullptr};
+};
+
+}  // namespace sim::runtime

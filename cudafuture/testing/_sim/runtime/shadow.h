@@ -1,0 +1,72 @@
+// Who touched which bytes last, and whether two accesses that conflict are ordered.
+//
+// A range of bytes remembers its last write and, for each agent, its last read since. An access conflicts with what
+// another agent did there when one of the two writes, and is a race when its clock has not seen the other's epoch.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "runtime/site.h"
+#include "runtime/vector_clock.h"
+
+namespace sim {
+
+struct Access {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;  // exclusive
+  bool writes = false;
+};
+
+// An access with who made it, when and where.
+struct Touch {
+  Epoch epoch;
+  bool writes = false;
+  SitePtr site;
+  bool allocates = false;  // the memory was handed out
+};
+
+struct Conflict {
+  Touch earlier;
+  Touch later;
+  std::uintptr_t begin = 0;  // of the bytes that both touch
+  std::uintptr_t end = 0;
+};
+
+class Shadow {
+ public:
+  // Notes the access and returns what it races with, at most once for each earlier touch.
+  std::vector<Conflict> touch(const Access& access, const VectorClock& clock, const Touch& touch);
+
+  // Forgets what `seen` has seen of these bytes: an allocator that learns that an event was reached may hand out the
+  // memory, and nothing else is ordered by that.
+  void forget_seen(std::uintptr_t begin, std::uintptr_t end, const VectorClock& seen);
+  void forget(std::uintptr_t begin, std::uintptr_t end);
+  std::size_t ranges() const noexcept { return cells_.size(); }
+
+  // The sites of what was forgotten and overwritten, for the caller to destroy outside its lock.
+  std::vector<SitePtr> take_dropped() noexcept { return std::exchange(dropped_, {}); }
+
+ private:
+  struct Cell {
+    std::uintptr_t end;
+    Touch write;               // epoch.time 0: none
+    std::vector<Touch> reads;  // one for each agent
+  };
+  using Cells = std::map<std::uintptr_t, Cell>;
+
+  Cells::iterator split_at(std::uintptr_t address);
+  Cells::iterator first_in(std::uintptr_t begin, std::uintptr_t end);
+  void drop(Touch& touch);
+  void drop(Cell& cell);
+  void write(Cells::iterator first, const Access& access, const Touch& touch);
+  void read(Cells::iterator first, const Access& access, const Touch& touch);
+  void note_read(Cell& cell, const Touch& touch);
+
+  Cells cells_;  // by their first byte; they do not overlap
+  std::vector<SitePtr> dropped_;
+};
+
+}  // namespace sim

@@ -1,0 +1,94 @@
+// What the tests share: an accelerator that starts for one test, named work, and a journal of what ran.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/accelerator.h"
+
+namespace sim::test {
+
+struct NamedSite final : Site {
+  explicit NamedSite(std::string name) : name(std::move(name)) {}
+  std::string operation() const override { return name; }
+  std::string stack() const override { return "the stack of " + name; }
+  const std::string name;
+};
+
+inline SitePtr site(std::string name) { return std::make_shared<NamedSite>(std::move(name)); }
+
+inline Access access(const void* pointer, std::size_t bytes, bool writes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+  return {begin, begin + bytes, writes};
+}
+inline Access reads(const void* pointer, std::size_t bytes) { return access(pointer, bytes, false); }
+inline Access writes(const void* pointer, std::size_t bytes) { return access(pointer, bytes, true); }
+
+inline constexpr StreamName kDefault{0, 0};
+inline constexpr Schedule kSchedules[] = {Schedule::free, Schedule::jitter, Schedule::lazy};
+
+using Journal = std::vector<int>;
+
+// The accelerator, started for one test.
+class Bench {
+ public:
+  explicit Bench(Schedule schedule = Schedule::free, std::uint64_t seed = 0) : Bench(with(schedule, seed)) {}
+  explicit Bench(const Options& options) { sim().start(options); }
+  ~Bench() {
+    for (void* pointer : std::exchange(held().pointers, {})) sim().deallocate(pointer);  // freed ones are ignored
+    sim().stop();
+  }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  static Options with(Schedule schedule, std::uint64_t seed = 0) {
+    Options options;
+    options.devices = 2;
+    options.schedule = schedule;
+    options.seed = seed;
+    options.memory = std::size_t{64} << 20;
+    return options;
+  }
+  static Accelerator& sim() { return Accelerator::get(); }
+  Accelerator* operator->() const { return &sim(); }
+
+  static StreamName stream(int device = 0) { return sim().new_stream(device, 0); }
+  static void work(StreamName stream, std::function<void()> run, std::vector<Access> accesses = {},
+                   const char* name = "work") {
+    sim().submit(stream, {std::move(run), std::move(accesses), site(name), {}});
+  }
+  static void touch(StreamName stream, std::vector<Access> accesses, const char* name = "work") {
+    work(stream, [] {}, std::move(accesses), name);
+  }
+  static void spend(StreamName stream, const Cost& cost) {
+    sim().submit(stream, {[] {}, {}, nullptr, cost});
+  }
+  // Freed when the test ends, if not before.
+  static void* memory(std::size_t bytes, StreamName stream = kDefault) {
+    void* const pointer = sim().allocate(stream.device, bytes, stream, site("allocation"));
+    const std::lock_guard lock(held().mutex);
+    return held().pointers.emplace_back(pointer);
+  }
+  static void order(StreamName later, StreamName earlier) { sim().wait(later, sim().record(earlier)); }
+
+ private:
+  struct Held {
+    std::mutex mutex;
+    std::vector<void*> pointers;
+  };
+  static Held& held() {
+    static Held held;
+    return held;
+  }
+};
+
+inline unsigned char* bytes_of(const void* pointer) { return static_cast<unsigned char*>(Accelerator::alias(pointer)); }
+
+}  // namespace sim::test

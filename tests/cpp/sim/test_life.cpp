@@ -1,0 +1,192 @@
+// Start, stop and fork.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "bench.h"
+#include "runtime/guard.h"
+#include "threads.h"
+
+using namespace sim;
+using namespace sim::test;
+
+namespace {
+
+// Runs `body` in a forked child, and returns how the child ended and what it wrote to stderr.
+template <class Body>
+int in_child(Body&& body, std::string& said) {
+  int ends[2];
+  REQUIRE(pipe(ends) == 0);
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    dup2(ends[1], STDERR_FILENO);
+    _exit(body());
+  }
+  close(ends[1]);
+  char part[4096];
+  for (ssize_t got = 0; (got = read(ends[0], part, sizeof part)) > 0;) said.append(part, static_cast<std::size_t>(got));
+  close(ends[0]);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  return status;
+}
+
+template <class Call>
+bool is_refused(Call&& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    return std::strstr(error.what(), "forked child") != nullptr;
+  }
+  return false;
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("life");
+
+TEST_CASE("stopping drops what is queued, and whoever holds a recording of it need not wait") {
+  for (const Schedule schedule : kSchedules) {
+    Accelerator& sim = Accelerator::get();
+    sim.start(Bench::with(schedule));
+    const auto owner = std::make_shared<int>();
+    const GatePtr gate = sim.hold(kDefault);
+    bool ran = false;
+    Bench::work(kDefault, [&ran, owner] { ran = true; });
+    const RecordingPtr old = sim.record(kDefault);
+    sim.stop();
+    CHECK(owner.use_count() == 1);
+    CHECK(sim.statistics().dropped == 1);
+    CHECK(sim.device_count() == 0);
+    CHECK_THROWS_AS(sim.record(kDefault), std::invalid_argument);
+    CHECK(sim.query(old));
+    sim.start(Bench::with(schedule));
+    sim.synchronize(old);
+    sim.wait(kDefault, old);
+    sim.open(gate);
+    sim.synchronize(0);
+    CHECK_FALSE(ran);
+    sim.stop();
+  }
+}
+
+TEST_CASE("a start forgets clocks, time, reports and errors, and deals streams from the first") {
+  StreamName first;
+  {
+    const Bench bench(Schedule::free);
+    first = Bench::stream();
+    void* const block = Bench::memory(64);
+    Bench::touch(first, {writes(block, 64)});
+    bench->spend(3);
+    Bench::work(kDefault, [] { throw std::runtime_error("broken"); });
+    bench->set_speeds(first, {1, 1, 1});
+    bench->deallocate(block);
+  }
+  const Bench bench(Schedule::free);
+  CHECK(bench->now() == 0);
+  CHECK(bench->report_count() == 0);
+  CHECK(bench->error_of(0) == nullptr);
+  CHECK(bench->statistics().submitted == 0);
+  CHECK(Bench::stream() == first);
+  Bench::spend(first, {Kind::compute, 1, 0});
+  CHECK(bench->time_of(bench->record(first)) < 1);
+}
+
+TEST_CASE("a thread that waits behind a gate goes on when the accelerator stops") {
+  for (const Schedule schedule : kSchedules) {
+    Accelerator& sim = Accelerator::get();
+    sim.start(Bench::with(schedule));
+    sim.hold(kDefault);
+    Bench::work(kDefault, [] {});
+    const RecordingPtr recording = sim.record(kDefault);
+    std::thread waiter([&] { sim.synchronize(recording); });
+    sim.stop();
+    waiter.join();
+  }
+}
+
+TEST_CASE("what cannot be started is refused") {
+  Options options;
+  options.devices = kMaxDevices + 1;
+  CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
+  options.devices = 1;
+  options.memory = std::size_t{1} << 60;
+  CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
+}
+
+TEST_CASE("work may not start or stop the accelerator") {
+  const Bench bench(Schedule::free);
+  Bench::work(kDefault, [&] { bench->stop(); });
+  CHECK_THROWS_AS(bench->synchronize(0), std::logic_error);
+}
+
+TEST_CASE("starts and stops wait for work that runs in other threads") {
+  const Bench bench(Schedule::free);
+  together(4, [&](int i) {
+    for (int round = 0; round < 50; ++round) {
+      if (i == 0) {
+        bench->start(Bench::with(kSchedules[round % 3], static_cast<std::uint64_t>(round)));
+        continue;
+      }
+      Bench::work({0, i}, [] {});
+      bench->query(StreamName{0, i});
+      bench->synchronize(StreamName{0, i});
+    }
+  });
+}
+
+TEST_CASE("a forked child is refused, whatever it calls, and may free what it holds") {
+  const Bench bench(Schedule::lazy);
+  void* const block = Bench::memory(64);
+  void* const pinned = bench->allocate_pinned(64);
+  Bench::work(kDefault, [] {});
+  const RecordingPtr recording = bench->record(kDefault);
+  std::string said;
+  const int status = in_child(
+      [&] {
+        int accepted = 0;
+        accepted += is_refused([&] { Bench::work(kDefault, [] {}); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->record(kDefault); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->query(recording); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->synchronize(0); }) ? 0 : 1;
+        accepted += is_refused([&] { Bench::memory(8); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->allocate_pinned(8); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->start(Options()); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->take_reports(); }) ? 0 : 1;
+        bench->deallocate(block);
+        bench->deallocate_pinned(pinned);
+        const bool known = bench->is_pinned(pinned) && bench->device_of(block) == 0;
+        return known ? accepted : 100;
+      },
+      said);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  CHECK(said.empty());
+  bench->deallocate(block);
+  bench->deallocate_pinned(pinned);
+}
+
+TEST_CASE("a host that follows a device address is told so before it crashes") {
+  const Bench bench;
+  void* const block = Bench::memory(64, {1, 0});
+  std::string said;
+  const int status = in_child(
+      [&] {
+        install_fault_handler();
+        install_fault_handler();  // once is enough
+        return static_cast<int>(*static_cast<volatile char*>(block));
+      },
+      said);
+  CHECK((!WIFEXITED(status) || WEXITSTATUS(status) != 0));
+  CHECK(said.find("host code touched device memory at 0x") != std::string::npos);
+  CHECK(said.find("of sim:1 directly") != std::string::npos);
+  bench->deallocate(block);
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,127 @@
+// Virtual time. The figures are powers of two, so that sums are exact.
+#include "bench.h"
+
+using namespace sim;
+using namespace sim::test;
+
+namespace {
+
+Options clocked(Schedule schedule = Schedule::lazy) {
+  Options options = Bench::with(schedule);
+  options.speeds = {1024, 256, 0.5};  // bytes per second; seconds
+  return options;
+}
+
+Cost compute(double bytes) { return {Kind::compute, bytes, 0}; }
+Cost copy_in(double bytes) { return {Kind::copy_in, bytes, 0}; }
+Cost copy_out(double bytes) { return {Kind::copy_out, bytes, 0}; }
+
+}  // namespace
+
+TEST_SUITE_BEGIN("virtual time");
+
+TEST_CASE("work takes its launch, its bytes and its seconds; a delay only its seconds") {
+  const Bench bench(clocked());
+  Bench::spend(kDefault, compute(2048));
+  CHECK(bench->time_of(bench->record(kDefault)) == 2.5);
+  Bench::spend(kDefault, {Kind::compute, 1024, 4});
+  CHECK(bench->time_of(bench->record(kDefault)) == 8);
+  Bench::spend(kDefault, {Kind::delay, 1024, 2});
+  CHECK(bench->time_of(bench->record(kDefault)) == 10);
+}
+
+TEST_CASE("streams compute side by side, and the host waits for what it synchronizes with") {
+  for (const Schedule schedule : kSchedules) {
+    const Bench bench(clocked(schedule));
+    const StreamName other = Bench::stream();
+    Bench::spend(kDefault, compute(1024));
+    Bench::spend(other, compute(3072));
+    CHECK(bench->now() == 0);
+    bench->synchronize(kDefault);
+    CHECK(bench->now() == 1.5);
+    bench->synchronize(0);
+    CHECK(bench->now() == 3.5);
+  }
+}
+
+TEST_CASE("a copy overlaps with compute, and what waits for both comes after the later") {
+  const Bench bench(clocked());
+  const StreamName copies = Bench::stream();
+  Bench::spend(copies, copy_in(1024));    // to 4.5
+  Bench::spend(kDefault, compute(2048));  // to 2.5
+  Bench::order(kDefault, copies);
+  Bench::spend(kDefault, compute(1024));
+  bench->synchronize(kDefault);
+  CHECK(bench->now() == 6);
+}
+
+TEST_CASE("copies in one direction share an engine, and directions do not") {
+  const Bench bench(clocked());
+  const StreamName a = Bench::stream();
+  const StreamName b = Bench::stream();
+  const StreamName c = Bench::stream();
+  Bench::spend(a, copy_in(256));
+  Bench::spend(b, copy_in(256));
+  Bench::spend(c, copy_out(256));
+  CHECK(bench->time_of(bench->record(a)) == 1.5);
+  CHECK(bench->time_of(bench->record(b)) == 3);
+  CHECK(bench->time_of(bench->record(c)) == 1.5);
+  const StreamName elsewhere = Bench::stream(1);
+  Bench::spend(elsewhere, copy_in(256));
+  CHECK(bench->time_of(bench->record(elsewhere)) == 1.5);
+}
+
+TEST_CASE("work begins no earlier than the host submits it") {
+  const Bench bench(clocked());
+  bench->spend(8);
+  CHECK(bench->time_of(bench->record(kDefault)) == 8);
+  Bench::spend(kDefault, compute(1024));
+  bench->synchronize(kDefault);
+  CHECK(bench->now() == 9.5);
+  bench->spend(-3);
+  CHECK(bench->now() == 9.5);
+}
+
+TEST_CASE("a query that says yes moves the host's clock, and one that says no does not") {
+  const Bench bench(clocked());
+  Bench::spend(kDefault, compute(1024));
+  CHECK_FALSE(bench->query(kDefault));
+  CHECK(bench->now() == 0);
+  CHECK(bench->query(kDefault));
+  CHECK(bench->now() == 1.5);
+}
+
+TEST_CASE("a stream has speeds of its own, until all get others") {
+  const Bench bench(clocked());
+  const StreamName slow = Bench::stream();
+  bench->set_speeds(slow, {512, 256, 0});
+  Bench::spend(slow, compute(1024));
+  CHECK(bench->time_of(bench->record(slow)) == 2);
+  Bench::spend(kDefault, compute(1024));
+  CHECK(bench->time_of(bench->record(kDefault)) == 1.5);
+  bench->set_speeds(std::nullopt, {1024, 256, 0});
+  Bench::spend(slow, compute(1024));
+  CHECK(bench->time_of(bench->record(slow)) == 3);
+}
+
+TEST_CASE("time does not depend on the schedule") {
+  const auto end_under = [](Schedule schedule, std::uint64_t seed) {
+    Options options = clocked(schedule);
+    options.seed = seed;
+    const Bench bench(options);
+    const StreamName streams[] = {Bench::stream(), Bench::stream(), Bench::stream()};
+    for (int i = 0; i < 12; ++i) {
+      Bench::spend(streams[i % 3], i % 2 == 0 ? copy_in(64.0 * i) : compute(512.0 * i));
+      if (i % 4 == 3) Bench::order(streams[(i + 1) % 3], streams[i % 3]);
+    }
+    bench->synchronize(0);
+    return bench->now();
+  };
+  const double end = end_under(Schedule::free, 0);
+  CHECK(end > 0);
+  for (std::uint64_t seed = 0; seed < 5; ++seed) {
+    for (const Schedule schedule : kSchedules) CHECK(end_under(schedule, seed) == end);
+  }
+}
+
+TEST_SUITE_END();
