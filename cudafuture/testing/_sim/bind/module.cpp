@@ -1,0 +1,218 @@
+// The Python module cudafuture.testing._sim: what cudafuture.testing.sim is made of.
+#include <c10/util/Exception.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind/stacks.h"
+#include "device/autograd.h"
+#include "device/current.h"
+#include "device/event.h"
+#include "device/generator.h"
+#include "device/guard.h"
+#include "device/here.h"
+#include "device/hooks.h"
+#include "device/memory.h"
+#include "device/run.h"
+#include "ops/host_watch.h"
+#include "runtime/guard.h"
+
+namespace sim {
+namespace {
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+using NamedStream = std::tuple<int, std::int64_t>;  // device, id
+StreamName named(const NamedStream& stream) { return {std::get<0>(stream), std::get<1>(stream)}; }
+
+// What a failing piece of device work throws: sim.DeviceError in Python.
+struct DeviceFailure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void* leave_python() { return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr; }
+void return_to_python(void* state) {
+  if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+}
+
+void install() {
+  install_guard();
+  install_allocators();
+  install_hooks();
+  install_stacks();
+  install_fault_handler();
+  Accelerator::get().set_sleep_hooks(&leave_python, &return_to_python);
+  Accelerator::get().set_run_hook(&run_apart);
+}
+
+void start(int devices, const std::string& schedule, std::uint64_t seed, bool detect, bool poison, std::size_t memory,
+           bool strict_devices, const Speeds& speeds) {
+  Options options;
+  options.devices = devices;
+  options.schedule = schedule == "lazy" ? Schedule::lazy : schedule == "jitter" ? Schedule::jitter : Schedule::free;
+  options.seed = seed;
+  options.detect = detect;
+  options.poison = poison;
+  options.memory = memory;
+  options.speeds = speeds;
+  set_strict_devices(strict_devices);
+  Accelerator::get().start(options);
+  if (detect) {
+    install_host_watch();
+  } else {
+    remove_host_watch();
+  }
+}
+
+void sleep(const NamedStream& stream, double seconds) {
+  Work work;
+  work.run = [] {};
+  work.site = here("sleep");
+  work.cost = {Kind::delay, 0, seconds};
+  Accelerator::get().submit(named(stream), std::move(work));
+}
+
+void fail(const NamedStream& stream, const std::string& message) {
+  Work work;
+  work.run = [message] { throw DeviceFailure(message); };
+  work.site = here("fail");
+  Accelerator::get().submit(named(stream), std::move(work));
+}
+
+// Whatever the work has thrown comes out as a DeviceFailure.
+void synchronize(std::optional<int> device) {
+  const nb::gil_scoped_release released;
+  for (int i = 0; i < Accelerator::get().device_count(); ++i) {
+    if (device.has_value() && *device != i) continue;
+    try {
+      Accelerator::get().synchronize(i);
+    } catch (const c10::Error& error) {
+      throw DeviceFailure(error.what_without_backtrace());
+    }
+  }
+}
+
+const char* name_of(Report::Kind kind) {
+  switch (kind) {
+    case Report::Kind::race:
+      return "race";
+    case Report::Kind::reuse:
+      return "reuse";
+    case Report::Kind::host_race:
+      return "host_race";
+    case Report::Kind::wrong_device:
+      return "wrong_device";
+    case Report::Kind::error:
+      return "error";
+  }
+  return "?";
+}
+
+nb::object shown(const SitePtr& site) {
+  if (site == nullptr) return nb::none();
+  return nb::make_tuple(site->operation(), site->stack());
+}
+
+nb::list take_reports() {
+  nb::list reports;
+  for (const Report& report : Accelerator::get().take_reports()) {
+    reports.append(nb::make_tuple(name_of(report.kind), report.summary, shown(report.earlier), shown(report.later)));
+  }
+  return reports;
+}
+
+nb::dict statistics() {
+  const Statistics s = Accelerator::get().statistics();
+  nb::dict d;
+  d["submitted"] = s.submitted;
+  d["executed"] = s.executed;
+  d["dropped"] = s.dropped;
+  d["recorded"] = s.recorded;
+  d["waited"] = s.waited;
+  d["allocated_bytes"] = s.allocated_bytes;
+  d["reserved_bytes"] = s.reserved_bytes;
+  d["deferred_blocks"] = s.deferred_blocks;
+  return d;
+}
+
+void bind_streams(nb::module_& m) {
+  m.def("device_count", [] { return Accelerator::get().device_count(); });
+  m.def("current_device", [] { return current_device(); });
+  m.def("current_stream", [](int device) {
+    const StreamName stream = current_stream(device < 0 ? current_device() : device);
+    return NamedStream(stream.device, stream.id);
+  });
+  m.def("synchronize", synchronize, "device"_a.none());
+  m.def("sleep", sleep);
+  m.def("fail", fail);
+  m.def("hold", [](const NamedStream& stream) {
+    auto* const gate = new GatePtr(Accelerator::get().hold(named(stream)));
+    return nb::capsule(gate, [](void* p) noexcept { delete static_cast<GatePtr*>(p); });
+  });
+  m.def("open", [](const nb::capsule& gate) {
+    const GatePtr opened = *static_cast<GatePtr*>(gate.data());
+    const nb::gil_scoped_release released;
+    Accelerator::get().open(opened);
+  });
+}
+
+void bind_generators(nb::module_& m) {
+  m.def("generator", [](int device) {
+    const at::Generator& generator = default_generator(device);
+    return std::tuple(generator.current_seed(), generator.get_offset());
+  });
+  m.def("set_generator", [](int device, std::uint64_t seed, std::uint64_t drawn) {
+    at::Generator generator = default_generator(device);
+    generator.set_current_seed(seed);
+    generator.set_offset(drawn);
+  });
+}
+
+void bind_time(nb::module_& m) {
+  nb::class_<Speeds>(m, "Speeds").def("__init__", [](Speeds* s, double compute, double copy, double launch) {
+    new (s) Speeds{compute, copy, launch};
+  });
+  m.def("now", [] { return Accelerator::get().now(); });
+  m.def("spend", [](double seconds) { Accelerator::get().spend(seconds); });
+  m.def(
+      "set_speeds",
+      [](const Speeds& speeds, std::optional<NamedStream> stream) {
+        Accelerator::get().set_speeds(stream.has_value() ? std::optional(named(*stream)) : std::nullopt, speeds);
+      },
+      "speeds"_a, "stream"_a.none());
+}
+
+}  // namespace
+
+}  // namespace sim
+
+NB_MODULE(_sim, m) {
+  using namespace sim;
+  nb::set_leak_warnings(false);
+  nb::exception<DeviceFailure>(m, "DeviceError", PyExc_RuntimeError);
+  install();
+  m.attr("MAX_DEVICES") = kMaxDevices;
+  m.def("start", start);
+  m.def("stop", [] {
+    remove_host_watch();
+    Accelerator::get().stop();
+  });
+  m.def("take_reports", take_reports);
+  m.def("report_count", [] { return Accelerator::get().report_count(); });
+  m.def("clear_error", [](int device) { Accelerator::get().clear_error(device); });
+  m.def("statistics", statistics);
+  m.def("settle_autograd", settle_autograd, nb::call_guard<nb::gil_scoped_release>());
+  m.def("empty_cache", [] { Accelerator::get().empty_cache(); });
+  bind_streams(m);
+  bind_generators(m);
+  bind_time(m);
+}

@@ -1,0 +1,34 @@
+#include "device/event.h"
+
+#include <atomic>
+#include <string>
+#include <utility>
+
+#include "device/current.h"
+#include "device/here.h"
+
+namespace sim {
+namespace {
+
+std::atomic<bool> is_strict{false};
+
+}  // namespace
+
+void set_strict_devices(bool strict) noexcept { is_strict = strict; }
+
+void check_device(const Event& event, const char* call) noexcept {
+  if (!is_strict.load(std::memory_order_relaxed) || current_device() == event.device) return;
+  try {
+    Report report;
+    report.kind = Report::Kind::wrong_device;
+    report.summary = std::string(call) + " of an event of sim:" + std::to_string(event.device) +
+                     " while sim:" + std::to_string(current_device()) +
+                     " is the current device: on CUDA this makes a context there; set the device first";
+    report.later = here(call);
+    Accelerator::get().report(std::move(report));
+  } catch (...) {
+    // in a forked child, or without memory: there is nobody to tell
+  }
+}
+
+}  // namespace sim

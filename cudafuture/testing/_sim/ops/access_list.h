@@ -1,0 +1,28 @@
+// Which bytes a piece of work reads and writes, each range named once.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+#include "runtime/accelerator.h"
+
+namespace sim {
+
+class AccessList {
+ public:
+  void read(const at::Tensor& tensor) { add(tensor, false); }
+  void write(const at::Tensor& tensor) { add(tensor, true); }
+  void add(const at::Tensor& tensor, bool writes);
+
+  double bytes() const noexcept { return bytes_; }  // of all elements that are read or written
+  bool empty() const noexcept { return accesses_.empty(); }
+  std::vector<Access> take() && { return std::move(accesses_); }
+
+ private:
+  std::vector<Access> accesses_;
+  double bytes_ = 0;
+};
+
+}  // namespace sim

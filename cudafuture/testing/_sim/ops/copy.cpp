@@ -1,0 +1,160 @@
+#include "ops/copy.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "device/current.h"
+#include "device/here.h"
+#include "ops/access_list.h"
+#include "ops/alias.h"
+#include "ops/fallback.h"
+#include "ops/host_tensor.h"
+#include "ops/host_watch.h"
+#include "ops/tensors.h"
+
+namespace sim {
+namespace {
+
+bool is_pinned(const at::Tensor& tensor) { return Accelerator::get().is_pinned(tensor.storage().data()); }
+
+// Can a copy engine do it, that moves bytes and converts nothing?
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
+std::function<void()> copying(at::Tensor target, at::Tensor source) {
+  return [target = std::move(target), source = std::move(source)] { target.copy_(source); };
+}
+
+void copy_within(const at::Tensor& target, const at::Tensor& source) {
+  Aliases aliases;
+  AccessList accesses;
+  accesses.read(source);
+  accesses.write(target);
+  enqueue(target.device().index(), "aten::copy_", copying(aliases.of(target), aliases.of(source)), std::move(accesses));
+}
+
+// Runs in the current stream of the source's device, between what the target's has done and what it will do.
+void copy_between(const at::Tensor& target, const at::Tensor& source) {
+  Accelerator& accelerator = Accelerator::get();
+  const StreamName from = current_stream(source.device().index());
+  const StreamName to = current_stream(target.device().index());
+  Aliases aliases;
+  AccessList accesses;
+  accesses.read(source);
+  accesses.write(target);
+  accelerator.wait(from, accelerator.record(to));
+  Work work;
+  work.run = copying(aliases.of(target), aliases.of(source));
+  work.cost = {Kind::copy_peer, static_cast<double>(target.nbytes()), 0};
+  work.accesses = std::move(accesses).take();
+  work.site = here("aten::copy_");
+  accelerator.submit(from, std::move(work));
+  accelerator.wait(to, accelerator.record(from));
+}
+
+void finish(const at::Tensor& on_device, bool non_blocking) {
+  if (!non_blocking) Accelerator::get().synchronize(current_stream(on_device.device().index()));
+}
+
+void enqueue_transfer(const at::Tensor& on_device, std::function<void()> run, AccessList&& accesses, Kind kind) {
+  const int device = on_device.device().index();
+  Work work;
+  work.run = std::move(run);
+  work.cost = {kind, static_cast<double>(on_device.nbytes()), 0};
+  work.accesses = std::move(accesses).take();
+  work.site = here("aten::copy_");
+  Accelerator::get().submit(current_stream(device), std::move(work));
+}
+
+void copy_in(const at::Tensor& target, const at::Tensor& source, bool non_blocking) {
+  Aliases aliases;
+  AccessList accesses;
+  accesses.write(target);
+  const bool pinned = is_pinned(source);
+  if (pinned && same_bytes(target, source)) {
+    accesses.read(source);
+    watch_host();
+    // Pinned memory is not kept alive either: its allocator knows who uses it.
+    enqueue_transfer(target, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_in);
+  } else {
+    if (pinned) note_host_read(source, "aten::copy_");
+    enqueue_transfer(target, copying(aliases.of(target), host_copy(source)), std::move(accesses), Kind::copy_in);
+  }
+  finish(target, non_blocking);
+}
+
+void copy_out(const at::Tensor& target, const at::Tensor& source, bool non_blocking) {
+  Aliases aliases;
+  AccessList accesses;
+  accesses.read(source);
+  if (is_pinned(target)) {
+    accesses.write(target);
+    watch_host();
+    enqueue_transfer(source, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_out);
+    finish(source, non_blocking && same_bytes(target, source));
+  } else {
+    enqueue_transfer(source, copying(target, aliases.of(source)), std::move(accesses), Kind::copy_out);
+    finish(source, false);
+  }
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
+  copy_tensor(dst, self, non_blocking);
+  return dst;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+  if (dst.sizes() != self.sizes()) dst.resize_(self.sizes());
+  copy_tensor(dst, self, false);
+  return dst;
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  const at::Tensor value = at::empty(self.sizes(), self.options().device(c10::kCPU));
+  copy_out(value, self, false);
+  return value.item();
+}
+
+}  // namespace
+
+void copy_tensor(const at::Tensor& target, const at::Tensor& source, bool non_blocking) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (target.is_same(source)) return;
+  const at::Tensor from = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
+  if (target.numel() == 0) return;
+  if (target.is_privateuseone() && source.is_privateuseone()) {
+    target.device() == source.device() ? copy_within(target, from) : copy_between(target, from);
+  } else if (target.is_privateuseone()) {
+    TORCH_CHECK(source.is_cpu(), "cannot copy from ", source.device(), " to ", target.device());
+    copy_in(target, from, non_blocking);
+  } else {
+    TORCH_CHECK(target.is_cpu(), "cannot copy from ", source.device(), " to ", target.device());
+    copy_out(target, from, non_blocking);
+  }
+}
+
+void write_host_tensor(const at::Tensor& target, const at::Tensor& source) {
+  if (target.numel() == 0) return;
+  Aliases aliases;
+  AccessList accesses;
+  accesses.write(target);
+  enqueue_transfer(target, copying(aliases.of(target), source), std::move(accesses), Kind::copy_in);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+}
+
+// The fallbacks of these keys would clone, and so copy, for ever: our copies know what to do with their bits.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+}  // namespace sim

@@ -1,0 +1,15 @@
+// Copies: within a device, between devices, and between a device and the host.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace sim {
+
+// As Tensor.copy_(), where at least one of the two is on a device. The host waits as it does with CUDA: not within a
+// device or between devices; else unless `non_blocking`, and the memory is pinned or (to a device) copied beforehand.
+void copy_tensor(const at::Tensor& target, const at::Tensor& source, bool non_blocking);
+
+// From a tensor of the host's that nobody will write again. Does not wait.
+void write_host_tensor(const at::Tensor& target, const at::Tensor& source);
+
+}  // namespace sim

@@ -1,0 +1,82 @@
+"""A simulated accelerator: devices with streams, events, pinned memory and a race detector, on any machine.
+
+Code that orders streams wrongly works nearly always on a GPU, and fails where nobody can reproduce it. Here it fails at
+once, on a laptop or in CI, and says why::
+
+    sim.enable(devices=2, schedule="lazy")
+    with sim.detect_races():
+        side = torch.Stream("sim")
+        with side:
+            x = torch.ones(1000, device="sim")
+        x.sum()                      # RaceError: nobody waited for `side`
+
+Tensors on "sim" behave as on "cuda": operations return before they have run, streams run side by side, memory that is
+freed is handed out again in the order of its stream, and copies from pinned memory are asynchronous. The device is
+torch's PrivateUse1; ``torch.Stream``, ``torch.Event`` and ``torch.accelerator`` work, and so does autograd.
+
+There are no threads: device work runs inside the calls of the host, and the schedule says when. So a program with one
+host thread does the same thing each time that it is given the same seed.
+
+=========  =========================================================================================================
+schedule   when device work runs
+=========  =========================================================================================================
+``free``   as early as streams and events allow: as on a device that is faster than the host
+``lazy``   as late as possible: when the host waits, and then only what it waits for. Whoever forgot to wait reads
+           NaN, which fresh memory is filled with
+``jitter`` in between: at each call a choice, made by the seed, of how much of which stream
+=========  =========================================================================================================
+
+Races are found when work is enqueued, from what waits for what (vector clocks, as in FastTrack by Flanagan and Freund,
+2009), so they show under every schedule. ``clock()`` is a virtual clock: with it the overlap of copies and kernels can
+be measured exactly.
+
+What it does not have: graphs, IPC between processes, sparse tensors, autocast. Host threads share one clock, so a race
+between two of them can be missed; a strided view counts as all the bytes from its first to its last.
+"""
+
+from cudafuture.testing.sim._prepare import prepare
+from cudafuture.testing.sim.accelerator import (
+    DeviceError,
+    Schedule,
+    Settings,
+    Statistics,
+    clear_error,
+    disable,
+    enable,
+    is_enabled,
+    settings,
+    statistics,
+    synchronize,
+)
+from cudafuture.testing.sim.report import RaceError, Report, Site, detect_races, races
+from cudafuture.testing.sim.streams import Hold, fail, finish, hold, sleep
+from cudafuture.testing.sim.virtual_time import Speeds, clock, set_speeds, spend
+
+__all__ = [
+    "DeviceError",
+    "Hold",
+    "RaceError",
+    "Report",
+    "Schedule",
+    "Settings",
+    "Site",
+    "Speeds",
+    "Statistics",
+    "clear_error",
+    "clock",
+    "detect_races",
+    "disable",
+    "enable",
+    "fail",
+    "finish",
+    "hold",
+    "is_enabled",
+    "prepare",
+    "races",
+    "set_speeds",
+    "settings",
+    "sleep",
+    "spend",
+    "statistics",
+    "synchronize",
+]

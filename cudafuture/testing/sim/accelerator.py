@@ -1,0 +1,153 @@
+"""The accelerator as a whole: on, off, what it was told, and what it has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim._prepare import prepare
+from cudafuture.testing.sim.virtual_time import Speeds
+
+__all__ = [
+    "DeviceError",
+    "Schedule",
+    "Settings",
+    "Statistics",
+    "clear_error",
+    "disable",
+    "enable",
+    "is_enabled",
+    "settings",
+    "statistics",
+    "synchronize",
+]
+
+DeviceError = _native.DeviceError
+Schedule = Literal["free", "jitter", "lazy"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``enable`` was told."""
+
+    devices: int = 1
+    schedule: Schedule = "free"
+    seed: int = 0
+    detect: bool = True
+    poison: bool = True
+    memory: int = 4 << 30
+    strict_devices: bool = False
+    speeds: Speeds = field(default_factory=Speeds)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts since ``enable``, and bytes now."""
+
+    submitted: int
+    executed: int
+    dropped: int
+    recorded: int
+    waited: int
+    allocated_bytes: int
+    reserved_bytes: int
+    deferred_blocks: int
+
+
+_settings: Settings | None = None
+
+
+def enable(
+    devices: int = 1,
+    *,
+    schedule: Schedule = "free",
+    seed: int = 0,
+    detect: bool = True,
+    poison: bool = True,
+    memory: int = 4 << 30,
+    strict_devices: bool = False,
+    speeds: Speeds | None = None,
+) -> None:
+    """Start the accelerator; again: start afresh, with no work queued and nothing found.
+
+    Args:
+        devices: how many, 1 to 8.
+        schedule: when device work runs: "free" (default), "jitter" or "lazy".
+        seed: of what the schedule chooses.
+        detect: look for races.
+        poison: fill fresh memory, on devices and pinned, with NaN.
+        memory: bytes of each device; torch.OutOfMemoryError beyond. Default 4 GiB, taken only when used.
+        strict_devices: report events that are recorded, queried, synchronised or destroyed while another device is
+            current. For libraries that handle events themselves.
+        speeds: of virtual time.
+
+    Raises:
+        ValueError: no such schedule, or too many devices.
+        RuntimeError: after a ``backward()`` without ``prepare()``, or in a forked child.
+    """
+    global _settings
+    if not 1 <= devices <= _native.MAX_DEVICES:
+        raise ValueError(f"devices={devices}: 1 to {_native.MAX_DEVICES} can be simulated")
+    if schedule not in get_args(Schedule):
+        raise ValueError(f"schedule={schedule!r}: one of {', '.join(get_args(Schedule))} is wanted")
+    prepare()
+    wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
+    _native.start(devices, schedule, seed % 2**64, detect, poison, memory, strict_devices, wanted.speeds._native())
+    _settings = wanted
+
+
+def disable() -> None:
+    """Take the devices away. Tensors that are left can be freed and nothing else."""
+    global _settings
+    if _settings is not None:
+        _native.stop()
+        _settings = None
+
+
+def is_enabled() -> bool:
+    """Say whether there are devices."""
+    return _settings is not None
+
+
+def settings() -> Settings:
+    """Return what the accelerator was started with.
+
+    Raises:
+        RuntimeError: it was not started.
+    """
+    if _settings is None:
+        raise RuntimeError("the simulated accelerator is off: call sim.enable()")
+    return _settings
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Block until all work of a device (default: of all devices) has run.
+
+    Raises:
+        DeviceError: some of it failed.
+    """
+    settings()
+    _native.synchronize(None if device is None else index_of(device))
+
+
+def clear_error(device: torch.device | str | int = 0) -> None:
+    """Repair a device that work has broken. What was queued there is gone."""
+    _native.clear_error(index_of(device))
+
+
+def statistics() -> Statistics:
+    """Return what the accelerator has done."""
+    return Statistics(**_native.statistics())
+
+
+def index_of(device: torch.device | str | int) -> int:
+    found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "sim":
+        raise ValueError(f"a simulated device is wanted, not {device}")
+    index = _native.current_device() if found.index is None else found.index
+    if not 0 <= index < settings().devices:
+        raise ValueError(f"there is no sim:{index}: sim.enable() made {settings().devices} devices")
+    return int(index)

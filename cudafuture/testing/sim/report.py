@@ -1,0 +1,81 @@
+"""What the race detector has found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim.accelerator import settings
+
+__all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the host did something: the operation, and the Python stack, outermost call first."""
+
+    operation: str
+    stack: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.operation, *(f"  {line}" for line in self.stack)])
+
+
+@dataclass(frozen=True)
+class Report:
+    """One finding.
+
+    ``kind`` is ``race`` (two streams touch the same bytes, one writes, and neither waits for the other), ``reuse``
+    (memory was handed out again while another stream may still use it: ``record_stream`` is missing), ``host_race``
+    (the host touches pinned memory that a copy in flight uses), ``wrong_device`` or ``error``.
+    """
+
+    kind: str
+    summary: str
+    earlier: Site | None
+    later: Site | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {self.summary}"]
+        if self.earlier is not None:
+            lines.append(f"first: {self.earlier}")
+        if self.later is not None:
+            lines.append(f"then: {self.later}" if self.earlier is not None else f"at: {self.later}")
+        return "\n".join(lines)
+
+
+class RaceError(AssertionError):
+    """The program does not order what it does on the device. ``reports`` says what was found.
+
+    Make the stream of the later access wait for the earlier one: ``stream.wait_stream()``, ``stream.wait_event()``, or
+    the ``wait()`` of a future. Where memory was reused, call ``tensor.record_stream()`` for each stream that uses the
+    tensor and is not the one that it was allocated on.
+    """
+
+    def __init__(self, reports: list[Report]) -> None:
+        self.reports = reports
+        super().__init__("\n\n".join(map(str, reports)))
+
+
+def races() -> list[Report]:
+    """Return what has been found since the last call, and forget it."""
+    return [
+        Report(kind, summary, _site(earlier), _site(later)) for kind, summary, earlier, later in _native.take_reports()
+    ]
+
+
+@contextlib.contextmanager
+def detect_races() -> Iterator[None]:
+    """Raise RaceError at the end of the block when something was found in it. What was found before is dropped."""
+    if not settings().detect:
+        raise RuntimeError("the simulated accelerator does not look for races: sim.enable(detect=True)")
+    races()
+    yield
+    if found := races():
+        raise RaceError(found)
+
+
+def _site(parts: tuple[str, str] | None) -> Site | None:
+    return None if parts is None else Site(parts[0], tuple(parts[1].splitlines()))

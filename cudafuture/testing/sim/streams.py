@@ -1,0 +1,72 @@
+"""What tests do to streams: hold them back, delay them, let them fail."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim.accelerator import synchronize
+from cudafuture.testing.sim.virtual_time import name_of
+
+__all__ = ["Hold", "fail", "finish", "hold", "sleep"]
+
+
+class Hold:
+    """A stop in a stream: what was enqueued after it waits until ``open()``, the end of a ``with``, or its own end."""
+
+    def __init__(self, gate: Any) -> None:
+        self._gate = gate
+        _holds.add(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # nothing that waits would come to an end in order any more
+            self.open()
+
+    def open(self) -> None:
+        """Let the stream go on; once is enough, more often does no harm."""
+        _native.open(self._gate)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+
+
+_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def finish() -> None:
+    """Open every Hold, and block until all work has run. The pytest fixture ends each test with it.
+
+    Raises:
+        DeviceError: some of it failed.
+    """
+    for held in list(_holds):
+        held.open()
+    synchronize()
+
+
+def sleep(ms: float, stream: torch.Stream | None = None) -> None:
+    """Enqueue a delay of so many virtual milliseconds on a stream (default: the current one). It takes no real time."""
+    _native.sleep(name_of(stream), ms * 1e-3)
+
+
+def hold(stream: torch.Stream | None = None) -> Hold:
+    """Stop a stream (default: the current one) here until ``open()`` of what is returned, or the end of its ``with``.
+
+    For tests that need device work to be pending. Whoever synchronises with the stream meanwhile blocks.
+    """
+    return Hold(_native.hold(name_of(stream)))
+
+
+def fail(message: str, stream: torch.Stream | None = None) -> None:
+    """Enqueue work that fails. From then on the device is broken, as after a CUDA error, until ``clear_error``."""
+    _native.fail(name_of(stream), message)

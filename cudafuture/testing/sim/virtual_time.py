@@ -1,0 +1,51 @@
+"""Virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cudafuture.testing import _sim as _native
+
+__all__ = ["Speeds", "clock", "set_speeds", "spend"]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast virtual time makes a device. Bytes per second, and seconds."""
+
+    compute: float = 1e12
+    """Bytes that kernels read and write, per second; streams compute side by side, each at this speed."""
+    copy: float = 25e9
+    """Bytes per second between host and device, each way, and between devices. Copies in one direction share it."""
+    launch: float = 5e-6
+    """Seconds that each piece of work takes beside its bytes."""
+
+    def _native(self) -> Any:
+        return _native.Speeds(self.compute, self.copy, self.launch)
+
+
+def clock() -> float:
+    """Return the host's virtual time in seconds since ``enable``. It goes on when the host waits, and by ``spend``."""
+    return float(_native.now())
+
+
+def spend(ms: float) -> None:
+    """Let the host compute for so many virtual milliseconds."""
+    _native.spend(ms * 1e-3)
+
+
+def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
+    """Set the speeds of one stream, or (None) of all that have none of their own."""
+    _native.set_speeds(speeds._native(), None if stream is None else name_of(stream))
+
+
+def name_of(stream: torch.Stream | None) -> tuple[int, int]:
+    """Return device and id of a stream; None is the current one."""
+    if stream is None:
+        return _native.current_stream(-1)
+    if stream.device.type != "sim":
+        raise ValueError(f"a stream of a simulated device is wanted, not {stream}")
+    return (stream.device.index, stream.stream_id)

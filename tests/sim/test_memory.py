@@ -1,0 +1,149 @@
+"""Device memory and pinned memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cudafuture.testing import sim
+
+pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_fresh_memory_is_poisoned(dtype: torch.dtype) -> None:
+    assert torch.empty(1000, dtype=dtype, device="sim").isnan().all().item()
+
+
+def test_memory_that_is_used_again_is_poisoned_again() -> None:
+    x = torch.ones(1000, device="sim")
+    address = x.data_ptr()
+    del x
+    y = torch.empty(1000, device="sim")
+    assert y.data_ptr() == address
+    assert y.isnan().all().item()
+
+
+def test_poison_can_be_off() -> None:
+    sim.enable(poison=False)
+    x = torch.ones(1000, device="sim")
+    del x
+    assert torch.empty(1000, device="sim").sum().item() == 1000
+
+
+def test_bytes_in_use_are_counted() -> None:
+    before = sim.statistics().allocated_bytes
+    x = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
+    assert sim.statistics().allocated_bytes - before == 1 << 20
+    del x
+    assert sim.statistics().allocated_bytes == before
+
+
+def test_too_much_is_refused_with_numbers() -> None:
+    sim.enable(memory=1 << 20)
+    with pytest.raises(torch.OutOfMemoryError, match="sim:0"):
+        torch.empty(2 << 20, dtype=torch.uint8, device="sim")
+    assert torch.ones(4, device="sim").sum().item() == 4
+
+
+def test_memory_that_waits_for_other_streams_is_waited_for_before_giving_up() -> None:
+    sim.enable(schedule="lazy", memory=4 << 20)
+    side = torch.Stream("sim")
+    for _ in range(10):
+        x = torch.zeros(3 << 20, dtype=torch.uint8, device="sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            x.add_(1)
+        x.record_stream(side)
+        del x
+
+
+def test_the_cache_can_be_emptied() -> None:
+    x = torch.ones(1 << 20, device="sim")
+    sim.synchronize()
+    before = sim.statistics().reserved_bytes
+    del x
+    torch.accelerator.memory.empty_cache()
+    assert sim.statistics().reserved_bytes <= before
+    assert torch.ones(1 << 20, device="sim").sum().item() == 1 << 20
+
+
+def test_an_empty_tensor_has_no_memory() -> None:
+    x = torch.empty(0, 3, device="sim")
+    assert x.data_ptr() == 0
+    assert x.sum().item() == 0
+
+
+def test_storage_can_grow_and_keeps_what_it_has() -> None:
+    x = torch.arange(4.0, device="sim")
+    x.resize_(8)
+    assert x[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_pinned_memory_says_so() -> None:
+    assert not torch.ones(4).is_pinned()
+    pinned = torch.arange(4.0).pin_memory()
+    assert pinned.is_pinned()
+    assert pinned.tolist() == [0, 1, 2, 3]
+    assert torch.empty(4, pin_memory=True).is_pinned()
+
+
+def test_pinned_memory_in_flight_is_not_handed_out_again() -> None:
+    pinned = torch.ones(1000).pin_memory()
+    address = pinned.data_ptr()
+    x = pinned.to("sim", non_blocking=True)
+    del pinned
+    other = torch.full((1000,), 7.0).pin_memory()
+    assert other.data_ptr() != address
+    assert x.sum().item() == 1000
+    del other
+
+
+def test_a_copy_from_ordinary_memory_has_read_it_when_it_returns() -> None:
+    host = torch.ones(1000)
+    x = host.to("sim", non_blocking=True)
+    host.fill_(5)
+    assert x.sum().item() == 1000
+
+
+def test_a_copy_into_ordinary_memory_has_written_it_when_it_returns() -> None:
+    x = torch.ones(1000, device="sim")
+    host = torch.zeros(1000)
+    host.copy_(x, non_blocking=True)
+    assert host.sum().item() == 1000
+
+
+@pytest.mark.parametrize("schedule", ["free", "lazy"])
+def test_a_copy_between_devices_is_ordered_on_both(schedule: sim.Schedule) -> None:
+    sim.enable(devices=2, schedule=schedule)
+    x = torch.arange(1000.0, device="sim:0")
+    y = torch.zeros(1000, device="sim:1")
+    y.add_(1)
+    y.copy_(x, non_blocking=True)
+    y.add_(1)
+    assert y.sum().item() == 999 * 500 + 1000
+
+
+def test_the_same_program_gets_the_same_addresses() -> None:
+    def addresses() -> list[int]:
+        base = torch.empty(1, device="sim").data_ptr()
+        kept = [torch.empty(n, device="sim") for n in (10, 1000, 100000, 10)]
+        return [t.data_ptr() - base for t in kept]
+
+    assert addresses() == addresses()
+
+
+def test_a_host_that_reads_device_memory_by_its_address_is_told() -> None:
+    code = """if True:
+        import ctypes, torch
+        from cudafuture.testing import sim
+        sim.enable(devices=2)
+        ctypes.string_at(torch.ones(4, device="sim:1").data_ptr(), 4)
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "sim:1" in run.stderr
+    assert ".cpu()" in run.stderr

@@ -1,0 +1,294 @@
+"""What the race detector finds, and what it must not find."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cudafuture.testing import sim
+
+pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
+
+
+def found() -> list[sim.Report]:
+    """Return the reports, oldest first."""
+    return sim.races()
+
+
+def kinds() -> list[str]:
+    return [report.kind for report in found()]
+
+
+def fill(stream: torch.Stream, value: float = 1.0) -> torch.Tensor:
+    """Return a tensor that is allocated and written on a stream."""
+    with stream:
+        return torch.full((256,), value, device=stream.device)
+
+
+def current(device: str = "sim:0") -> torch.Stream:
+    return torch.accelerator.current_stream(torch.device(device))
+
+
+def test_a_read_that_waits_for_nobody() -> None:
+    x = fill(torch.Stream("sim:0"))
+    x.sum()
+    (report,) = found()
+    assert report.kind == "race"
+    assert report.earlier is not None
+    assert report.later is not None
+    assert "test_races.py" in report.earlier.stack[-1]
+    assert "in fill" in report.earlier.stack[-1]
+    assert "in test_a_read_that_waits_for_nobody" in report.later.stack[-1]
+    assert "sim:0" in report.summary
+
+
+def test_a_write_over_what_another_stream_reads() -> None:
+    x = torch.zeros(256, device="sim:0")
+    side = torch.Stream("sim:0")
+    side.wait_stream(current())
+    with side:
+        x.sum()
+    x.add_(1)
+    (report,) = found()
+    assert report.kind == "race"
+    assert report.later is not None
+    assert report.later.operation == "aten::add"
+
+
+def test_two_reads_are_no_race() -> None:
+    x = torch.zeros(256, device="sim:0")
+    side = torch.Stream("sim:0")
+    side.wait_stream(current())
+    with side:
+        a = x.sum()
+    b = x.sum()
+    x.record_stream(side)
+    sim.synchronize()
+    assert a.item() == b.item() == 0
+
+
+def test_a_stream_that_waits_is_ordered() -> None:
+    side = torch.Stream("sim:0")
+    x = fill(side)
+    current().wait_stream(side)
+    assert x.sum().item() == 256
+
+
+def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
+    side = torch.Stream("sim:0")
+    with side:
+        x = torch.zeros(256, device="sim:0")
+        event = torch.Event("sim:0")
+        event.record()
+        x.add_(1)
+    event.wait(current())
+    x.sum()
+    (report,) = found()
+    assert report.earlier is not None
+    assert report.earlier.operation == "aten::add"
+
+
+def test_an_event_that_was_recorded_again_counts_as_it_was_when_somebody_waited() -> None:
+    side = torch.Stream("sim:0")
+    event = torch.Event("sim:0")
+    x = fill(side)
+    event.record(side)
+    event.wait(current())
+    with side:
+        other = torch.full((256,), 2.0, device="sim:0")
+    event.record(side)
+    assert x.sum().item() == 256
+    assert found() == []
+    other.sum()
+    assert kinds() == ["race"]
+
+
+def test_order_is_passed_on_through_a_third_stream() -> None:
+    first, second = torch.Stream("sim:0"), torch.Stream("sim:0")
+    x = fill(first)
+    second.wait_stream(first)
+    current().wait_stream(second)
+    assert x.sum().item() == 256
+
+
+def test_the_host_orders_streams_by_waiting() -> None:
+    side = torch.Stream("sim:0")
+    x = fill(side)
+    side.synchronize()
+    assert x.sum().item() == 256
+
+
+def test_a_query_that_says_yes_orders_too() -> None:
+    side = torch.Stream("sim:0")
+    x = fill(side)
+    event = torch.Event("sim:0")
+    event.record(side)
+    while not event.query():
+        pass
+    assert x.sum().item() == 256
+
+
+def test_a_query_that_says_no_orders_nothing() -> None:
+    side = torch.Stream("sim:0")
+    x = fill(side)
+    event = torch.Event("sim:0")
+    event.record(side)
+    assert not event.query()
+    x.sum()
+    assert kinds() == ["race"]
+
+
+def test_parts_of_a_tensor_are_told_apart() -> None:
+    x = torch.zeros(256, device="sim:0")
+    side = torch.Stream("sim:0")
+    side.wait_stream(current())
+    with side:
+        x[:128].add_(1)
+    x[128:].add_(2)
+    current().wait_stream(side)
+    assert x.sum().item() == 128 * 3
+
+
+def test_memory_that_is_handed_out_again_too_early() -> None:
+    side = torch.Stream("sim:0")
+    x = torch.zeros(256, device="sim:0")
+    side.wait_stream(current())
+    with side:
+        x.sum()
+    del x
+    y = torch.empty(256, device="sim:0")
+    (report,) = found()
+    assert report.kind == "reuse"
+    assert "record_stream" in report.summary
+    assert report.later is not None
+    assert "test_memory_that_is_handed_out_again_too_early" in report.later.stack[-1]
+    del y
+
+
+def test_record_stream_holds_memory_back() -> None:
+    side = torch.Stream("sim:0")
+    x = torch.zeros(256, device="sim:0")
+    address = x.data_ptr()
+    side.wait_stream(current())
+    with side:
+        total = x.sum()
+    x.record_stream(side)
+    del x
+    y = torch.empty(256, device="sim:0")
+    assert y.data_ptr() != address
+    side.synchronize()
+    z = torch.empty(256, device="sim:0")
+    assert z.data_ptr() == address
+    assert total.item() == 0
+
+
+def test_memory_is_used_again_at_once_on_its_own_stream() -> None:
+    x = torch.zeros(256, device="sim:0")
+    address = x.data_ptr()
+    total = x.sum()
+    del x
+    y = torch.ones(256, device="sim:0")
+    assert y.data_ptr() == address
+    assert total.item() == 0
+
+
+def test_filling_pinned_memory_that_a_copy_still_reads() -> None:
+    pinned = torch.ones(256).pin_memory()
+    x = pinned.to("sim:0", non_blocking=True)
+    pinned.fill_(2)
+    (report,) = found()
+    assert report.kind == "host_race"
+    assert report.later is not None
+    assert "fill_" in report.later.operation
+    assert x.sum().item() == 512  # what the bug does
+
+
+def test_reading_pinned_memory_that_a_copy_still_writes() -> None:
+    x = torch.ones(256, device="sim:0")
+    pinned = torch.empty(256, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.sum().isnan()
+    assert kinds() == ["host_race"]
+
+
+def test_pinned_memory_is_the_hosts_again_after_waiting() -> None:
+    pinned = torch.ones(256).pin_memory()
+    x = pinned.to("sim:0", non_blocking=True)
+    current().synchronize()
+    pinned.fill_(2)
+    assert x.sum().item() == 256
+
+
+def test_reading_what_a_copy_reads_too_is_no_race() -> None:
+    pinned = torch.ones(256).pin_memory()
+    x = pinned.to("sim:0", non_blocking=True)
+    assert pinned.sum().item() == 256
+    assert x.sum().item() == 256
+
+
+def test_devices_are_told_apart() -> None:
+    x = torch.zeros(256, device="sim:0")
+    y = x.to("sim:1")
+    x.add_(1)
+    assert y.sum().item() == 0
+
+
+def test_a_race_is_reported_once() -> None:
+    x = fill(torch.Stream("sim:0"))
+    for _ in range(5):
+        x.sum()
+    assert kinds() == ["race"]
+
+
+def test_an_operation_that_names_a_tensor_twice_races_once() -> None:
+    x = fill(torch.Stream("sim:0"))
+    x.add_(x)
+    assert kinds() == ["race"]
+
+
+def test_the_error_shows_both_places() -> None:
+    with pytest.raises(sim.RaceError) as caught, sim.detect_races():
+        fill(torch.Stream("sim:0")).sum()
+    assert str(caught.value).count("test_races.py") >= 2
+    assert "in fill" in str(caught.value)
+
+
+def test_what_was_found_before_the_block_is_not_raised_in_it() -> None:
+    fill(torch.Stream("sim:0")).sum()
+    with sim.detect_races():
+        pass
+    assert found() == []
+
+
+@pytest.mark.parametrize("schedule", ["free", "jitter", "lazy"])
+def test_every_schedule_finds_it(schedule: sim.Schedule) -> None:
+    sim.enable(schedule=schedule, seed=3)
+    fill(torch.Stream("sim:0")).sum()
+    assert kinds() == ["race"]
+
+
+def test_nothing_is_looked_for_when_told_so() -> None:
+    sim.enable(detect=False)
+    fill(torch.Stream("sim:0")).sum()
+    assert found() == []
+    with pytest.raises(RuntimeError, match="detect=True"), sim.detect_races():
+        pass
+
+
+def test_operations_on_two_devices_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="sim:1"):
+        torch.zeros(4, device="sim:0") + torch.zeros(4, device="sim:1")
+
+
+def test_an_event_that_is_asked_on_another_device() -> None:
+    sim.enable(devices=2, strict_devices=True)
+    event = torch.Event("sim:1")
+    with torch.accelerator.device_index(1):
+        event.record(current("sim:1"))
+    event.query()
+    (report,) = found()
+    assert report.kind == "wrong_device"
+    assert "sim:1" in report.summary
+    with torch.accelerator.device_index(1):
+        del event
+    assert found() == []

@@ -1,0 +1,165 @@
+"""Streams, events and devices, as torch's own classes show them; holding streams back, and work that fails."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from cudafuture.testing import sim
+
+pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def test_torch_knows_the_devices() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("sim")
+    assert torch.accelerator.device_count() == 2
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_device_index() == 0
+    with torch.accelerator.device_index(1):
+        assert torch.ones(1, device="sim").device == torch.device("sim:1")
+    with pytest.raises(IndexError, match="sim:2"):
+        torch.accelerator.set_device_index(2)
+
+
+def test_the_pool_has_32_streams_for_each_priority() -> None:
+    for priority in (0, -1, -2):
+        streams = {torch.Stream("sim", priority=priority).stream_id for _ in range(100)}
+        assert len(streams) == 32
+        assert 0 not in streams
+
+
+def test_a_block_makes_a_stream_current_and_puts_the_old_one_back() -> None:
+    before = current()
+    side = torch.Stream("sim:0")
+    with side:
+        assert current() == side
+    assert current() == before
+    assert before.stream_id == 0
+
+
+def test_current_streams_belong_to_their_thread() -> None:
+    seen = []
+    with torch.Stream("sim:0"):
+        thread = threading.Thread(target=lambda: seen.append(current().stream_id))
+        thread.start()
+        thread.join()
+    assert seen == [0]
+
+
+def test_an_event_that_was_never_recorded_is_reached() -> None:
+    event = torch.Event("sim")
+    assert event.query()
+    event.synchronize()
+    event.wait()
+
+
+def test_a_held_stream_waits_and_others_do_not() -> None:
+    side = torch.Stream("sim:0")
+    with sim.hold(side):
+        sim.sleep(1, side)
+        assert not side.query()
+        assert not side.query()
+        sim.sleep(1)
+        current().synchronize()
+        assert current().query()
+        assert not side.query()
+    side.synchronize()
+    assert side.query()
+
+
+def test_a_host_that_waits_behind_a_hold_is_woken_by_another_thread() -> None:
+    held = sim.hold()
+    x = torch.ones(4, device="sim")
+    about_to_wait = threading.Event()
+    got: list[float] = []
+
+    def wait() -> None:
+        about_to_wait.set()
+        got.append(x.sum().item())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    about_to_wait.wait()
+    held.open()
+    thread.join()
+    assert got == [4]
+
+
+def test_a_hold_that_is_dropped_is_opened() -> None:
+    held = sim.hold()
+    sim.sleep(1)
+    del held
+    sim.synchronize()
+    assert current().query()
+
+
+def test_a_hold_may_be_opened_twice() -> None:
+    held = sim.hold()
+    held.open()
+    held.open()
+    sim.synchronize()
+
+
+def test_work_that_fails_breaks_its_device() -> None:
+    sim.fail("the memory has a broken bit")
+    for _ in range(2):
+        with pytest.raises(sim.DeviceError, match="broken bit"):
+            sim.synchronize("sim:0")
+    with pytest.raises(RuntimeError, match="broken bit"):
+        current().query()
+    sim.synchronize("sim:1")
+    sim.clear_error("sim:0")
+    sim.synchronize()
+    assert torch.ones(4, device="sim:0").sum().item() == 4
+
+
+def test_what_waits_for_a_broken_device_hears_of_it() -> None:
+    event = torch.Event("sim:0")
+    sim.fail("gone")
+    event.record()
+    with pytest.raises(RuntimeError, match="gone"):
+        event.synchronize()
+    sim.clear_error("sim:0")
+
+
+def test_the_kernel_of_an_operation_can_fail() -> None:
+    index = torch.tensor([5], device="sim")
+    torch.zeros(3, device="sim").index_select(0, index)
+    with pytest.raises(sim.DeviceError, match="index out of range"):
+        sim.synchronize()
+    sim.clear_error()
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="devices=9"):
+        sim.enable(devices=9)
+    with pytest.raises(ValueError, match="schedule='slow'"):
+        sim.enable(schedule="slow")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cpu"):
+        sim.synchronize("cpu")
+    with pytest.raises(ValueError, match="sim:5"):
+        sim.clear_error(5)
+    sim.disable()
+    with pytest.raises(RuntimeError, match=r"sim\.enable"):
+        sim.synchronize()
+    assert not sim.is_enabled()
+    assert torch.accelerator.device_count() == 0
+    sim.enable()
+
+
+def test_starting_afresh_forgets_what_was_queued() -> None:
+    held = sim.hold()
+    x = torch.ones(4, device="sim")
+    x.add_(1)
+    sim.enable(schedule="lazy")
+    assert sim.statistics().executed == 0
+    assert torch.ones(2, device="sim").tolist() == [1, 1]
+    assert current().query()
+    held.open()
+    del x
