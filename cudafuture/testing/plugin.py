@@ -1,6 +1,13 @@
-"""The pytest plugin: the marker and the fixture ``world``."""
+"""The pytest plugin: the markers ``world`` and ``sim``, and the fixtures of the same names."""
 
 from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -9,13 +16,32 @@ from cudafuture.testing.world import World
 
 __all__: list[str] = []  # pytest finds what it needs
 
-_MARKER = "world(n, backend='gloo', timeout=60): the `world` fixture of this test has n ranks; timeout in seconds"
+_MARKERS = (
+    "world(n, backend='gloo', timeout=60): the `world` fixture of this test has n ranks; timeout in seconds",
+    "sim(devices=1, schedule='free', seed=None, ...): the test runs with a simulated accelerator, as sim.enable() "
+    "makes it, and fails on any race or failed device work; seed=None: a new one each time, shown when the test fails",
+)
+_SCHEDULES = ("free", "jitter", "lazy")
 _pool = pytest.StashKey[Pool]()
+_seed = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Announce the options."""
+    group = parser.getgroup("cudafuture")
+    group.addoption("--sim-seed", type=int, help="the seed of every simulated accelerator, as a failed test showed it")
+    group.addoption("--sim-schedule", choices=_SCHEDULES, help="the schedule of every simulated accelerator")
+    group.addoption(
+        "--sim-everywhere",
+        action="store_true",
+        help="run every test with a simulated accelerator whose device 0 is torch's default device",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Announce the marker."""
-    config.addinivalue_line("markers", _MARKER)
+    """Announce the markers."""
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
     config.stash[_pool] = Pool()
 
 
@@ -25,6 +51,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_pool].close()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare the accelerator before any test computes a gradient."""
+    if any(_is_simulated(item) for item in session.items):
+        from cudafuture.testing import sim
+
+        sim.prepare()
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """Processes with torch.distributed initialised: ``world.run(function, *args)``. See ``pytest.mark.world``."""
@@ -32,3 +66,81 @@ def world(request: pytest.FixtureRequest) -> World:
     if marker is None:
         raise pytest.UsageError("the fixture `world` needs to know its size: @pytest.mark.world(2)")
     return World(*marker.args, **marker.kwargs, pool=request.config.stash[_pool])
+
+
+@pytest.fixture
+def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Give the module ``cudafuture.testing.sim``, enabled as ``pytest.mark.sim`` says, for one test."""
+    from cudafuture.testing import sim
+
+    wanted = _wanted(request.node)
+    request.node.stash[_seed] = wanted["seed"]
+    sim.enable(**wanted)
+    yield sim
+    sim.disable()
+
+
+@pytest.fixture(autouse=True)
+def _sim_by_marker(request: pytest.FixtureRequest) -> None:
+    if _is_simulated(request.node):
+        request.getfixturevalue("sim")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let a test that left a race or a broken device behind fail."""
+    if _seed not in item.stash:
+        return (yield)
+    from cudafuture.testing import sim
+
+    with _default_device(item.config):
+        result = yield
+    sim.finish()
+    if found := sim.races():
+        raise sim.RaceError(found)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Show what makes a failed test fail again, and the races of one that failed of something else."""
+    report = yield
+    if report.failed and _seed in item.stash:
+        from cudafuture.testing import sim
+
+        wanted = _wanted(item)
+        again = f"--sim-seed={wanted['seed']} --sim-schedule={wanted['schedule']}"
+        lines = [f"to see it again: pytest {again} '{item.nodeid}'", *map(str, sim.races())]
+        report.sections.append(("simulated accelerator", "\n".join(lines)))
+    return report
+
+
+def _is_simulated(item: Any) -> bool:
+    return (
+        item.get_closest_marker("sim") is not None
+        or "sim" in getattr(item, "fixturenames", ())
+        or bool(item.config.getoption("--sim-everywhere"))
+    )
+
+
+def _wanted(item: Any) -> dict[str, Any]:
+    marker = item.get_closest_marker("sim")
+    wanted = {} if marker is None else dict(marker.kwargs)
+    if marker is not None and marker.args:
+        raise pytest.UsageError("pytest.mark.sim takes keywords: @pytest.mark.sim(devices=2, schedule='lazy')")
+    options = item.config.option
+    if options.sim_schedule is not None:
+        wanted["schedule"] = options.sim_schedule
+    if options.sim_seed is not None:
+        wanted["seed"] = options.sim_seed
+    if wanted.get("seed") is None:
+        wanted["seed"] = item.stash.get(_seed, random.SystemRandom().getrandbits(32))
+    if "schedule" not in wanted:
+        wanted["schedule"] = _SCHEDULES[wanted["seed"] % 3] if options.sim_everywhere else "free"
+    return wanted
+
+
+def _default_device(config: pytest.Config) -> AbstractContextManager[Any]:
+    import torch
+
+    return torch.device("sim:0") if config.getoption("--sim-everywhere") else contextlib.nullcontext()

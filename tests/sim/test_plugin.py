@@ -1,0 +1,178 @@
+"""The marker and the fixture, in test runs of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import pytest
+import torch
+from cudafuture.testing import sim as sim_module
+
+def race():
+    with torch.Stream("sim"):
+        x = torch.ones(4, device="sim")
+    x.sum()
+"""
+
+
+class Run:
+    """Runs pytest over a file with a head and the given tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "test_it.py"
+
+    def __call__(self, tests: str, *arguments: str) -> str:
+        self.file.write_text(HEAD + tests)
+        command = [sys.executable, "-m", "pytest", "-p", "cudafuture.testing.plugin", "--disable-plugin-autoload"]
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", *arguments, str(self.file)],
+            capture_output=True,
+            text=True,
+            cwd=self.file.parent,
+        )
+        return done.stdout + done.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_a_marked_test_has_devices_and_the_next_has_none(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim(devices=3, schedule="lazy", seed=7)
+def test_with():
+    assert torch.accelerator.device_count() == 3
+    assert sim_module.settings().schedule == "lazy"
+    assert sim_module.settings().seed == 7
+
+def test_without():
+    assert not sim_module.is_enabled()
+
+def test_fixture(sim):
+    assert sim is sim_module
+    assert torch.ones(2, device="sim").sum().item() == 2
+""")
+    assert "3 passed" in out
+
+
+def test_a_race_fails_a_test_that_passed(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_races():
+    race()
+""")
+    assert "1 failed" in out
+    assert "RaceError" in out
+    assert "in race" in out
+
+
+def test_failed_device_work_fails_a_test_that_passed(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim(schedule="lazy")
+def test_fails():
+    sim_module.fail("the device is on fire")
+
+@pytest.mark.sim
+def test_next_is_well():
+    assert torch.ones(2, device="sim").sum().item() == 2
+""")
+    assert "1 failed, 1 passed" in out
+    assert "the device is on fire" in out
+
+
+def test_races_that_were_taken_are_forgiven(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_races():
+    with pytest.raises(sim_module.RaceError), sim_module.detect_races():
+        race()
+""")
+    assert "1 passed" in out
+
+
+def test_a_test_that_fails_of_something_else_shows_its_races_too(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_races():
+    race()
+    assert 1 == 2
+""")
+    assert "assert 1 == 2" in out
+    assert "in race" in out
+
+
+def test_a_hold_that_a_test_leaves_closed_does_not_hang_the_run(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_holds():
+    global held
+    held = sim_module.hold()
+    torch.ones(2, device="sim").add_(1)
+""")
+    assert "1 passed" in out
+
+
+def test_a_failing_seed_is_shown_and_fails_again(run: Run) -> None:
+    tests = """
+@pytest.mark.sim(schedule="jitter")
+def test_sometimes():
+    assert sim_module.settings().seed % 1000 == 999_999, f"seed {sim_module.settings().seed}"
+"""
+    out = run(tests)
+    again = re.search(r"to see it again: pytest (--sim-seed=(\d+) --sim-schedule=jitter)", out)
+    assert again, out
+    assert f"seed {again[2]}" in out
+    assert f"seed {again[2]}" in run(tests, *again[1].split())
+
+
+def test_the_options_win_over_the_marker(run: Run) -> None:
+    out = run(
+        """
+@pytest.mark.sim(schedule="free", seed=1)
+def test_settings():
+    assert (sim_module.settings().schedule, sim_module.settings().seed) == ("lazy", 5)
+""",
+        "--sim-schedule=lazy",
+        "--sim-seed=5",
+    )
+    assert "1 passed" in out
+
+
+def test_everywhere_means_that_tests_that_know_nothing_of_it_run_on_it(run: Run) -> None:
+    tests = """
+def test_plain():
+    x = torch.ones(4)
+    assert x.device.type == "sim"
+    assert (x + 1).tolist() == [2, 2, 2, 2]
+"""
+    assert "1 passed" in run(tests, "--sim-everywhere")
+    assert "1 failed" in run(tests)
+
+
+def test_prepared_before_the_first_backward(run: Run) -> None:
+    out = run("""
+def test_backward():
+    torch.ones(1, requires_grad=True).sum().backward()
+
+@pytest.mark.sim
+def test_later():
+    x = torch.ones(1, device="sim", requires_grad=True)
+    x.sum().backward()
+    assert x.grad.item() == 1
+""")
+    assert "2 passed" in out
+
+
+def test_the_marker_takes_keywords(run: Run) -> None:
+    assert "takes keywords" in run("""
+@pytest.mark.sim(2)
+def test_it():
+    pass
+""")
