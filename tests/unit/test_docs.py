@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import cudafuture
 from cudafuture import CUDAFuture, EventView, errors
 from cudafuture.distributed import point_to_point
-from cudafuture.testing import World
+from cudafuture.testing import World, sim
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +29,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_PYTHON = {"sh", "text", "{toctree}", "{eval-rst}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+sim.prepare()  # before an example computes a gradient
 
 # What the examples of a page take for granted.
 GIVEN: dict[str, dict[str, Any]] = {
@@ -48,6 +50,12 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_afterwards() -> Iterator[None]:
+    yield
+    sim.disable()
 
 
 def run_examples(text: str, name: str, names: dict[str, Any], line: int = 0) -> str:
@@ -138,6 +146,11 @@ def public_names() -> dict[str, tuple[Any, ModuleType]]:
     return found
 
 
+def is_function(thing: Any) -> bool:
+    """Say whether it can be called; so can a type's alias, which is for annotations."""
+    return callable(thing) and not isinstance(thing, type) and get_origin(thing) is None
+
+
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """Go through the public methods and properties that a class itself has."""
     for name, member in vars(cls).items():
@@ -153,14 +166,17 @@ EVERYTHING = {**{name: thing for name, (thing, _) in NAMES.items()}, **METHODS}
 CALLABLES = {
     name: thing
     for name, thing in EVERYTHING.items()
-    if callable(thing) and not isinstance(thing, type) and CLASSES.get(name.rpartition(".")[0]) not in NEEDS_A_DEVICE
+    if callable(thing)
+    and get_origin(thing) is None
+    and not isinstance(thing, type)
+    and CLASSES.get(name.rpartition(".")[0]) not in NEEDS_A_DEVICE
 }
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_every_public_name_has_a_docstring(name: str) -> None:
     thing = EVERYTHING[name]
-    if isinstance(thing, (type, property)) or callable(thing):
+    if isinstance(thing, (type, property)) or is_function(thing):
         text = thing.__doc__ or ""
         assert text.removeprefix(native_signature(text)).strip(), f"{name} has no docstring"
     else:  # a value: its module says what it is
@@ -209,6 +225,8 @@ OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(poi
 def names_for(name: str) -> dict[str, Any]:
     """Return what the examples of a public name take for granted: its module, and nothing for what is native."""
     thing = WITH_EXAMPLES[name]
+    if name.startswith(sim.__name__):
+        return {"sim": sim, "torch": torch}
     if isinstance(thing, type):
         return dict(vars(NAMES[name][1]))
     return dict(getattr(thing, "__globals__", {}))

@@ -15,7 +15,7 @@ freed is handed out again in the order of its stream, and copies from pinned mem
 torch's PrivateUse1; ``torch.Stream``, ``torch.Event`` and ``torch.accelerator`` work, and so does autograd.
 
 There are no threads: device work runs inside the calls of the host, and the schedule says when. So a program with one
-host thread does the same thing each time that it is given the same seed.
+host thread does the same thing each time that it is given the same seed. A ``Schedule`` is one of these words:
 
 =========  =========================================================================================================
 schedule   when device work runs
@@ -34,8 +34,7 @@ What it does not have: graphs, IPC between processes, sparse tensors, autocast. 
 between two of them can be missed; a strided view counts as all the bytes from its first to its last.
 """
 
-from cudafuture.testing.sim._prepare import prepare
-from cudafuture.testing.sim.accelerator import (
+from cudafuture.testing.sim._accelerator import (
     DeviceError,
     Schedule,
     Settings,
@@ -48,9 +47,10 @@ from cudafuture.testing.sim.accelerator import (
     statistics,
     synchronize,
 )
-from cudafuture.testing.sim.report import RaceError, Report, Site, detect_races, races
-from cudafuture.testing.sim.streams import Hold, fail, finish, hold, sleep
-from cudafuture.testing.sim.virtual_time import Speeds, clock, set_speeds, spend
+from cudafuture.testing.sim._prepare import prepare
+from cudafuture.testing.sim._report import RaceError, Report, Site, detect_races, races
+from cudafuture.testing.sim._streams import Hold, fail, finish, hold, sleep
+from cudafuture.testing.sim._virtual_time import Speeds, clock, set_speeds, spend
 
 __all__ = [
     "DeviceError",

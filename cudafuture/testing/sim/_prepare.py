@@ -27,6 +27,8 @@ def prepare() -> None:
 
     Raises:
         RuntimeError: too late, or another backend has torch's only free place.
+
+    >>> sim.prepare()
     """
     global _is_prepared
     with _lock:

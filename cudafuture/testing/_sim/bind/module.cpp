@@ -198,7 +198,9 @@ void bind_time(nb::module_& m) {
 NB_MODULE(_sim, m) {
   using namespace sim;
   nb::set_leak_warnings(false);
-  nb::exception<DeviceFailure>(m, "DeviceError", PyExc_RuntimeError);
+  nb::exception<DeviceFailure>(m, "DeviceError", PyExc_RuntimeError).attr("__doc__") =
+      "Device work has failed, and broken its device: `sim.clear_error()` repairs it. torch's own calls say it with a "
+      "RuntimeError.";
   install();
   m.attr("MAX_DEVICES") = kMaxDevices;
   m.def("start", start);

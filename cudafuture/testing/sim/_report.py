@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cudafuture.testing import _sim as _native
-from cudafuture.testing.sim.accelerator import settings
+from cudafuture.testing.sim._accelerator import settings
 
 __all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
 
@@ -54,13 +54,23 @@ class RaceError(AssertionError):
     tensor and is not the one that it was allocated on.
     """
 
+    __module__ = "cudafuture.testing.sim"  # where users find it
+
     def __init__(self, reports: list[Report]) -> None:
         self.reports = reports
         super().__init__("\n\n".join(map(str, reports)))
 
 
 def races() -> list[Report]:
-    """Return what has been found since the last call, and forget it."""
+    """Return what has been found since the last call, and forget it.
+
+    >>> sim.enable()
+    >>> with torch.Stream("sim"):
+    ...     x = torch.ones(4, device="sim")
+    >>> total = x.sum()
+    >>> [report.kind for report in sim.races()]
+    ['race']
+    """
     return [
         Report(kind, summary, _site(earlier), _site(later)) for kind, summary, earlier, later in _native.take_reports()
     ]
@@ -68,7 +78,17 @@ def races() -> list[Report]:
 
 @contextlib.contextmanager
 def detect_races() -> Iterator[None]:
-    """Raise RaceError at the end of the block when something was found in it. What was found before is dropped."""
+    """Raise RaceError at the end of the block when something was found in it. What was found before is dropped.
+
+    >>> sim.enable()
+    >>> with sim.detect_races():
+    ...     with torch.Stream("sim"):
+    ...         x = torch.ones(4, device="sim")
+    ...     total = x.sum()
+    Traceback (most recent call last):
+        ...
+    cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of sim:0 reads 16 bytes ...
+    """
     if not settings().detect:
         raise RuntimeError("the simulated accelerator does not look for races: sim.enable(detect=True)")
     races()

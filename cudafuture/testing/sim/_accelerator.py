@@ -9,7 +9,7 @@ import torch
 
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._prepare import prepare
-from cudafuture.testing.sim.virtual_time import Speeds
+from cudafuture.testing.sim._virtual_time import Speeds
 
 __all__ = [
     "DeviceError",
@@ -87,6 +87,10 @@ def enable(
     Raises:
         ValueError: no such schedule, or too many devices.
         RuntimeError: after a ``backward()`` without ``prepare()``, or in a forked child.
+
+    >>> sim.enable(devices=2, schedule="lazy", seed=7)
+    >>> torch.ones(2, device="sim:1") + 1
+    tensor([2., 2.], device='sim:1')
     """
     global _settings
     if not 1 <= devices <= _native.MAX_DEVICES:
@@ -100,7 +104,12 @@ def enable(
 
 
 def disable() -> None:
-    """Take the devices away. Tensors that are left can be freed and nothing else."""
+    """Take the devices away. Tensors that are left can be freed and nothing else.
+
+    >>> sim.disable()
+    >>> torch.accelerator.is_available()
+    False
+    """
     global _settings
     if _settings is not None:
         _native.stop()
@@ -108,7 +117,12 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Say whether there are devices."""
+    """Say whether there are devices.
+
+    >>> sim.enable()
+    >>> sim.is_enabled()
+    True
+    """
     return _settings is not None
 
 
@@ -117,6 +131,10 @@ def settings() -> Settings:
 
     Raises:
         RuntimeError: it was not started.
+
+    >>> sim.enable(seed=7)
+    >>> sim.settings().seed
+    7
     """
     if _settings is None:
         raise RuntimeError("the simulated accelerator is off: call sim.enable()")
@@ -128,18 +146,36 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
     Raises:
         DeviceError: some of it failed.
+
+    >>> sim.enable(schedule="lazy")
+    >>> sim.sleep(ms=1)
+    >>> sim.synchronize()
+    >>> sim.statistics().executed
+    1
     """
     settings()
     _native.synchronize(None if device is None else index_of(device))
 
 
 def clear_error(device: torch.device | str | int = 0) -> None:
-    """Repair a device that work has broken. What was queued there is gone."""
+    """Repair a device that work has broken. What was queued there is gone.
+
+    >>> sim.enable()
+    >>> sim.fail("a broken bit")
+    >>> sim.clear_error("sim:0")
+    >>> sim.synchronize()
+    """
     _native.clear_error(index_of(device))
 
 
 def statistics() -> Statistics:
-    """Return what the accelerator has done."""
+    """Return what the accelerator has done.
+
+    >>> sim.enable(schedule="lazy")
+    >>> x = torch.zeros(1024, device="sim")
+    >>> sim.statistics().allocated_bytes
+    4096
+    """
     return Statistics(**_native.statistics())
 
 

@@ -28,17 +28,36 @@ class Speeds:
 
 
 def clock() -> float:
-    """Return the host's virtual time in seconds since ``enable``. It goes on when the host waits, and by ``spend``."""
+    """Return the host's virtual time in seconds since ``enable``. It goes on when the host waits, and by ``spend``.
+
+    >>> sim.enable()
+    >>> sim.clock()
+    0.0
+    """
     return float(_native.now())
 
 
 def spend(ms: float) -> None:
-    """Let the host compute for so many virtual milliseconds."""
+    """Let the host compute for so many virtual milliseconds.
+
+    >>> sim.enable()
+    >>> sim.spend(ms=2)
+    >>> sim.clock()
+    0.002
+    """
     _native.spend(ms * 1e-3)
 
 
 def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
-    """Set the speeds of one stream, or (None) of all that have none of their own."""
+    """Set the speeds of one stream, or (None) of all that have none of their own.
+
+    >>> sim.enable()
+    >>> sim.set_speeds(sim.Speeds(copy=1e9, launch=0))
+    >>> x = torch.zeros(250_000).pin_memory().to("sim", non_blocking=True)
+    >>> sim.synchronize()
+    >>> sim.clock()
+    0.001
+    """
     _native.set_speeds(speeds._native(), None if stream is None else name_of(stream))
 
 

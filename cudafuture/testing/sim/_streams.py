@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cudafuture.testing import _sim as _native
-from cudafuture.testing.sim.accelerator import synchronize
-from cudafuture.testing.sim.virtual_time import name_of
+from cudafuture.testing.sim._accelerator import synchronize
+from cudafuture.testing.sim._virtual_time import name_of
 
 __all__ = ["Hold", "fail", "finish", "hold", "sleep"]
 
@@ -28,7 +28,12 @@ class Hold:
             self.open()
 
     def open(self) -> None:
-        """Let the stream go on; once is enough, more often does no harm."""
+        """Let the stream go on; once is enough, more often does no harm.
+
+        >>> sim.enable()
+        >>> held = sim.hold()
+        >>> held.open()
+        """
         _native.open(self._gate)
 
     def __enter__(self) -> Hold:
@@ -48,6 +53,12 @@ def finish() -> None:
 
     Raises:
         DeviceError: some of it failed.
+
+    >>> sim.enable(schedule="lazy")
+    >>> held = sim.hold()
+    >>> sim.finish()
+    >>> torch.accelerator.current_stream().query()
+    True
     """
     for held in list(_holds):
         held.open()
@@ -55,7 +66,14 @@ def finish() -> None:
 
 
 def sleep(ms: float, stream: torch.Stream | None = None) -> None:
-    """Enqueue a delay of so many virtual milliseconds on a stream (default: the current one). It takes no real time."""
+    """Enqueue a delay of so many virtual milliseconds on a stream (default: the current one). It takes no real time.
+
+    >>> sim.enable()
+    >>> sim.sleep(ms=2.5)
+    >>> sim.synchronize()
+    >>> sim.clock()
+    0.0025
+    """
     _native.sleep(name_of(stream), ms * 1e-3)
 
 
@@ -63,10 +81,24 @@ def hold(stream: torch.Stream | None = None) -> Hold:
     """Stop a stream (default: the current one) here until ``open()`` of what is returned, or the end of its ``with``.
 
     For tests that need device work to be pending. Whoever synchronises with the stream meanwhile blocks.
+
+    >>> sim.enable()
+    >>> with sim.hold():
+    ...     sim.sleep(ms=1)
+    ...     torch.accelerator.current_stream().query()
+    False
     """
     return Hold(_native.hold(name_of(stream)))
 
 
 def fail(message: str, stream: torch.Stream | None = None) -> None:
-    """Enqueue work that fails. From then on the device is broken, as after a CUDA error, until ``clear_error``."""
+    """Enqueue work that fails. From then on the device is broken, as after a CUDA error, until ``clear_error``.
+
+    >>> sim.enable()
+    >>> sim.fail("a broken bit")
+    >>> sim.synchronize()
+    Traceback (most recent call last):
+        ...
+    cudafuture.testing._sim.DeviceError: a broken bit
+    """
     _native.fail(name_of(stream), message)
