@@ -5,7 +5,7 @@ variable                                 default   what it sets
 =======================================  ========  ==================================================================
 ``CUDAFUTURE_WATCHER_FIRST_PAUSE_US``    5         microseconds between two polls of device events, right after one
                                                    was reached or came to be watched
-``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  500       microseconds to which that pause grows while nothing happens
+``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  5000      microseconds to which that pause grows while nothing happens
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
 ``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare what the ranks issue, collective by collective
@@ -45,7 +45,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """
     return Config(
         watcher_first_pause=_positive(environ, "CUDAFUTURE_WATCHER_FIRST_PAUSE_US", 5) * 1e-6,
-        watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 500) * 1e-6,
+        watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 5000) * 1e-6,
         submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
         debug_order="order" in _words(environ, "CUDAFUTURE_DEBUG", {"order"}),
     )

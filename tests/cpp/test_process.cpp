@@ -99,8 +99,12 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   std::vector<Callback*> leaked;
 
   const FuturePtr busy = completed(EventSet::record(device(0)));
-  leaked.push_back(call(count(late), Continuation::when_ready));
-  busy->attach(leaked.back());  // watched, and never due
+  std::atomic<int> abandoned{0};
+  const auto when_ready = [&] {
+    constexpr auto flags = static_cast<std::uint8_t>(Continuation::foreign | Continuation::when_ready);
+    return new Callback(count(late), flags, nullptr, [&] { ++abandoned; });
+  };
+  busy->attach(when_ready());  // watched, and never due
   const FuturePtr never = pending();
   never->attach(call_inside(count(late)));
   on_engine_thread([&] {
@@ -114,7 +118,14 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   shut_down();
   CHECK(is_shut_down());
   CHECK(posted == 1000);  // what was posted before has run
+  CHECK(abandoned == 1);
   shut_down();
+  {
+    const Inside inside;
+    busy->attach(when_ready());
+    CHECK(abandoned == 2);
+  }
+  CHECK_FALSE(CallbackThread::get().has_lost());
 
   // Engines do not know, and go on: nothing runs, nothing hangs.
   on_engine_thread([&] {
@@ -125,8 +136,9 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
       future->complete({});
     }
   });
-  leaked.push_back(call(count(late), Continuation::when_ready));
+  leaked.push_back(when_ready());
   busy->attach(leaked.back());
+  CHECK(CallbackThread::get().has_lost());
   const FuturePtr plain = pending();
   std::atomic<int> here{0};
   plain->attach(call(count(here)));

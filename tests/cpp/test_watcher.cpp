@@ -268,26 +268,42 @@ TEST_CASE_FIXTURE(WatcherRules, "it polls once for each round, and not at all wh
   CHECK(watcher.statistics().polls == polls);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "the pauses double from the first to the longest") {
-  using Clock = std::chrono::steady_clock;
+TEST_CASE_FIXTURE(WatcherRules, "it does not wake up while nothing is watched") {
+  Watcher watcher;
+  const auto watch_one = [&] {
+    accelerator.finish_all();
+    Signal ran;
+    watcher.watch(watched(completed(EventSet::record(device(0))), [&](Future&) { ran.send(); }));
+    ran.wait();
+    while (watcher.statistics().pending > 0) std::this_thread::yield();
+  };
+  watch_one();
+  const std::uint64_t before = watcher.statistics().wakeups;
+  for (int i = 0; i < 20'000; ++i) completed(EventSet::record(device(1)));
+  CHECK(watcher.statistics().wakeups == before);
+  watch_one();
+  CHECK(watcher.statistics().wakeups > before);
+  watcher.stop();
+}
+
+TEST_CASE_FIXTURE(WatcherRules, "the pauses grow from the first to the longest") {
   constexpr auto kFirst = 200us;
-  constexpr auto kLongest = 800us;
+  constexpr auto kLongest = 250us;
   Watcher watcher;
   watcher.set_pauses(kFirst, kLongest);
-  std::vector<Clock::time_point> looks;
+  std::vector<std::chrono::steady_clock::time_point> looks;
   accelerator.after_query([&] {
-    looks.push_back(Clock::now());
-    if (looks.size() == 6) accelerator.finish_all();
+    looks.push_back(std::chrono::steady_clock::now());
+    if (looks.size() == 8) accelerator.finish_all();
   });
   Signal ran;
   watcher.watch(watched(busy(), [&](Future&) { ran.send(); }));
   ran.wait();
   watcher.stop();
-  REQUIRE(looks.size() == 7);
-  const auto pause_before = [&](std::size_t i) { return looks[i] - looks[i - 1]; };
-  CHECK(pause_before(1) >= kFirst);
-  CHECK(pause_before(2) >= 2 * kFirst);
-  for (std::size_t i = 3; i < looks.size(); ++i) CHECK(pause_before(i) >= kLongest);
+  REQUIRE(looks.size() == 9);
+  Backoff expected(kFirst, kLongest);
+  for (std::size_t i = 1; i < looks.size(); ++i) CHECK(looks[i] - looks[i - 1] >= expected.next());
+  CHECK(expected.next() == kLongest);
 }
 
 TEST_CASE_FIXTURE(WatcherRules, "what comes during a pause is looked at without waiting for its end") {
@@ -308,22 +324,58 @@ TEST_CASE_FIXTURE(WatcherRules, "what comes during a pause is looked at without 
   watcher.stop();
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "stop does not wait for a pause, and what is watched then is leaked") {
+TEST_CASE_FIXTURE(WatcherRules, "stop does not wait for a pause: what is due then runs, and the rest is abandoned") {
   Watcher watcher;
   watcher.set_pauses(1h, 1h);
   Signal looked;
-  accelerator.after_query(
-      [&, once = std::make_shared<std::once_flag>()] { std::call_once(*once, [&] { looked.send(); }); });
-  const FuturePtr future = busy();
-  Callback* const one = watched(future, [](Future&) { FAIL_CHECK("ran after stop()"); });
-  Callback* const two = watched(future, [](Future&) { FAIL_CHECK("ran after stop()"); });
-  watcher.watch(one);
+  Signal last_looked;
+  accelerator.after_query([&, looks = std::make_shared<std::atomic<int>>(0)] {
+    if (++*looks == 2) looked.send();
+  });
+  const FuturePtr done_soon = busy(0);
+  const FuturePtr never_done = busy(1);
+  Signal ran;
+  std::vector<int> abandoned;
+  const auto doomed = [&](int number) {
+    const auto late = [](Future&) { FAIL_CHECK("ran after stop()"); };
+    auto* c = new Callback(late, Continuation::foreign, nullptr, [&, number] { abandoned.push_back(number); });
+    c->parent = never_done;
+    return c;
+  };
+  watcher.watch(doomed(1));
+  watcher.watch(watched(done_soon, [&](Future&) { ran.send(); }));
   looked.wait();
+  watcher.watch(doomed(2));
+  accelerator.finish(stream(0, 0));
   watcher.stop();
-  watcher.watch(two);
-  accelerator.finish_all();
-  delete one;
-  delete two;
+  CHECK(ran.sent());
+  settle_callback_thread();
+  CHECK(abandoned == std::vector{1, 2});
+  CHECK(watcher.statistics().pending == 0);
+  const Inside inside;
+  watcher.watch(doomed(3));
+  CHECK(abandoned.size() == 3);
+}
+
+TEST_CASE_FIXTURE(WatcherRules, "stop leaves the thread to itself when a device does not answer and nobody goes on") {
+  static auto* const watcher = new Watcher;  // its thread outlives stop()
+  Signal asked;
+  Signal answer;
+  accelerator.after_query([&, once = std::make_shared<std::once_flag>()] {
+    std::call_once(*once, [&] {
+      asked.send();
+      answer.wait();
+    });
+  });
+  watcher->watch(watched(busy(), [](Future&) { FAIL_CHECK("ran after stop()"); }));
+  asked.wait();
+  static int patience;
+  patience = 2;
+  watcher->stop([]() noexcept { return --patience > 0; });
+  CHECK(patience == 0);
+  CHECK(watcher->statistics().pending == 1);
+  answer.send();
+  while (watcher->statistics().pending > 0) std::this_thread::yield();
 }
 
 TEST_CASE_FIXTURE(WatcherRules,

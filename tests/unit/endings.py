@@ -263,6 +263,34 @@ def late_use() -> None:
     late.append(use)
 
 
+def devices_at_work() -> None:
+    """Leave callbacks and waits behind device work that never ends: they fail instead of holding up the end."""
+    from cudafuture.testing import sim
+
+    sim.enable()
+    keep.append(sim.hold())
+    future = CUDAFuture.completed(torch.ones(1, device="sim"))
+    child = future.then(lambda f: f.value(), non_blocking=False)
+    keep.extend([future, child, child.then(lambda f: f.value()), gather(child, future)])
+    daemon(child.exception)
+    daemon(future.wait)
+    begun = threading.Event()
+
+    def block() -> None:
+        begun.set()
+        child.wait()
+
+    keep.append(submit(block, executor=executors.callback_thread))
+    begun.wait()
+
+    def look() -> None:
+        for failed in (child, future.then(lambda f: f.value(), non_blocking=False)):
+            assert isinstance(failed.exception(timeout=10), InvalidStateError)
+            assert "the process is exiting" in str(failed.exception())
+
+    late.append(look)
+
+
 class UsedByAFinalizer:
     def __del__(self) -> None:
         future: CUDAFuture[int] = CUDAFuture()
@@ -295,6 +323,7 @@ SCENARIOS = {
         works_in_python,
         event_loops,
         late_use,
+        devices_at_work,
         finalizers,
     )
 }

@@ -10,7 +10,7 @@ from cudafuture import config, errors
 def test_defaults_hold_where_nothing_is_set():
     settings = config.read({})
     assert settings.watcher_first_pause == pytest.approx(5e-6)
-    assert settings.watcher_longest_pause == pytest.approx(500e-6)
+    assert settings.watcher_longest_pause == pytest.approx(5000e-6)
     assert 1 <= settings.submit_threads <= 32
     assert not settings.debug_order
 

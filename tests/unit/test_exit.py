@@ -27,7 +27,8 @@ from unit.endings import main
 main(say, *sys.argv[1:])
 """
 
-APART = ("a_callback_that_posts_itself", "a_callback_that_waits", "failing_threads")  # do not go with others, or slowly
+# They do not go with others, or slowly.
+APART = ("a_callback_that_posts_itself", "a_callback_that_waits", "failing_threads", "devices_at_work")
 EVERYTHING = [name for name in SCENARIOS if name not in APART]
 
 

@@ -40,7 +40,7 @@ void refuse_after_fork() {
 
 void shut_down(bool (*go_on)() noexcept) noexcept {
   if (is_forked_child() || down.exchange(true)) return;
-  Watcher::get().stop();
+  Watcher::get().stop(go_on);
   ThreadCache::get().stop(go_on);
   CallbackThread::get().stop(go_on);
 }

@@ -1,41 +1,65 @@
 #include "core/watcher.h"
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <unordered_map>
 
+#include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/future.h"
 #include "core/process.h"
 
 namespace cudafuture {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kPatience{50};
+constexpr unsigned long kTimerSlack = 1000;  // nanoseconds; the usual 50 us would make every short pause a long one
+
+void abandon_all(const std::vector<Continuation*>& list) noexcept {
+  ContinuationList doomed;
+  for (Continuation* c : list) doomed.push(c);
+  if (!doomed.empty()) CallbackThread::get().post_abandon(doomed.take_all());
+}
+
+}  // namespace
 
 Watcher& Watcher::get() noexcept {
   static auto* watcher = new Watcher;  // leaked: engines may post until the very end of the process
   return *watcher;
 }
 
+// What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
 void Watcher::watch(Continuation* c) noexcept {
   if (is_forked_child()) return;
-  {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    inbox_.push_back(c);
-    ++statistics_.watched;
-    ++statistics_.pending;
-    if (!thread_.joinable()) {
-      mark_used();
-      thread_ = std::thread([this] { loop(); });
-    }
+  if (put(c)) {
+    wake_.notify_one();
+  } else if (foreign_runtime().inside()) {
+    c->abandon();
+  } else {
+    CallbackThread::get().lose();
   }
-  wake_.notify_one();
+}
+
+bool Watcher::put(Continuation* c) noexcept {
+  std::lock_guard lock(mutex_);
+  if (stopping_) return false;
+  inbox_.push_back(c);
+  ++statistics_.watched;
+  ++statistics_.pending;
+  if (!thread_.joinable()) {
+    mark_used();
+    thread_ = std::thread([this] { loop(); });
+  }
+  return true;
 }
 
 void Watcher::set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept {
   std::lock_guard lock(mutex_);
-  first_pause_ = first;
-  longest_pause_ = std::max(first, longest);
+  backoff_ = Backoff(first, longest);
 }
 
 Watcher::Statistics Watcher::statistics() const noexcept {
@@ -43,52 +67,81 @@ Watcher::Statistics Watcher::statistics() const noexcept {
   return statistics_;
 }
 
-void Watcher::loop() noexcept {
-  pthread_setname_np(pthread_self(), "cudafuture-poll");
-  std::vector<Continuation*> watched;
-  std::unique_lock lock(mutex_);
-  std::chrono::microseconds pause = first_pause_;
-  for (;;) {
-    if (watched.empty()) {
-      wake_.wait(lock, [this] { return stopping_ || !inbox_.empty(); });
+// Until something new is to be watched, it is time for the next look, or the process goes away.
+void Watcher::sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexcept {
+  const auto is_called = [this] { return stopping_ || !inbox_.empty(); };
+  const auto due = is_watching ? Clock::now() + backoff_.next() : Clock::time_point();
+  while (!is_called() && (!is_watching || Clock::now() < due)) {
+    if (is_watching) {
+      wake_.wait_until(lock, due);
     } else {
-      wake_.wait_for(lock, pause, [this] { return stopping_ || !inbox_.empty(); });
+      wake_.wait(lock);
     }
-    if (stopping_) return;
-    if (!inbox_.empty()) pause = first_pause_;
-    watched.insert(watched.end(), inbox_.begin(), inbox_.end());
-    inbox_.clear();
-    lock.unlock();
-
-    // Each future is asked once in a round: its callbacks keep their order when its device finishes between two looks.
-    std::unordered_map<const Future*, bool> finished;
-    const auto is_due = [&](Continuation* c) {
-      const auto [known, first] = finished.try_emplace(c->parent.get());
-      if (first) known->second = c->parent->device_work_finished();
-      return known->second;
-    };
-    const auto due = std::stable_partition(watched.begin(), watched.end(), [&](auto* c) { return !is_due(c); });
-    const std::vector<Continuation*> ready(due, watched.end());
-    watched.erase(due, watched.end());
-    for (Continuation* c : ready) {
-      FuturePtr parent = c->parent;
-      CompletionQueue::dispatch(*parent, c);
-    }
-
-    lock.lock();
-    ++statistics_.polls;
-    statistics_.pending -= ready.size();
-    pause = ready.empty() ? std::min(pause * 2, longest_pause_) : first_pause_;
+    ++statistics_.wakeups;
   }
 }
 
-void Watcher::stop() noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
+// Takes out those whose device work has finished. Each future is asked once in a round: its callbacks keep their order
+// when its device finishes between two looks.
+Watcher::List Watcher::take_due(List& watched) noexcept {
+  std::unordered_map<const Future*, bool> finished;
+  const auto is_due = [&](Continuation* c) {
+    const auto [known, first] = finished.try_emplace(c->parent.get());
+    if (first) known->second = c->parent->device_work_finished();
+    return known->second;
+  };
+  const auto due = std::stable_partition(watched.begin(), watched.end(), [&](auto* c) { return !is_due(c); });
+  List taken(due, watched.end());
+  watched.erase(due, watched.end());
+  return taken;
+}
+
+void Watcher::loop() noexcept {
+  pthread_setname_np(pthread_self(), "cudafuture-poll");
+  prctl(PR_SET_TIMERSLACK, kTimerSlack);
+  List watched;
+  std::unique_lock lock(mutex_);
+  for (bool last = false; !last;) {
+    sleep(lock, !watched.empty());
+    last = stopping_;
+    if (!inbox_.empty()) backoff_.reset();
+    watched.insert(watched.end(), inbox_.begin(), inbox_.end());
+    inbox_.clear();
+    if (watched.empty()) continue;
+    lock.unlock();
+
+    const List due = take_due(watched);
+    for (Continuation* c : due) {
+      FuturePtr parent = c->parent;
+      CompletionQueue::dispatch(*parent, c);
+    }
+    if (last) abandon_all(watched);
+
+    lock.lock();
+    ++statistics_.polls;
+    statistics_.pending -= last ? due.size() + watched.size() : due.size();
+    if (!due.empty()) backoff_.reset();
   }
-  wake_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  ended_ = true;
+  end_.notify_all();
+}
+
+void Watcher::stop(bool (*go_on)() noexcept) noexcept {
+  {
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    wake_.notify_all();
+    if (!thread_.joinable()) return;
+    while (!end_.wait_for(lock, kPatience, [this] { return ended_; })) {
+      lock.unlock();
+      const bool going = go_on == nullptr || go_on();
+      lock.lock();
+      if (going) continue;
+      thread_.detach();
+      return;
+    }
+  }
+  thread_.join();
 }
 
 }  // namespace cudafuture

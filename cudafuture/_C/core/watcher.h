@@ -4,6 +4,9 @@
 // nothing happens, and sleeps on a condition variable when its list is empty. It never records a graph, so it never
 // polls inside a capture of its own thread.
 //
+// When the process goes away it looks a last time. What is not due then never runs: it is abandoned on the callback
+// thread, so that nobody waits for what it would have completed.
+//
 // Lock: mutex_ guards the inbox, the state and the statistics; no device call is made under it.
 #pragma once
 
@@ -14,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/backoff.h"
 #include "core/continuation.h"
 
 namespace cudafuture {
@@ -22,6 +26,7 @@ class Watcher {
  public:
   struct Statistics {
     std::uint64_t polls = 0;    // rounds over the list of watched futures
+    std::uint64_t wakeups = 0;  // how often the thread woke up: none while nothing is watched
     std::uint64_t watched = 0;  // futures ever watched
     std::uint64_t pending = 0;  // futures watched now
   };
@@ -36,18 +41,27 @@ class Watcher {
   void set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept;
 
   Statistics statistics() const noexcept;
-  void stop() noexcept;  // joins; what is still watched is leaked
+
+  // Looks a last time, abandons what is not due, and joins. `go_on` is asked now and then while a device does not
+  // answer; when it says no the thread is left to itself.
+  void stop(bool (*go_on)() noexcept = nullptr) noexcept;
 
  private:
+  using List = std::vector<Continuation*>;
+
+  bool put(Continuation* c) noexcept;
   void loop() noexcept;
+  void sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexcept;
+  static List take_due(List& watched) noexcept;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
-  std::vector<Continuation*> inbox_;
+  std::condition_variable end_;
+  List inbox_;
   std::thread thread_;
   bool stopping_ = false;
-  std::chrono::microseconds first_pause_{5};
-  std::chrono::microseconds longest_pause_{500};
+  bool ended_ = false;
+  Backoff backoff_{std::chrono::microseconds(5), std::chrono::microseconds(5000)};
   Statistics statistics_;
 };
 
