@@ -46,6 +46,7 @@ struct State {
   std::vector<Note> notes;
   std::set<int> failing_queries;
   std::set<int> failing_recordings;
+  std::set<int> lost;
   std::set<StreamKey> capturing;
   std::function<void()> after_query;
   int events_made = 0;
@@ -98,7 +99,12 @@ class Guard final : public DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   c10::Device getDevice() const override { return device(current_device); }
-  c10::Device exchangeDevice(c10::Device d) const override { return device(std::exchange(current_device, checked(d))); }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    State& s = state();
+    std::lock_guard lock(s.mutex);
+    if (s.lost.contains(d.index())) throw DeviceFailure("the device is lost");
+    return device(std::exchange(current_device, checked(d)));
+  }
   void setDevice(c10::Device d) const override { current_device = checked(d); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { current_device = d.index(); }
 
@@ -219,6 +225,7 @@ void Accelerator::reset() {
   s.notes.clear();
   s.failing_queries.clear();
   s.failing_recordings.clear();
+  s.lost.clear();
   s.capturing.clear();
   s.after_query = nullptr;
   current_device = 0;
@@ -263,6 +270,12 @@ void Accelerator::fail_recordings(c10::Device device, bool failing) {
   } else {
     s.failing_recordings.erase(device.index());
   }
+}
+
+void Accelerator::lose(c10::Device device) {
+  State& s = state();
+  std::lock_guard lock(s.mutex);
+  s.lost.insert(device.index());
 }
 
 void Accelerator::capture(const c10::Stream& stream) {

@@ -66,6 +66,7 @@ class Accelerator {
   // ---- what goes wrong
   void fail_queries(c10::Device device, bool failing = true);     // of the events of that device
   void fail_recordings(c10::Device device, bool failing = true);  // on the streams of that device
+  void lose(c10::Device device);                                  // nobody can make it current
   void capture(const c10::Stream& stream);                        // the stream records a graph
 
   // Called after each query of an event has been answered, with no lock held.

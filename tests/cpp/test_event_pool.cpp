@@ -87,6 +87,21 @@ TEST_CASE_FIXTURE(DeviceRules, "the pool keeps a bounded number, and destroys th
   CHECK(accelerator.events_alive() == alive_before + static_cast<int>(after.idle) - static_cast<int>(before.idle));
 }
 
+TEST_CASE_FIXTURE(DeviceRules, "the events of a device that is lost are kept, and serve when it is there again") {
+  constexpr std::size_t kMany = 1500;
+  std::vector<DeviceEventPtr> held;
+  for (std::size_t i = 0; i < kMany; ++i) held.push_back(DeviceEvent::record(stream(2, 0)));
+  const int alive = accelerator.events_alive();
+  accelerator.lose(device(2));
+  CHECK_THROWS_AS(static_cast<void>(held.back()->query()), DeviceFailure);
+  held.clear();
+  CHECK(accelerator.events_alive() == alive);
+  CHECK(EventPool::get().statistics().idle >= kMany);
+  accelerator.reset();
+  for (std::size_t i = 0; i < kMany; ++i) held.push_back(DeviceEvent::record(stream(2, 0)));
+  CHECK(accelerator.events_alive() == alive);
+}
+
 TEST_CASE_FIXTURE(DeviceRules, "an event whose recording fails dies under its own device, and the error gets out") {
   DeviceEvent::record(stream(1, 0));  // one to use again
   accelerator.fail_recordings(device(1));

@@ -187,7 +187,7 @@ def on_an_executor() -> None:
 def tensors() -> None:
     future: CUDAFuture[Any] = CUDAFuture(["cpu"])
     child = future.then(lambda f: f.value()["x"])
-    future.set_result({"x": torch.empty(4), "probe": probe})
+    future.set_result({"x": torch.empty(4, device="cpu"), "probe": probe})
     child.wait()
 
 
@@ -275,7 +275,7 @@ def from_torch_dropped() -> None:
 
 def collective() -> None:
     """Completed by a thread of Gloo's, which knows nothing of Python."""
-    work = group().allreduce([torch.ones(1)], dist.AllreduceOptions())
+    work = group().allreduce([torch.ones(1, device="cpu")], dist.AllreduceOptions())
     assert CUDAFuture.from_torch(work).then(probe).wait() is probe
 
 

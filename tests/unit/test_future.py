@@ -236,7 +236,7 @@ def test_it_is_generic_weakly_referenceable_hashable_and_final():
 def test_the_cpu_is_always_inside_the_bounding_set():
     assert CUDAFuture(devices=["cpu"]).devices == ()
     future = CUDAFuture(devices=[])
-    future.set_result(torch.ones(2))
+    future.set_result(torch.ones(2, device="cpu"))
     assert future.wait().tolist() == [1, 1]
 
 

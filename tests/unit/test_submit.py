@@ -77,7 +77,7 @@ def test_copy_keeps_the_structure_and_copies_the_tensors():
 
 def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all():
     for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
-        source = torch.ones(3, dtype=dtype)
+        source = torch.ones(3, dtype=dtype, device="cpu")
         assert torch.equal(copy(source, "cpu").wait(), source)
     assert copy([], torch.device("cpu")).wait() == []
     assert copy(torch.ones(4, 4)[::2, 1], "cpu", priority=-1).wait().tolist() == [1, 1]

@@ -99,7 +99,7 @@ def test_depth_is_bounded_and_deep_nesting_does_not_recurse():
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 def test_sparse_tensors_count_all_their_storages():
-    dense = torch.eye(3)
+    dense = torch.eye(3, device="cpu")
     coo = dense.to_sparse()
     assert len(find_tensors(coo)) == 2
     assert len(find_tensors(dense.to_sparse_csr())) == 3

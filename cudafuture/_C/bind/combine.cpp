@@ -109,7 +109,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
           finish_gather(whole, part);
           break;
         case How::all:
-          whole.complete(Value::of_object(foreign(as_list())), joined(whole.priority()));
+          finish_all(whole);
           break;
         case How::any:
           finish_any(whole, index, part);
@@ -151,7 +151,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   void finish_gather(Future& whole, Future& part) {
     if (part.state() != State::completed) {
-      fail(whole, exception_of(part));
+      fail_after(whole, exception_of(part), kept(part.events(), Edge::gather_failure_events));
       return;
     }
     const nb::object parts = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(parts_.size())));
@@ -162,13 +162,29 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       const auto& more = core_of(parts_[i]).named_tensors();
       named.insert(named.end(), more.begin(), more.end());
     }
-    whole.complete(Value::of_parts(foreign(parts)), joined(whole.priority()), std::move(named));
+    if (!stands(Edge::gather_tensors)) named.clear();
+    whole.complete(Value::of_parts(foreign(parts)), kept(joined(whole.priority()), Edge::gather_events),
+                   std::move(named));
+  }
+
+  // Who waits for the whole may use the values of the parts.
+  void finish_all(Future& whole) {
+    EventSet events = kept(joined(whole.priority()), Edge::gather_events);
+    std::vector<at::Tensor> used;
+    if (!events.empty()) {
+      for (PyObject* part : parts_) {
+        const std::vector<at::Tensor> more = tensors_of(core_of(part));
+        used.insert(used.end(), more.begin(), more.end());
+      }
+    }
+    if (!stands(Edge::gather_tensors)) used.clear();
+    whole.complete(Value::of_object(foreign(as_list())), std::move(events), std::move(used));
   }
 
   void finish_any(Future& whole, std::size_t index, Future& part) {
     if (part.state() == State::completed) {
       const nb::object value = result_of(part);
-      whole.complete(Value::of_object(foreign(nb::make_tuple(index, value))), EventSet(part.events()),
+      whole.complete(Value::of_object(foreign(nb::make_tuple(index, value))), kept(part.events(), Edge::any_events),
                      std::vector<at::Tensor>(part.named_tensors()));
       return;
     }
@@ -176,7 +192,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     for (PyObject* p : parts_) errors.append(exception_of(core_of(p)));
     const nb::object type = nb::module_::import_("cudafuture.errors").attr("AllFailedError");
     const nb::str message(("all " + std::to_string(parts_.size()) + " futures given to collect_any failed").c_str());
-    fail(whole, call(type, message, errors));
+    fail_after(whole, call(type, message, errors), kept(joined(whole.priority()), Edge::any_failure_events));
   }
 
   How how_;

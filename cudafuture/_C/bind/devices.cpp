@@ -3,6 +3,7 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <string>
 
 #include "bind/errors.h"
@@ -48,19 +49,20 @@ bool is_plain_data(PyObject* o) noexcept {
          PyBytes_CheckExact(o);
 }
 
-// Finds the tensors of the commonest shapes without leaving C++. False when the value holds something else.
-bool find_natively(PyObject* o, std::vector<at::Tensor>& found, int depth) {
+// Shows the tensors of the commonest shapes without leaving C++. False when the value holds something else.
+template <class Show>
+bool show_natively(PyObject* o, Show& show, int depth) {
   if (is_plain_data(o)) return true;
   if (depth == 0) return false;
   if (THPVariable_CheckExact(o)) {
     const at::Tensor& tensor = THPVariable_Unpack(o);
     if (tensor.layout() != at::kStrided) return false;
-    if (has_streams(tensor.device())) found.push_back(tensor);
+    show(tensor);
     return true;
   }
   if (PyList_CheckExact(o) || PyTuple_CheckExact(o)) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) {
-      if (!find_natively(PySequence_Fast_GET_ITEM(o, i), found, depth - 1)) return false;
+      if (!show_natively(PySequence_Fast_GET_ITEM(o, i), show, depth - 1)) return false;
     }
     return true;
   }
@@ -69,11 +71,67 @@ bool find_natively(PyObject* o, std::vector<at::Tensor>& found, int depth) {
     PyObject* key;
     PyObject* value;
     while (PyDict_Next(o, &position, &key, &value) != 0) {
-      if (!is_plain_data(key) || !find_natively(value, found, depth - 1)) return false;
+      if (!is_plain_data(key) || !show_natively(value, show, depth - 1)) return false;
     }
     return true;
   }
   return false;
+}
+
+// Notes the devices that have streams, in the order in which they come.
+class DeviceList {
+ public:
+  void operator()(const at::Tensor& tensor) {
+    const c10::Device device = tensor.device();
+    if (device == last_) return;
+    last_ = device;
+    if (has_streams(device) && std::find(found.begin(), found.end(), device) == found.end()) found.push_back(device);
+  }
+  std::vector<c10::Device> found;
+
+ private:
+  c10::Device last_{c10::DeviceType::CPU};
+};
+
+// Notes what lives on devices that have streams: tensors, or their memory.
+template <class Item>
+class ItemList {
+ public:
+  void operator()(const at::Tensor& tensor) {
+    const c10::Device device = tensor.device();
+    if (device != last_) {
+      last_ = device;
+      has_streams_ = has_streams(device);
+    }
+    if (has_streams_) found.push_back(tensor);
+  }
+  std::vector<Item> found;
+
+ private:
+  c10::Device last_{c10::DeviceType::CPU};
+  bool has_streams_ = false;
+};
+
+template <class List>
+auto found_in(nb::handle value) {
+  List list;
+  if (is_plain_data(value.ptr()) || !any_device_with_streams()) return std::move(list.found);
+  if (show_natively(value.ptr(), list, kMaxNativeDepth)) return std::move(list.found);
+  list = {};
+  static Imported find{"cudafuture._tensors", "find_tensors"};
+  for (nb::handle tensor : call(find(), value)) list(THPVariable_Unpack(tensor.ptr()));
+  return std::move(list.found);
+}
+
+template <class Item>
+std::vector<Item> items_of(Future& future) {
+  std::vector<Item> items;
+  if (!future.events().empty() && future.state() == State::completed)
+    items = found_in<ItemList<Item>>(result_of(future));
+  if (!stands(Edge::result_tensors)) return items;
+  const std::vector<at::Tensor>& named = future.named_tensors();
+  items.insert(items.end(), named.begin(), named.end());
+  return items;
 }
 
 }  // namespace
@@ -139,23 +197,8 @@ std::string device_set(c10::ArrayRef<c10::Device> devices) {
   return text + "}";
 }
 
-void find_tensors(nb::handle value, std::vector<at::Tensor>& found) {
-  if (is_plain_data(value.ptr()) || !any_device_with_streams()) return;
-  if (find_natively(value.ptr(), found, kMaxNativeDepth)) return;
-  static Imported find{"cudafuture._tensors", "find_tensors"};
-  found.clear();
-  for (nb::handle tensor : call(find(), value)) {
-    const at::Tensor& t = THPVariable_Unpack(tensor.ptr());
-    if (has_streams(t.device())) found.push_back(t);
-  }
-}
-
-std::vector<at::Tensor> tensors_of(Future& future) {
-  std::vector<at::Tensor> tensors;
-  if (!future.events().empty() && future.state() == State::completed) find_tensors(result_of(future), tensors);
-  const std::vector<at::Tensor>& named = future.named_tensors();
-  tensors.insert(tensors.end(), named.begin(), named.end());
-  return tensors;
-}
+std::vector<c10::Device> devices_in(nb::handle value) { return found_in<DeviceList>(value); }
+std::vector<at::Tensor> tensors_of(Future& future) { return items_of<at::Tensor>(future); }
+std::vector<DeviceMemory> memory_of(Future& future) { return items_of<DeviceMemory>(future); }
 
 }  // namespace cudafuture::bind

@@ -69,7 +69,8 @@ inline constexpr const char* to_torch =
 
 DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_execution` are such places. It is made for
 the devices of this future (where they are not known yet: for all), completed with streams ordered after the events, and
-failed with the exception object itself.
+failed with the exception object itself. Torch's futures keep no events of a failure: whoever recovers from one there is
+not ordered after the device work behind it.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(7).to_torch().wait()

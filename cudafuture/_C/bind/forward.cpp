@@ -40,14 +40,14 @@ class Forward final : public Continuation {
       return;
     }
     if (inner.state() == State::failed) {
-      fail(child, exception_of(inner));
+      fail_after(child, exception_of(inner), kept(inner.events(), Edge::then_async_failure_events));
       return;
     }
     if (const std::string message = outside_bounding_set(child, inner.events().devices()); !message.empty()) {
-      fail(child, make_error("DeviceMismatchError", message));
+      fail_after(child, make_error("DeviceMismatchError", message), EventSet(inner.events()));
       return;
     }
-    child.complete(Value::of_object(bind::foreign(result_of(inner))), EventSet(inner.events()),
+    child.complete(Value::of_object(bind::foreign(result_of(inner))), kept(inner.events(), Edge::then_async_events),
                    std::vector<at::Tensor>(inner.named_tensors()));
   }
 

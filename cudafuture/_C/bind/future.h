@@ -43,8 +43,11 @@ nb::object value_or_raise(Future& future);
 // ---- completing, with the events of the value's devices recorded on `streams` or on the current ones
 // Both return false when the future was done already. A value outside the bounding set fails the future.
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
-              std::vector<at::Tensor> named = {});
-bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {});
+              std::vector<at::Tensor> named = {}, Edge record = Edge::result_record);
+bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {},
+          Edge record = Edge::failure_record);
+// Fails it behind device work that has events already.
+bool fail_after(Future& future, nb::object exception, EventSet events);
 // What is wrong with `used` for a future with a bounding set; empty: nothing.
 std::string outside_bounding_set(const Future& future, const std::vector<c10::Device>& used);
 [[noreturn]] void raise_done_already(const Future& future, const char* verb);
@@ -84,8 +87,9 @@ nb::object stream_object(const c10::Stream& stream);
 std::string device_set(c10::ArrayRef<c10::Device> devices);
 
 // ---- tensors of a value that live on devices with streams
-void find_tensors(nb::handle value, std::vector<at::Tensor>& found);
+std::vector<c10::Device> devices_in(nb::handle value);
 std::vector<at::Tensor> tensors_of(Future& future);
+std::vector<DeviceMemory> memory_of(Future& future);
 
 // ---- the rest of the binding, each in the file of its name
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
@@ -108,5 +112,6 @@ void bind_collective(nb::module_& m);
 void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_await(nb::module_& m);
+void bind_edges(nb::module_& m);
 
 }  // namespace cudafuture::bind

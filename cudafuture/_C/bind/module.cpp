@@ -20,6 +20,7 @@ nb::dict statistics() {
   d["events_reused"] = events.reused;
   d["events_idle"] = events.idle;
   d["watcher_polls"] = watcher.polls;
+  d["watcher_wakeups"] = watcher.wakeups;
   d["watcher_watched"] = watcher.watched;
   d["watcher_pending"] = watcher.pending;
   return d;
@@ -60,6 +61,7 @@ NB_MODULE(_C, m) {
   bind_await(m);
   bind_collective(m);
   bind_gloo(m);
+  bind_edges(m);
   m.attr("inline_executor") = cudafuture::bind::HostExecutor{"inline", &InlineExecutor::get()};
   m.attr("callback_thread") = cudafuture::bind::HostExecutor{"callback_thread", &CallbackThread::get()};
   m.def("statistics", statistics);

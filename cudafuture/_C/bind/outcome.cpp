@@ -63,6 +63,8 @@ void unfold(Future& whole) {
   }
 }
 
+const std::vector<c10::Stream> kNoStreams;
+
 thread_local PyObject* kept_interrupt = nullptr;
 
 }  // namespace
@@ -137,30 +139,30 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
          "; make the future with all the devices that its value may use, or without devices";
 }
 
-bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams,
-              std::vector<at::Tensor> named) {
-  std::vector<at::Tensor> tensors;
-  find_tensors(value, tensors);
-  tensors.insert(tensors.end(), named.begin(), named.end());
-  if (tensors.empty() && streams.empty()) return future.complete(Value::of_object(foreign(std::move(value))));
-  if (future.done()) return false;
-  std::vector<c10::Device> used = devices_of(tensors);
-  for (c10::Device device : devices_of_streams(streams)) {  // named by the producer: there is work on them
-    if (std::find(used.begin(), used.end(), device) == used.end()) used.push_back(device);
+bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams, std::vector<at::Tensor> named,
+              Edge record) {
+  std::vector<c10::Device> used = devices_in(value);
+  if (used.empty() && named.empty() && streams.empty()) {
+    return future.complete(Value::of_object(foreign(std::move(value))));
   }
+  if (future.done()) return false;
+  const auto add = [&](c10::Device device) {
+    if (std::find(used.begin(), used.end(), device) == used.end()) used.push_back(device);
+  };
+  for (c10::Device device : devices_of(named)) add(device);
+  for (const c10::Stream& stream : streams) add(stream.device());  // named by the producer: there is work on them
   if (const std::string message = outside_bounding_set(future, used); !message.empty()) {
     return fail(future, make_error("DeviceMismatchError", message), streams);
   }
-  return future.complete(Value::of_object(foreign(std::move(value))), EventSet::record(used, streams),
-                         std::move(named));
+  EventSet events;
+  if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
+  return future.complete(Value::of_object(foreign(std::move(value))), std::move(events), std::move(named));
 }
 
 // Device work may be pending behind a failure: whoever recovers from it is ordered after that work. A device that
 // cannot even record an event adds a late error, and never hides the failure itself.
-bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams) {
+bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams, Edge record) {
   if (future.done()) return false;
-  add_note(exception, future.name());
-  Foreign traceback(PyException_GetTraceback(exception.ptr()));
   EventSet events;
   std::exception_ptr late;
   try {
@@ -169,15 +171,21 @@ bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& 
       const bool listed = std::find(devices.begin(), devices.end(), device) != devices.end();
       if (!listed && has_streams(device)) devices.push_back(device);
     }
-    events = EventSet::record(devices, streams);
+    if (stands(record)) events = EventSet::record(devices, streams);
   } catch (...) {
     park_if_unwinding();
     late = std::current_exception();
   }
-  const bool first =
-      future.fail(Value::of_error(foreign(std::move(exception)), std::move(traceback)), std::move(events));
+  const bool first = fail_after(future, std::move(exception), std::move(events));
   if (first && late != nullptr) future.set_late_error(late);
   return first;
+}
+
+bool fail_after(Future& future, nb::object exception, EventSet events) {
+  if (future.done()) return false;
+  add_note(exception, future.name());
+  Foreign traceback(PyException_GetTraceback(exception.ptr()));
+  return future.fail(Value::of_error(foreign(std::move(exception)), std::move(traceback)), std::move(events));
 }
 
 void raise_done_already(const Future& future, const char* verb) {

@@ -119,12 +119,17 @@ class Then final : public Continuation, public Deferred {
     std::optional<CallerContext::Scope> caller;
     if (contextvars_.is_valid()) caller.emplace(caller_);
     const EnteredContext context(contextvars_.ptr());
+    const bool has_events = !parent.events().empty();
+    // A device that has reported an error refuses whatever it is asked, and the callback is to hear of it.
+    const bool is_broken = has_events && parent.late_error() != nullptr;
     std::vector<c10::Stream> streams;
-    if (!parent.events().empty() || !choice.pool || parent.is_bounded()) {
+    if (!is_broken && (has_events || !choice.pool || parent.is_bounded())) {
       streams = streams_for(parent, choice, child != nullptr ? child->priority() : parent.priority());
     }
     const StreamScope scope(streams);
-    if (!parent.events().empty()) order_current_streams(parent, tensors_of(parent));
+    if (has_events && !is_broken) {
+      order_current_streams(parent, memory_of(parent), {Edge::then_stream, Edge::then_record_stream});
+    }
     nb::object result = invoke(parent, child);
     if (result.is_valid()) {
       deliver(parent, child, std::move(result));
@@ -153,7 +158,7 @@ class Then final : public Continuation, public Deferred {
   void deliver(Future& parent, Future* child, nb::object result) {
     if (child == nullptr) return;
     if (!async) {
-      complete(*child, std::move(result));
+      complete(*child, std::move(result), {}, {}, Edge::then_record);
       return;
     }
     Future* inner = core_of_or_null(result);
@@ -180,7 +185,8 @@ class Then final : public Continuation, public Deferred {
     try {
       const bool is_exit = keep_if_interrupt(exception);
       if (child != nullptr) {
-        if (!fail(*child, exception, streams)) log_error("a callback of %r raised", child_, exception);
+        if (!fail(*child, exception, streams, Edge::then_failure_record))
+          log_error("a callback of %r raised", child_, exception);
       } else if (!is_exit || !is_main_thread()) {
         log_error("a callback of %r raised", wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent)), exception);
       }

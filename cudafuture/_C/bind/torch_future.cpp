@@ -62,9 +62,10 @@ bool is_work(nb::handle object) {
   return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
 }
 
-// Runs inside torch's callback: the current streams are ordered after the value.
+// Runs inside torch's callback: the current streams are ordered after the value. Of a failure torch keeps no events.
 EventSet record_devices(const TorchFuture& source) {
-  return source.devices().empty() ? EventSet() : EventSet::record(source.devices());
+  if (source.devices().empty() || source.hasError() || !stands(Edge::from_torch_record)) return {};
+  return EventSet::record(source.devices());
 }
 
 // The value stays as it is in C++; no interpreter is needed.
@@ -228,14 +229,14 @@ class Deliver final : public Continuation {
  private:
   void deliver(Future& source) {
     const CallbackOrder order(CallbackOrder::by_completion());  // of the callbacks that torch's future has
-    const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
-    if (source.state() == State::completed) {
-      order_current_streams(source, tensors_of(source));
-      target_.attr("set_result")(result_of(source));
-    } else {
-      source.events().block_current_streams();
+    if (source.state() != State::completed) {                   // torch's future can have no events then
       fail_target(exception_of(source));
+      return;
     }
+    // Torch records its events here, and tells the allocator itself who waits for the value.
+    const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
+    if (stands(Edge::to_torch_stream)) source.events().block_current_streams();
+    target_.attr("set_result")(result_of(source));
   }
 
   void fail_target(const nb::object& exception) noexcept {
@@ -263,7 +264,7 @@ class Substitute final : public Continuation {
 
   void run(Future& work) noexcept override {
     if (work.state() == State::completed) {
-      future_->complete(Value::of_object(std::move(value_)), EventSet(work.events()));
+      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), Edge::work_events));
     } else {
       fail(*future_, as_origin_says(future_->origin(), exception_of(work)));
     }

@@ -1,6 +1,7 @@
 #include "core/completion_queue.h"
 
 #include "core/callback_thread.h"
+#include "core/edge.h"
 #include "core/executor.h"
 #include "core/future.h"
 #include "core/watcher.h"
@@ -26,7 +27,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
     if ((c->flags & Continuation::when_ready) != 0) {
       c->flags &= static_cast<std::uint8_t>(~Continuation::when_ready);
       // Those behind one that is watched are watched too, lest they overtake it.
-      watching = watching || !parent.device_work_finished();
+      watching = watching || (stands(Edge::then_when_ready) && !parent.device_work_finished());
       if (watching) {
         Watcher::get().watch(c);
         continue;

@@ -2,15 +2,31 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <limits>
+#include <optional>
 #include <utility>
 
+#include "core/capture.h"
+#include "core/edge.h"
 #include "core/process.h"
 
 namespace cudafuture {
+namespace {
+
+// The device is current while this lives.
+class Current {
+ public:
+  Current(c10::Device device, Edge edge) : guard_(stands(edge) ? std::optional(device) : std::nullopt) {}
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+};
+
+}  // namespace
 
 DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const c10::Device device = stream.device();
-  c10::DeviceGuard guard(device);  // also while the event dies, should recording fail
+  const Current guard(device, Edge::guard_record);  // also while the event dies, should recording fail
   c10::Event event = EventPool::get().acquire(device);
   event.record(stream);
   return c10::make_intrusive<DeviceEvent>(std::move(event), device);
@@ -19,12 +35,13 @@ DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
 DeviceEvent::~DeviceEvent() { EventPool::get().give_back(std::move(event_), device_); }
 
 bool DeviceEvent::query() const {
-  c10::DeviceGuard guard(device_);
+  const Current guard(device_, Edge::guard_query);
+  const BesideCaptures relaxed(device_.type());
   return event_.query();
 }
 
 void DeviceEvent::synchronize() const {
-  c10::DeviceGuard guard(device_);
+  const Current guard(device_, Edge::guard_synchronize);
   event_.synchronize();
 }
 
@@ -53,17 +70,24 @@ void EventPool::give_back(c10::Event&& event, c10::Device device) noexcept {
     new c10::Event(std::move(event));  // leaked: the device is the parent's
     return;
   }
-  {
-    std::lock_guard lock(mutex_);
-    auto& idle = idle_[device];
-    if (idle.size() < kMaxIdlePerDevice) {
-      idle.push_back(std::move(event));
-      return;
-    }
-    ++statistics_.destroyed;
+  if (keep(std::move(event), device, kMaxIdlePerDevice)) return;
+  try {
+    const Current guard(device, Edge::guard_destroy);
+    c10::Event dying = std::move(event);
+  } catch (...) {  // the device is broken, or there no more
+    keep(std::move(event), device, std::numeric_limits<std::size_t>::max());
+    return;
   }
-  c10::DeviceGuard guard(device);
-  c10::Event dying = std::move(event);
+  std::lock_guard lock(mutex_);
+  ++statistics_.destroyed;
+}
+
+bool EventPool::keep(c10::Event&& event, c10::Device device, std::size_t most) noexcept {
+  std::lock_guard lock(mutex_);
+  auto& idle = idle_[device];
+  if (idle.size() >= most) return false;
+  idle.push_back(std::move(event));
+  return true;
 }
 
 EventPool::Statistics EventPool::statistics() const {

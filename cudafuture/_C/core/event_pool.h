@@ -57,6 +57,8 @@ class EventPool {
  private:
   static constexpr std::size_t kMaxIdlePerDevice = 1024;
 
+  bool keep(c10::Event&& event, c10::Device device, std::size_t most) noexcept;  // unless there are so many
+
   mutable std::mutex mutex_;
   std::unordered_map<c10::Device, std::vector<c10::Event>> idle_;
   Statistics statistics_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/edge.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture {
@@ -37,8 +38,10 @@ EventSet EventSet::join(c10::ArrayRef<const EventSet*> parts, int priority) {
       continue;
     }
     const c10::Stream stream = pool_stream(list.front()->device(), priority);
-    for (const DeviceEventPtr& event : list) event->block(stream);
-    joined.events_.push_back(DeviceEvent::record(stream));
+    if (stands(Edge::join_wait)) {
+      for (const DeviceEventPtr& event : list) event->block(stream);
+    }
+    if (stands(Edge::join_record)) joined.events_.push_back(DeviceEvent::record(stream));
   }
   return joined;
 }

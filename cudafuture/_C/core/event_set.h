@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "core/edge.h"
 #include "core/event_pool.h"
 
 namespace cudafuture {
@@ -29,5 +30,8 @@ class EventSet {
  private:
   std::vector<DeviceEventPtr> events_;
 };
+
+// A copy for a future that ends when another does: it is ordered after the same device work.
+inline EventSet kept(const EventSet& events, Edge edge) { return stands(edge) ? events : EventSet(); }
 
 }  // namespace cudafuture

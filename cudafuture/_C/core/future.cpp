@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "core/callback_thread.h"
@@ -241,7 +242,7 @@ void Future::look_at_aftermath() noexcept {
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
   look_at_aftermath();
-  if (events_.empty() || has_late_error_.load(std::memory_order_acquire)) return true;
+  if (events_.empty() || !stands(Edge::host_query) || has_late_error_.load(std::memory_order_acquire)) return true;
   try {
     return events_.query();
   } catch (...) {
@@ -367,14 +368,18 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
   return devices;
 }
 
-void order_current_streams(const Future& future, c10::ArrayRef<at::Tensor> tensors) {
-  future.events().block_current_streams();
-  if (future.lifetime() == Lifetime::hold) return;
-  for (const at::Tensor& tensor : tensors) {
-    const c10::Device device = tensor.device();
-    if (!has_streams(device) || !tensor.has_storage()) continue;
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(device));
+void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges) {
+  if (stands(edges.wait)) future.events().block_current_streams();
+  if (future.lifetime() == Lifetime::hold || !stands(edges.use)) return;
+  std::optional<c10::Stream> current;  // of the device of the last one: as a rule they are all on one
+  for (const DeviceMemory& used : memory) {
+    if (!used.storage) continue;
+    if (!current || current->device() != used.device) {
+      if (!has_streams(used.device)) continue;
+      current = current_stream(used.device);
+    }
+    const c10::impl::VirtualGuardImpl guard(used.device.type());
+    guard.recordDataPtrOnStream(used.storage.data_ptr(), *current);
   }
 }
 

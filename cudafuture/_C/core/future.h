@@ -34,6 +34,8 @@
 #include <vector>
 
 #include "core/continuation.h"
+#include "core/device_memory.h"
+#include "core/edge.h"
 #include "core/event_set.h"
 #include "core/executor.h"
 #include "core/value.h"
@@ -182,8 +184,12 @@ using UnseenFailureHook = void (*)(Value&& error, const std::string& name, Forei
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept;
 
 // The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
-// `tensors` (unless the future holds them).
-void order_current_streams(const Future& future, c10::ArrayRef<at::Tensor> tensors);
+// `memory` (unless the future holds it).
+struct OrderingEdges {
+  Edge wait = Edge::wait_stream;
+  Edge use = Edge::wait_record_stream;
+};
+void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges = {});
 
 // The devices of `tensors` that have streams, without duplicates.
 std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);

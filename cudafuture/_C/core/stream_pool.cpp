@@ -7,6 +7,8 @@
 #include <atomic>
 #include <string>
 
+#include "core/capture.h"
+#include "core/edge.h"
 #include "core/error.h"
 
 namespace cudafuture {
@@ -28,6 +30,9 @@ template <class Guard>
 bool is_capturing(const Guard& guard, const c10::Stream& stream) {
   if constexpr (requires { guard.isStreamCapturing(stream); }) {
     return guard.isStreamCapturing(stream);
+  } else if constexpr (requires { guard.getStreamNativeHandle(stream); }) {
+    return stream.device_type() == c10::DeviceType::CUDA &&
+           is_cuda_stream_capturing(guard.getStreamNativeHandle(stream));
   } else {
     return false;
   }
@@ -106,6 +111,7 @@ StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
 StreamScope::~StreamScope() { leave(); }
 
 void StreamScope::enter(const c10::Stream& stream) {
+  if (!stands(Edge::scope_enter)) return;
   const VirtualGuardImpl guard(stream.device_type());
   const auto same_type = [&](c10::Device d) { return d.type() == stream.device_type(); };
   if (std::none_of(devices_before_.begin(), devices_before_.end(), same_type)) {
@@ -115,9 +121,12 @@ void StreamScope::enter(const c10::Stream& stream) {
 }
 
 void StreamScope::leave() noexcept {
-  for (auto stream = before_.rbegin(); stream != before_.rend(); ++stream) {
-    VirtualGuardImpl(stream->device_type()).exchangeStream(*stream);
+  if (stands(Edge::scope_leave)) {
+    for (auto stream = before_.rbegin(); stream != before_.rend(); ++stream) {
+      VirtualGuardImpl(stream->device_type()).exchangeStream(*stream);
+    }
   }
+  if (!stands(Edge::scope_device)) return;
   for (c10::Device device : devices_before_) VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
 }
 

@@ -1,0 +1,42 @@
+// The seam through which tests cut one synchronisation edge.
+#include "core/edge.h"
+
+#include <nanobind/stl/string_view.h>
+
+#include <optional>
+#include <string>
+
+#include "bind/future.h"
+
+namespace cudafuture::bind {
+namespace {
+
+Edge edge_from(std::string_view name) {
+  const Edge edge = edge_of(name);
+  if (edge == Edge::none) {
+    const std::string message = "no synchronisation edge is named '" + std::string(name) + "'; see _C.edges()";
+    throw nb::value_error(message.c_str());
+  }
+  return edge;
+}
+
+nb::list edges() {
+  nb::list names;
+  for (int i = 1; i < static_cast<int>(Edge::count); ++i) {
+    const std::string_view name = name_of(static_cast<Edge>(i));
+    names.append(nb::str(name.data(), name.size()));
+  }
+  return names;
+}
+
+void cut(nb::handle name) { cut_edge = name.is_none() ? Edge::none : edge_from(nb::cast<std::string_view>(name)); }
+
+}  // namespace
+
+void bind_edges(nb::module_& m) {
+  m.def("edges", edges);
+  m.def("cut_edge", cut, nb::arg("name").none());
+  m.def("edge_stands", [](std::string_view name) { return stands(edge_from(name)); }, nb::arg("name"));
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,71 @@
+#include "core/edge.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace cudafuture {
+namespace {
+
+constexpr std::string_view kNames[] = {
+    "none",
+    "result.record",
+    "result.stream",
+    "result.tensors",
+    "failure.record",
+    "then.record",
+    "then.failure_record",
+    "then_async.events",
+    "then_async.failure_events",
+    "gather.events",
+    "gather.failure_events",
+    "gather.tensors",
+    "join.wait",
+    "join.record",
+    "any.events",
+    "any.failure_events",
+    "from_torch.record",
+    "work.events",
+    "wait.stream",
+    "wait.record_stream",
+    "then.stream",
+    "then.record_stream",
+    "to_torch.stream",
+    "event.wait",
+    "event.to_torch_wait",
+    "event.to_torch_record",
+    "host.query",
+    "then.when_ready",
+    "event.synchronize",
+    "scope.enter",
+    "scope.leave",
+    "scope.device",
+    "guard.record",
+    "guard.query",
+    "guard.synchronize",
+    "guard.destroy",
+    "guard.to_torch",
+    "copy.source_wait",
+    "copy.source_record_stream",
+    "copy.target_wait",
+    "copy.done_record",
+    "staging.out_wait",
+    "staging.out_record_stream",
+    "staging.out_done",
+    "staging.in_wait",
+    "staging.in_record_stream",
+    "staging.in_record",
+};
+static_assert(std::size(kNames) == static_cast<std::size_t>(Edge::count));
+
+}  // namespace
+
+std::atomic<Edge> cut_edge{Edge::none};
+
+std::string_view name_of(Edge edge) noexcept { return kNames[static_cast<std::size_t>(edge)]; }
+
+Edge edge_of(std::string_view name) noexcept {
+  const auto found = std::find(std::begin(kNames), std::end(kNames), name);
+  return found == std::end(kNames) ? Edge::none : static_cast<Edge>(found - std::begin(kNames));
+}
+
+}  // namespace cudafuture

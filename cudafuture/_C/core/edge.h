@@ -1,0 +1,86 @@
+// The synchronisation edges that the library makes, each with a name: what orders a consumer after a producer.
+//
+// Tests cut one at a time, to show that they would notice if it were missing. Nothing else ever cuts one, and where all
+// stand, asking is a load and a comparison.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace cudafuture {
+
+// The names that tests use, "result.record" and so on, are in edge.cpp, in this order.
+enum class Edge : std::uint8_t {
+  none,
+
+  // events that are recorded, or kept, when a future is done
+  result_record,
+  result_stream,   // on the streams that set_result(stream=) names
+  result_tensors,  // what set_result(tensors=) names is used by whoever waits
+  failure_record,
+  then_record,
+  then_failure_record,
+  then_async_events,
+  then_async_failure_events,
+  gather_events,
+  gather_failure_events,
+  gather_tensors,
+  join_wait,
+  join_record,
+  any_events,
+  any_failure_events,
+  from_torch_record,
+  work_events,
+
+  // streams that wait
+  wait_stream,
+  wait_record_stream,
+  then_stream,
+  then_record_stream,
+  to_torch_stream,
+  event_wait,
+  event_to_torch_wait,
+  event_to_torch_record,
+
+  // the host waits
+  host_query,
+  then_when_ready,
+  event_synchronize,
+
+  // what is current in callbacks and in use_streams(), and afterwards
+  scope_enter,
+  scope_leave,
+  scope_device,
+
+  // the event's own device is current
+  guard_record,
+  guard_query,
+  guard_synchronize,
+  guard_destroy,
+  guard_to_torch,
+
+  // in Python
+  copy_source_wait,
+  copy_source_record_stream,
+  copy_target_wait,
+  copy_done_record,
+  staging_out_wait,
+  staging_out_record_stream,
+  staging_out_done,
+  staging_in_wait,
+  staging_in_record_stream,
+  staging_in_record,
+
+  count,
+};
+
+extern std::atomic<Edge> cut_edge;
+
+inline bool stands(Edge edge) noexcept { return cut_edge.load(std::memory_order_relaxed) != edge; }
+
+std::string_view name_of(Edge edge) noexcept;
+Edge edge_of(std::string_view name) noexcept;  // none: there is no such edge
+
+}  // namespace cudafuture

@@ -1,0 +1,50 @@
+"""The fixtures of the device suite: what a test runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from device.harness import Cuda, Device, Simulated, devices
+
+
+def _parameters(*, with_host: bool) -> list[Any]:
+    return [_parameter(name) for name in devices() if with_host or name != "cpu"]
+
+
+def _parameter(name: str) -> Any:
+    if not name.startswith("sim-"):
+        return name
+    schedule = name.removeprefix("sim-")
+    return pytest.param(name, marks=pytest.mark.sim(devices=2, schedule=schedule, strict_devices=True))
+
+
+def _made(name: str) -> Iterator[Device]:
+    if name == "cuda" and torch.accelerator.current_accelerator() != torch.device("cuda"):
+        pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
+    device = Simulated() if name.startswith("sim-") else Cuda() if name == "cuda" else Device()
+    yield device
+    device.finish()
+
+
+@pytest.fixture(params=_parameters(with_host=True))
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The host, or an accelerator."""
+    yield from _made(request.param)
+
+
+@pytest.fixture(params=_parameters(with_host=False))
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """An accelerator."""
+    yield from _made(request.param)
+
+
+@pytest.fixture
+def pair(accelerator: Device) -> Device:
+    """An accelerator with two devices."""
+    if accelerator.count < 2:
+        pytest.skip("needs two devices")
+    return accelerator

@@ -1,0 +1,183 @@
+"""What the device suite runs on, so that a test reads the same on the host, on the simulated accelerator and on CUDA.
+
+The host has no streams: there `stream()` is None, `on(None)` changes nothing, and nothing is ever pending on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from cudafuture import CUDAFuture
+
+SIZE = 256  # floats in a tensor of the suite
+PRIORITIES = (0, -1)  # that every accelerator has
+
+
+class Device:
+    """The host, which is finished with everything before a call returns."""
+
+    name = "cpu"
+    count = 1
+    has_streams = False
+
+    def at(self, index: int = 0) -> torch.device:
+        return torch.device(self.name, index) if self.has_streams else torch.device(self.name)
+
+    def indices(self) -> list[int]:
+        return list(range(min(2, self.count)))
+
+    # ---- streams
+    def stream(self, priority: int = 0, index: int = 0) -> Any:
+        return torch.Stream(self.at(index), priority=priority) if self.has_streams else None
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def current(self, index: int = 0) -> Any:
+        return torch.accelerator.current_stream(self.at(index)) if self.has_streams else None
+
+    def priority_of(self, stream: torch.Stream) -> int | None:
+        """Return the priority of a pool stream; None for the default stream."""
+        for priority in PRIORITIES:
+            if stream.stream_id in _pool(self.at(stream.device_index), priority):
+                return priority
+        return None
+
+    # ---- pending work
+    def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
+        """Keep what is enqueued from now on pending, on the current stream or this one, while the context lasts."""
+        return contextlib.nullcontext()
+
+    def delay(self) -> None:
+        """Enqueue something that takes a while on the current stream."""
+
+    # ---- data
+    def empty(self, index: int = 0) -> torch.Tensor:
+        return torch.empty(SIZE, device=self.at(index))
+
+    def produce(self, value: float, index: int = 0) -> torch.Tensor:
+        """Return a tensor that the current stream fills, after a while."""
+        x = self.empty(index)
+        if self.has_streams:
+            with torch.accelerator.device_index(index):
+                self.delay()
+        return x.fill_(value)
+
+    def read(self, x: torch.Tensor) -> float:
+        """Return the value that fills `x`, read by its device's current stream and seen by the host."""
+        low, high = (x * 1.0).aminmax()
+        if not low.item() == high.item():
+            raise AssertionError(f"not one value: {low.item()} to {high.item()}")
+        return float(high.item())
+
+    def pinned(self, value: float = 0.0) -> torch.Tensor:
+        return torch.full((SIZE,), value, pin_memory=self.has_streams)
+
+    # ---- futures
+    def completed(self, value: float, index: int = 0, stream: torch.Stream | None = None) -> CUDAFuture[torch.Tensor]:
+        """Return a future whose value a stream of its own, or this one, fills after a while."""
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+        with self.on(stream if stream is not None else self.stream(index=index)):
+            future.set_result(self.produce(value, index))
+        return future
+
+    def capture(self) -> AbstractContextManager[Any] | None:
+        """Return a context in which the current stream captures a graph; None where there are no graphs."""
+        return None
+
+    def finish(self) -> None:
+        """Block until all work has run, so that the next test finds the device idle."""
+
+
+class Accelerator(Device):
+    has_streams = True
+
+
+class Simulated(Accelerator):
+    name = "sim"
+
+    def __init__(self) -> None:
+        from cudafuture.testing import sim
+
+        self.sim = sim
+        self.count = torch.accelerator.device_count()
+
+    def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
+        return self.sim.hold(stream)
+
+    def delay(self) -> None:
+        self.sim.sleep(1)
+
+    def finish(self) -> None:
+        self.sim.finish()
+
+
+class Cuda(Accelerator):
+    """A hold is a kernel that takes a time; what the host does meanwhile takes a hundredth of it."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.count = torch.cuda.device_count()
+        for index in range(self.count):
+            _warm_up(index)
+
+    def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
+        with self.on(stream):
+            torch.cuda._sleep(200 * _cycles_per_ms())
+        return contextlib.nullcontext()
+
+    def delay(self) -> None:
+        torch.cuda._sleep(5 * _cycles_per_ms())
+
+    def capture(self) -> AbstractContextManager[Any]:
+        return torch.cuda.graph(torch.cuda.CUDAGraph())
+
+    def finish(self) -> None:
+        for index in range(self.count):
+            torch.accelerator.synchronize(index)
+
+
+def devices() -> Iterator[str]:
+    """Give the names of what the suite can run on here."""
+    yield "cpu"
+    yield from ("sim-lazy", "sim-jitter", "sim-free")
+    if torch.cuda.is_available():
+        yield "cuda"
+
+
+@functools.cache
+def _pool(device: torch.device, priority: int) -> frozenset[int]:
+    return frozenset(torch.Stream(device, priority=priority).stream_id for _ in range(32))
+
+
+@functools.cache
+def _cycles_per_ms() -> int:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 10_000_000
+    torch.cuda._sleep(cycles)
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return int(cycles / begin.elapsed_time(end))
+
+
+@functools.cache
+def _warm_up(index: int) -> None:
+    """Have every kernel that a test uses loaded: a first launch can wait for all that the device does."""
+    device = torch.device("cuda", index)
+    with torch.accelerator.device_index(index):
+        torch.cuda._sleep(1)
+        x = torch.empty(SIZE, device=device).fill_(1)
+        host = torch.empty(SIZE, pin_memory=True).copy_(x * 2 + x, non_blocking=True)
+        x.copy_(host, non_blocking=True).add_(1).mul_(2).aminmax()
+        torch.stack([x / 2 - 1, x]).sum(0).sum().item()
+        torch.zeros(SIZE, device=device).cpu()
+    torch.accelerator.synchronize(index)

@@ -1,0 +1,158 @@
+"""await with device work pending: the event loop goes on, and what comes out may be used anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, as_completed, gather
+from device.harness import Device
+
+
+def test_awaiting_gives_a_value_that_any_stream_may_read(device: Device) -> None:
+    async def main() -> float:
+        x = await device.completed(2.0)
+        with device.on(device.stream()):
+            return device.read(x)
+
+    assert asyncio.run(main()) == 2.0
+
+
+def test_awaiting_waits_for_the_device(accelerator: Device) -> None:
+    async def main() -> bool:
+        future = accelerator.completed(2.0)
+        await future
+        return future.events[accelerator.at()].query()
+
+    assert asyncio.run(main())
+
+
+def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
+    async def main() -> list[str]:
+        order: list[str] = []
+        side = accelerator.stream()
+        hold = accelerator.hold(side)
+        future = accelerator.completed(2.0, stream=side)
+
+        async def consume() -> None:
+            order.append(f"read {accelerator.read(await future)}")
+
+        task = asyncio.create_task(consume())
+        for i in range(3):
+            await asyncio.sleep(0)
+            order.append(f"turn {i}")
+        with hold:
+            pass
+        await task
+        return order
+
+    assert asyncio.run(main()) == ["turn 0", "turn 1", "turn 2", "read 2.0"]
+
+
+def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
+    async def main() -> float:
+        future = device.completed(2.0)
+        future.wait()
+        turns: list[None] = []
+        asyncio.get_running_loop().call_soon(turns.append, None)
+        x = await future
+        assert not turns
+        return device.read(x)
+
+    assert asyncio.run(main()) == 2.0
+
+
+def test_the_host_may_read_after_awaiting(device: Device) -> None:
+    async def main() -> float:
+        host = device.pinned()
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+        with device.on(device.stream()):
+            x = device.produce(3.0)
+            host.copy_(x, non_blocking=True)
+            future.set_result(host, tensors=[x])
+        return float((await future).mean().item())
+
+    assert asyncio.run(main()) == 3.0
+
+
+def test_several_tasks_await_one_future(device: Device) -> None:
+    async def main() -> list[float]:
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+
+        async def consume() -> float:
+            return device.read(await future)
+
+        tasks = [asyncio.create_task(consume()) for _ in range(3)]
+        await asyncio.sleep(0)
+        with device.on(device.stream()):
+            future.set_result(device.produce(2.0))
+        return [await task for task in tasks]
+
+    assert asyncio.run(main()) == [2.0] * 3
+
+
+def test_a_cancelled_task_leaves_the_future_alone(accelerator: Device) -> None:
+    async def main() -> float:
+        side = accelerator.stream()
+        with accelerator.hold(side):
+            future = accelerator.completed(2.0, stream=side)
+
+            async def consume() -> None:
+                await future
+
+            task = asyncio.create_task(consume())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        return accelerator.read(await future)
+
+    assert asyncio.run(main()) == 2.0
+
+
+def test_a_failure_is_raised_once_the_device_has_finished(device: Device) -> None:
+    async def main() -> float:
+        future: CUDAFuture[Any] = CUDAFuture(devices=[device.at()])
+        with device.on(device.stream()):
+            x = device.produce(2.0)
+            future.set_exception(KeyError("no"))
+        with pytest.raises(KeyError):
+            await future
+        assert future.ready()
+        return device.read(x)
+
+    assert asyncio.run(main()) == 2.0
+
+
+def test_awaiting_a_gather_waits_for_every_part(device: Device) -> None:
+    async def main() -> list[float]:
+        values = await gather(device.completed(1.0), device.completed(2.0))
+        return [device.read(x) for x in values]
+
+    assert asyncio.run(main()) == [1.0, 2.0]
+
+
+def test_as_completed_comes_in_the_order_of_the_devices(accelerator: Device) -> None:
+    async def main() -> list[float]:
+        side = accelerator.stream()
+        hold = accelerator.hold(side)
+        futures = [accelerator.completed(1.0, stream=side), accelerator.completed(2.0)]
+        read: list[float] = []
+        async for future in as_completed(futures):
+            read.append(accelerator.read(future.value()))
+            with hold:
+                pass
+        return read
+
+    assert asyncio.run(main()) == [2.0, 1.0]
+
+
+def test_awaiting_a_child_on_another_device(pair: Device) -> None:
+    async def main() -> float:
+        moved = pair.completed(2.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
+        return pair.read(await moved)
+
+    assert asyncio.run(main()) == 2.0

@@ -1,0 +1,178 @@
+"""Who completes a future, from which thread, and on which streams its work is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, executors, submit
+from device.harness import PRIORITIES, Device
+
+Future = CUDAFuture[torch.Tensor]
+
+
+def in_a_thread(body: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            body()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_another_threads_current_stream_is_where_the_work_is(device: Device) -> None:
+    future = Future()
+
+    def produce() -> None:
+        with device.on(device.stream()):
+            future.set_result(device.produce(2.0))
+
+    in_a_thread(produce)
+    assert device.read(future.wait(non_blocking=True)) == 2.0
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_a_stream_that_is_named_is_where_the_work_is(accelerator: Device, priority: int) -> None:
+    future = Future()
+    side = accelerator.stream(priority)
+    with side:
+        x = accelerator.produce(2.0)
+    future.set_result(x, stream=side)
+    with accelerator.stream():
+        assert accelerator.read(future.wait(non_blocking=True)) == 2.0
+
+
+def test_another_thread_names_the_stream_of_this_one(accelerator: Device) -> None:
+    future = Future()
+    side = accelerator.stream()
+    with side:
+        x = accelerator.produce(2.0)
+    in_a_thread(lambda: future.set_result(x, stream=side))
+    with accelerator.stream():
+        assert accelerator.read(future.wait(non_blocking=True)) == 2.0
+
+
+def test_streams_of_two_devices_are_named(pair: Device) -> None:
+    future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
+    sides = [pair.stream(index=i) for i in (0, 1)]
+    values = []
+    for i, side in enumerate(sides):
+        with side:
+            values.append(pair.produce(float(i), i))
+    in_a_thread(lambda: future.set_result(values, stream=sides))
+    with pair.stream(index=0), pair.stream(index=1):
+        assert [pair.read(x) for x in future.wait(non_blocking=True)] == [0.0, 1.0]
+
+
+def test_a_device_without_a_named_stream_is_ordered_by_its_current_one(pair: Device) -> None:
+    future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
+    side = pair.stream(index=0)
+    with side:
+        x = pair.produce(0.0, 0)
+    future.set_result([x, pair.produce(1.0, 1)], stream=side)
+    with pair.stream(index=0), pair.stream(index=1):
+        assert [pair.read(x) for x in future.wait(non_blocking=True)] == [0.0, 1.0]
+
+
+def test_callbacks_run_in_the_completing_thread_on_streams_of_their_own(device: Device) -> None:
+    future = Future()
+    seen: list[Any] = []
+
+    def callback(done: Future) -> torch.Tensor:
+        seen.append((threading.get_ident(), device.current()))
+        return done.value() + 1
+
+    child = future.then(callback)
+    producer: list[Any] = []
+
+    def produce() -> None:
+        with device.on(device.stream()):
+            producer.append((threading.get_ident(), device.current()))
+            future.set_result(device.produce(2.0))
+
+    in_a_thread(produce)
+    assert seen[0][0] == producer[0][0]
+    assert (seen[0][1] != producer[0][1]) == device.has_streams
+    assert device.read(child.wait(non_blocking=True)) == 3.0
+
+
+def test_a_thread_that_waits_is_woken_and_ordered(device: Device) -> None:
+    future = Future()
+    read: list[float] = []
+    waiting = threading.Event()
+
+    def consume() -> None:
+        waiting.set()
+        with device.on(device.stream()):
+            read.append(device.read(future.wait(non_blocking=True)))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    waiting.wait()
+    with device.on(device.stream()):
+        future.set_result(device.produce(2.0))
+    consumer.join()
+    assert read == [2.0]
+
+
+@pytest.mark.parametrize("where", ["default", "callback_thread", "inline"])
+def test_what_submit_returns_is_ordered(device: Device, where: str) -> None:
+    executor = None if where == "default" else getattr(executors, where)
+    future = submit(device.produce, 2.0, executor=executor)
+    with device.on(device.stream()):
+        assert device.read(future.wait(non_blocking=True)) == 2.0
+
+
+def test_many_threads_complete_many_futures(device: Device) -> None:
+    futures = [Future() for _ in range(16)]
+
+    def produce(i: int) -> None:
+        with device.on(device.stream()):
+            futures[i].set_result(device.produce(float(i)))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(produce, range(16)))
+        with device.on(device.stream()):
+            assert [device.read(f.wait(non_blocking=True)) for f in futures] == list(range(16))
+
+
+def test_the_loser_of_a_race_to_complete_orders_nothing(device: Device) -> None:
+    future = device.completed(1.0)
+    with pytest.raises(RuntimeError, match="already"):
+        future.set_result(device.produce(2.0))
+    assert device.read(future.wait()) == 1.0
+
+
+def test_a_producer_may_complete_before_its_work_has_run(accelerator: Device) -> None:
+    side = accelerator.stream()
+    with accelerator.hold(side):
+        future = accelerator.completed(2.0, stream=side)
+        child = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
+        assert child.done()
+        assert not child.ready()
+    assert accelerator.read(child.wait()) == 6.0
+
+
+def test_a_future_goes_to_a_thread_whose_device_is_another(pair: Device) -> None:
+    future = Future()
+
+    def produce() -> None:
+        torch.accelerator.set_device_index(1)
+        future.set_result(pair.produce(2.0, 0))
+
+    in_a_thread(produce)
+    assert future.devices == (pair.at(0),)
+    with pair.stream():
+        assert pair.read(future.wait(non_blocking=True)) == 2.0

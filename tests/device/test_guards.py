@@ -1,0 +1,71 @@
+"""A call on an event is made with the event's own device current: on CUDA another one would get a context by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cudafuture import CUDAFuture, gather
+from device.harness import Device
+
+MANY = 1100  # more events than the pool keeps for a device
+
+
+def test_completing_with_a_value_elsewhere(pair: Device) -> None:
+    future: CUDAFuture[torch.Tensor] = CUDAFuture()
+    with pair.on(pair.stream(index=1)):
+        x = pair.produce(1.0, 1)
+    side = pair.stream(index=1)
+    with torch.accelerator.device_index(1):
+        pair.finish()
+    assert torch.accelerator.current_device_index() == 0
+    future.set_result(x, stream=side)
+    assert future.devices == (pair.at(1),)
+
+
+def test_asking_for_what_is_elsewhere(pair: Device) -> None:
+    future = pair.completed(1.0, 1)
+    while not future.ready():
+        pass
+    while not future.events[pair.at(1)].query():
+        pass
+
+
+def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
+    future = pair.completed(1.0, 1)
+    future.events[pair.at(1)].synchronize()
+    assert future.ready()
+
+
+def test_waiting_for_what_is_elsewhere(pair: Device) -> None:
+    x = pair.completed(1.0, 1).wait()
+    assert pair.read(x) == 1.0
+
+
+def test_a_blocking_callback_behind_work_elsewhere(pair: Device) -> None:
+    side = pair.stream(index=1)
+    with pair.hold(side):
+        child = pair.completed(1.0, 1, stream=side).then(lambda done: done.value(), non_blocking=False)
+    assert pair.read(child.wait()) == 1.0
+
+
+def test_more_events_elsewhere_than_are_kept_are_destroyed(pair: Device) -> None:
+    x = pair.produce(1.0, 1)
+    futures: list[CUDAFuture[Any]] = [CUDAFuture() for _ in range(MANY)]
+    for future in futures:
+        future.set_result(x)
+    del futures, future
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_an_event_of_torch_for_what_is_elsewhere(pair: Device) -> None:
+    event = pair.completed(1.0, 1).events[pair.at(1)].to_torch_event()
+    assert event.device == pair.at(1)
+    with torch.accelerator.device_index(1):
+        del event  # torch's own: whoever drops it sees to the device
+
+
+def test_a_gather_of_what_is_elsewhere(pair: Device) -> None:
+    whole = gather(pair.completed(1.0, 1), pair.completed(2.0, 1))
+    assert [pair.read(x) for x in whole.wait()] == [1.0, 2.0]

@@ -1,0 +1,194 @@
+"""What is current: in a callback that changes the device or the stream, and after it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, current_streams, pool_stream, use_streams
+from device.harness import PRIORITIES, Device
+
+Future = CUDAFuture[torch.Tensor]
+
+
+def test_the_result_is_ordered_after_the_stream_that_the_callback_ends_on(accelerator: Device) -> None:
+    def callback(done: Future) -> torch.Tensor:
+        side = accelerator.stream()
+        side.wait_stream(accelerator.current())
+        torch.accelerator.set_stream(side)  # and leaves it so
+        accelerator.delay()
+        return done.value() * 2
+
+    child = accelerator.completed(3.0).then(callback)
+    with accelerator.stream():
+        assert accelerator.read(child.wait(non_blocking=True)) == 6.0
+
+
+def test_a_stream_that_a_callback_left_current_is_not_so_afterwards(accelerator: Device) -> None:
+    before = accelerator.current()
+    accelerator.completed(3.0).then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
+    assert accelerator.current() == before
+
+
+def test_a_stream_that_was_current_for_a_while_must_be_waited_for_by_the_callback(accelerator: Device) -> None:
+    def callback(done: Future) -> torch.Tensor:
+        side = accelerator.stream()
+        side.wait_stream(accelerator.current())
+        with side:
+            y = done.value() * 2
+        accelerator.current().wait_stream(side)
+        return y
+
+    child = accelerator.completed(3.0).then(callback)
+    with accelerator.stream():
+        assert accelerator.read(child.wait(non_blocking=True)) == 6.0
+
+
+def test_a_device_that_a_callback_made_current_is_not_so_afterwards(pair: Device) -> None:
+    event = pair.current(0).record_event()
+    pair.completed(3.0).then(lambda _: torch.accelerator.set_device_index(1))
+    event.synchronize()  # whose device must be current
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Device) -> None:
+    def callback(done: Future) -> torch.Tensor:
+        torch.accelerator.set_device_index(1)
+        return done.value().to(pair.name, non_blocking=True) + 1
+
+    child = pair.completed(3.0).then(callback)
+    assert child.devices == (pair.at(1),)
+    with pair.stream(index=1):
+        assert pair.read(child.wait(non_blocking=True)) == 4.0
+
+
+def test_a_callback_that_raises_leaves_nothing_behind(pair: Device) -> None:
+    def callback(_: Future) -> None:
+        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_stream(pair.stream(index=1))
+        raise KeyError("no")
+
+    before = [pair.current(i) for i in (0, 1)]
+    child = pair.completed(3.0).then(callback)
+    assert isinstance(child.exception(), KeyError)
+    assert torch.accelerator.current_device_index() == 0
+    assert pair.current(0) == before[0]
+
+
+def test_a_callback_may_complete_futures_of_its_own(accelerator: Device) -> None:
+    inner = Future()
+    grandchild = inner.then(lambda done: done.value() + 1)
+
+    def callback(done: Future) -> None:
+        inner.set_result(done.value() * 2)
+
+    accelerator.completed(3.0).then(callback)
+    with accelerator.stream():
+        assert accelerator.read(grandchild.wait(non_blocking=True)) == 7.0
+
+
+def test_a_callback_may_wait_for_another_future(device: Device) -> None:
+    other = device.completed(10.0)
+    child = device.completed(3.0).then(lambda done: done.value() + other.wait(non_blocking=True))
+    with device.on(device.stream()):
+        assert device.read(child.wait(non_blocking=True)) == 13.0
+
+
+def test_a_callback_may_block_for_another_future(device: Device) -> None:
+    other = device.completed(10.0)
+    child = device.completed(3.0).then(lambda done: done.value() + other.wait())
+    with device.on(device.stream()):
+        assert device.read(child.wait(non_blocking=True)) == 13.0
+
+
+def test_a_callback_of_another_thread_has_that_threads_streams_back(accelerator: Device) -> None:
+    future = Future()
+    future.then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
+    seen: list[torch.Stream] = []
+
+    def complete() -> None:
+        future.set_result(accelerator.produce(1.0))
+        seen.append(accelerator.current())
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    thread.join()
+    assert [accelerator.priority_of(s) for s in seen] == [None]
+
+
+# ---- use_streams()
+
+
+def test_streams_are_current_in_the_scope(accelerator: Device) -> None:
+    side, before = accelerator.stream(-1), accelerator.current()
+    with use_streams(side):
+        assert accelerator.current() == side
+    assert accelerator.current() == before
+
+
+def test_streams_of_two_devices_are_current_at_once(pair: Device) -> None:
+    sides = [pair.stream(index=i) for i in (0, 1)]
+    with use_streams(*sides):
+        assert current_streams([pair.at(0), pair.at(1)]) == sides
+        assert torch.accelerator.current_device_index() == 0
+
+
+def test_scopes_nest_and_one_can_be_used_again(accelerator: Device) -> None:
+    first, second = accelerator.stream(), accelerator.stream()
+    scope = use_streams(first)
+    with scope:
+        with use_streams(second), scope:
+            assert accelerator.current() == first
+        assert accelerator.current() == first
+
+
+def test_an_exception_leaves_the_scope(accelerator: Device) -> None:
+    before = accelerator.current()
+    with pytest.raises(KeyError), use_streams(accelerator.stream()):
+        raise KeyError
+    assert accelerator.current() == before
+
+
+def test_what_was_changed_inside_is_put_back(pair: Device) -> None:
+    before = pair.current(0)
+    with use_streams(pair.stream(index=0)):
+        torch.accelerator.set_stream(pair.stream(index=0))
+        torch.accelerator.set_device_index(1)
+    assert pair.current(0) == before
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_work_after_the_scope_follows_work_before_it(accelerator: Device) -> None:
+    x = accelerator.produce(1.0)
+    with use_streams(accelerator.stream()):
+        pass
+    assert accelerator.read(x.add_(1)) == 2.0
+
+
+def test_a_result_that_is_set_in_the_scope_is_ordered(accelerator: Device) -> None:
+    future = Future()
+    with use_streams(accelerator.stream()):
+        future.set_result(accelerator.produce(5.0))
+    assert accelerator.read(future.wait(non_blocking=True)) == 5.0
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_pool_streams_have_the_priority_that_is_asked_for(accelerator: Device, priority: int) -> None:
+    stream = pool_stream(accelerator.at(), priority)
+    assert stream.device == accelerator.at()
+    assert accelerator.priority_of(stream) == priority
+
+
+def test_the_host_has_no_streams(device: Device) -> None:
+    with pytest.raises(ValueError, match="no streams on cpu"):
+        pool_stream("cpu")
+    assert current_streams(["cpu"]) == []
+
+
+@pytest.mark.parametrize("wrong", [7, "pool", None], ids=repr)
+def test_something_else_than_a_stream_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        use_streams(wrong, wrong)
