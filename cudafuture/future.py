@@ -8,13 +8,12 @@ from concurrent.futures import Executor
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils import _pytree
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture._transfer import Transfer
 from cudafuture.config import config
 from cudafuture.executors import default_executor
-from cudafuture.streams import pool_stream, use_streams
 
 __all__ = ["CUDAFuture", "copy", "submit"]
 
@@ -78,12 +77,22 @@ def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CU
 
     Args:
         value: a tensor, or any nesting that ``torch.utils._pytree`` knows; what is no tensor is passed on as it is.
-            It is read after the work that the caller has enqueued so far, and must stay unchanged until the future is
-            ready.
-        device: where to. Copies between a host and a device go through pinned memory, on a pool stream.
-        priority: of the stream and of the future; 0 (default), -1 high.
+            Its tensors may be on the host and on several devices. They are read after the work that the caller has
+            enqueued so far, may be dropped at once, and must stay unchanged until the future is ready.
+        device: where to.
+        priority: of the streams and of the future; 0 (default), -1 high.
 
-    Copies within the host run on ``executors.default_executor()``.
+    A copy has the shape, the dtype and the order of dimensions of its source, memory of its own without gaps, and no
+    gradient; two views of one tensor become two tensors. Nothing blocks the caller until a device has finished:
+
+    - From the host to a device, the data is first copied to pinned memory: at once up to 1 MiB, on
+      ``executors.default_executor()`` beyond. What is pinned already, and has no gaps, a device reads as it is.
+    - From a device to the host, the copy is in pinned memory; the host may read it after ``wait()``.
+    - Between devices, and on one, it goes directly.
+    - Within the host it runs on ``executors.default_executor()``.
+
+    Sparse and nested tensors, and those that wrap others, go the way of ``Tensor.to``, which may block.
+    An error on the way, such as too little memory, fails the future.
 
     Raises:
         TypeError, ValueError, RuntimeError: no such device, or nothing to copy out of it (meta).
@@ -91,38 +100,4 @@ def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CU
     >>> copy({"x": torch.ones(2)}, "cpu").wait()
     {'x': tensor([1., 1.])}
     """
-    target = torch.device(device)
-    leaves, spec = _pytree.tree_flatten(value)
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)} | {target}
-    with_streams = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
-    if not with_streams:
-        return _C.submit(functools.partial(_copy_leaves, leaves, spec, target), default_executor(), priority, "copy")
-    # One stream carries the copies: the target's, or the source's when the target is the host.
-    carrier = target if target.type not in ("cpu", "meta") else with_streams[0]
-    stream = pool_stream(carrier, priority)
-    for source in with_streams:
-        stream.wait_stream(torch.accelerator.current_stream(source))
-    future: CUDAFuture[T] = CUDAFuture(priority=priority, name="copy")
-    with use_streams(stream):
-        copied = _copy_leaves(leaves, spec, target)
-        future.set_result(copied, stream=stream, tensors=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return future
-
-
-def _copy_leaves(leaves: list[Any], spec: _pytree.TreeSpec, target: torch.device) -> Any:
-    return _pytree.tree_unflatten([_copy_leaf(leaf, target) for leaf in leaves], spec)
-
-
-def _copy_leaf(leaf: Any, target: torch.device) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if leaf.device.type == "cpu" and target.type == "cpu":
-        return leaf.detach().clone()
-    if "meta" in (leaf.device.type, target.type):
-        return leaf.detach().to(target, copy=True)
-    if leaf.device.type == "cpu":
-        return leaf.detach().pin_memory().to(target, non_blocking=True)
-    if target.type == "cpu":
-        staged = torch.empty_like(leaf, device="cpu", pin_memory=True)
-        return staged.copy_(leaf.detach(), non_blocking=True)
-    return leaf.detach().to(target, non_blocking=True, copy=True)
+    return Transfer(value, torch.device(device), priority).start()

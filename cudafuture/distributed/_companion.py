@@ -12,13 +12,14 @@ import contextlib
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
 from cudafuture.errors import CollectiveError
 
-__all__ = ["make_companion", "store_of", "timeout_of"]
+__all__ = ["kind_of", "make_companion", "store_of", "timeout_of"]
 
 
 def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
@@ -70,6 +71,15 @@ def timeout_of(group: dist.ProcessGroup) -> Any:
         if options is not None:
             return options._timeout
     return c10d.default_pg_timeout
+
+
+def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the group's backend for a type of device, such as "gloo"; None where it has none."""
+    try:
+        name: str = _unwrapped(group._get_backend(device)).name()
+    except RuntimeError:
+        return None
+    return name.lower()
 
 
 def _unwrapped(backend: Any) -> Any:

@@ -5,6 +5,7 @@
     program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
     callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
     object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
+    staged collective, in a line ───► companion "g/g/staged.0"    what only that line issues
 
 Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
 order of its own, has a group of its own: a companion, with the same ranks and backends.
@@ -33,12 +34,16 @@ _DEEPEST = 32  # steps of a chain that issue; each has connections and threads o
 class Issuer:
     """Whoever issues on one communicator, in one order: the program, or one lane of callbacks."""
 
-    __slots__ = ("issued", "lane", "process_group")
+    __slots__ = ("issued", "lane", "lost", "process_group")
 
     def __init__(self, process_group: dist.ProcessGroup | None, lane: str | None) -> None:
-        self.process_group = process_group  # None: the group itself, which is not to be kept alive from here
+        # None: the group itself, which is not to be kept alive from here; or a companion that nobody has needed yet.
+        self.process_group = process_group
         self.lane = lane
         self.issued = 0
+        self.lost: BaseException | None = (
+            None  # why a staged operation was not issued here: the next would take its place
+        )
 
 
 class Group:
@@ -51,16 +56,22 @@ class Group:
         self.timeout = timeout_of(process_group).total_seconds()
         self.callbacks = _C.ordered_executor(self.name)
         self.objects = _C.ordered_executor(f"{self.name}/objects")
+        self.staged = _C.ordered_executor(f"{self.name}/staged")
+        self.sends = _C.ordered_executor(f"{self.name}/sends")
+        self.sends_waiting = 0  # in that line; guarded by _lock
         self.program = Issuer(None, None)
         self.beside = Issuer(None, None)
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, with ProcessGroup.new_group()
+        self.detours: dict[tuple[str, str], str | None] = {}  # of an operation on a type of device
         self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
         self._companions: dict[str, Issuer] = {}
-        self._lock = threading.Lock()  # guards _companions
+        self._lock = threading.Lock()  # guards _companions and sends_waiting
 
-    def companion(self, process_group: dist.ProcessGroup, lane: str) -> Issuer:
+    def companion(self, process_group: dist.ProcessGroup, lane: str, *, connected: bool = True) -> Issuer:
         """Return who issues here in the callbacks of a lane; called by the thread that runs them.
+
+        `connected`: make the group, too, if nobody has so far.
 
         Raises:
             InvalidStateError: some rank of this group has no such lane.
@@ -69,13 +80,15 @@ class Group:
             issuer = self._companions.get(lane)
         if issuer is None:  # nobody else comes here with this lane
             self._require_everywhere(lane)
+            issuer = Issuer(None, lane)
+        if connected and issuer.process_group is None:
             _C.set_leavable(True)  # it waits for the other ranks, and nobody can interrupt that
             try:
-                issuer = Issuer(make_companion(process_group, lane), lane)
+                issuer.process_group = make_companion(process_group, lane)
             finally:
                 _C.set_leavable(False)
-            with self._lock:
-                self._companions[lane] = issuer
+        with self._lock:
+            self._companions[lane] = issuer
         return issuer
 
     def companions(self) -> list[dist.ProcessGroup]:
@@ -83,8 +96,14 @@ class Group:
         with self._lock:
             return [i.process_group for i in self._companions.values() if i.process_group is not None]
 
+    def count_sends(self, change: int) -> None:
+        """Add to the number of sends that stand in the line."""
+        with self._lock:
+            self.sends_waiting += change
+
     def _require_everywhere(self, lane: str) -> None:
-        attachers = [step.rpartition(".")[0].removesuffix("/objects") for step in lane.split(">")]
+        lines = [step.rpartition(".")[0] for step in lane.split(">")]
+        attachers = [line.removesuffix("/objects").removesuffix("/staged") for line in lines]
         of_name = {state.name: state for _, state in list(groups.values())}
         for name in attachers:
             if name != self.name and not (name in of_name and self.ranks <= of_name[name].ranks):

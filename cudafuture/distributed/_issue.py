@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._staging import are_dense
 from cudafuture.config import config
-from cudafuture.distributed import _gloo, _order
+from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.errors import CollectiveError
 
@@ -37,6 +38,7 @@ class Issue(NamedTuple):
     issuer: Issuer
     sequence: int
     tensors: tuple[Any, ...]  # shapes and dtypes: futures may live for long
+    detour: str | None  # how it is brought to a backend that does not take tensors of such a device
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -74,14 +76,28 @@ class Issue(NamedTuple):
         error.__cause__ = cause
         return error
 
-    def run(self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], Any], value: T) -> _Future[T]:
-        """Issue it: `call` gets the group to issue on and returns a Work. The future completes with `value`."""
+    def run(
+        self,
+        process_group: dist.ProcessGroup,
+        call: Callable[..., Any],
+        value: T,
+        tensors: tuple[Any, ...] = (),
+        roles: str = "",
+    ) -> _Future[T]:
+        """Issue it: `call` gets the group to issue on, and `tensors`, and returns a Work.
+
+        The future completes with `value`. `roles` says of each tensor, or list of them, whether it is read ("r"),
+        written ("w"), or both ("x"): where they have to go through the host, `call` gets others.
+        """
         if self.group.is_broken:
             return self.refused(RuntimeError("the group's thread has ended"))
+        if self.detour == _staged.STAGED:
+            future = _staged.run(self, process_group, call, value, tensors, roles)
+            return self.shown(process_group, future)
         try:
-            work = call(self.issuer.process_group or process_group)
+            work = call(self.issuer.process_group or process_group, *tensors)
         except BaseException as e:
-            return self.refused(_unmasked(e))
+            return self.refused(e)
         return self.follow(process_group, work, value)
 
     def rank(
@@ -98,10 +114,17 @@ class Issue(NamedTuple):
         """Return the future of the Work, which has been issued."""
         group = self.group
         future: _Future[T] = _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
+        if self.detour is not None:
+            future = _staged.with_events(self, future, value)
+        return self.shown(process_group, future) if _compares_order else future
+
+    def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:
+        """Return the future, or one that waits until all ranks have shown that they issued the same."""
         return _order.checked(future, self, process_group) if _compares_order else future
 
     def refused(self, cause: BaseException) -> _Future[Any]:
         """Return a failed future where the backend refused; raise what is about the arguments: nothing was issued."""
+        cause = _unmasked(cause)
         if not isinstance(cause, RuntimeError):
             self.issuer.issued -= 1
             raise cause
@@ -158,15 +181,18 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
     else:
         state = known[1]
     lane = _C.issuing_lane(state.callbacks)
-    issuer = state.program if lane is None else state.companion(process_group, lane)
     first = tensors[0] if len(tensors) == 1 else None
-    if isinstance(first, torch.Tensor) and first.layout is torch.strided and first.is_contiguous():
+    if isinstance(first, torch.Tensor) and first.is_cpu and first.layout is torch.strided and first.is_contiguous():
         facts: Any = ((first.shape, first.dtype),)  # no call of a function: this is the way of nearly all
+        detour = None
     else:
         facts = tuple([_facts(t, operation) for t in tensors])
+        detour = _staged.detour_of(state, process_group, operation, tensors)
+    connected = detour != _staged.STAGED
+    issuer = state.program if lane is None else state.companion(process_group, lane, connected=connected)
     sequence = issuer.issued
     issuer.issued = sequence + 1
-    return _new(Issue, (operation, state, issuer, sequence, facts)), process_group
+    return _new(Issue, (operation, state, issuer, sequence, facts, detour)), process_group
 
 
 def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
@@ -185,9 +211,10 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
         return None
     state = group_of(process_group)
     facts = tuple([_facts(t, operation) for t in tensors])
+    detour = _staged.detour_of(state, process_group, operation, tensors)
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
-    return Issue(operation, state, state.beside, sequence, facts), process_group
+    return Issue(operation, state, state.beside, sequence, facts, detour), process_group
 
 
 def _unmasked(error: BaseException) -> BaseException:
@@ -226,8 +253,7 @@ def _facts(tensors: Any, operation: str) -> Any:
 
 def _is_fit(tensor: torch.Tensor, operation: str) -> bool:
     """Say whether the memory of a tensor that is not contiguous has no gaps, and the operation does not mind."""
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return operation in _ELEMENTWISE and tensor.permute(by_stride).is_contiguous()
+    return operation in _ELEMENTWISE and are_dense(tensor)
 
 
 def _flat(facts: Iterable[Any]) -> Iterable[tuple[torch.Size, torch.dtype]]:

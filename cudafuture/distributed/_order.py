@@ -53,6 +53,8 @@ class _Entry:
         self.result = result
         self.unseen = {r for r in range(issue.group.size) if r != issue.group.rank}
         shown = issue.operation if issue.operation in _UNEVEN else f"{issue.operation} {issue.signature}"
+        if issue.detour is not None:
+            shown += " on a device"
         self.shown = {"what": shown.strip(), "where": _call_site()}
 
     def compare(self, rank: int, other: dict[str, str]) -> CollectiveError | None:

@@ -5,8 +5,11 @@ The arguments are torch's, without ``async_op``. `group` is a torch process grou
 call until the future is complete. The value is the output: the same tensor, or list, that was passed in; None on a
 rank that gets none (``reduce`` and ``gather`` elsewhere than at `dst`, ``barrier``, and any rank outside of the group).
 
+Tensors may be on any device that has streams: those that the group's backend does not carry go through pinned memory
+of the host, in the order of the calls. All ranks give tensors on devices, or all on the host. No call blocks.
+
 Raises, at the call:
-    TypeError, ValueError: wrong arguments, as torch raises them.
+    TypeError, ValueError: wrong arguments, as torch raises them; tensors on the host and on a device in one call.
     InvalidStateError: issued in a callback that runs in another order on every rank.
 
 A collective that fails later, or that the backend refuses, fails the future with CollectiveError.
@@ -17,6 +20,7 @@ The examples have a default group of one process.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +55,11 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _on(function: Any, group: Any, *tensors: Any, **options: Any) -> Any:
+    """Call one of torch's functions on a group."""
+    return function(*tensors, group=group, async_op=True, **options)
+
+
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
     """Reduce `tensor` over all ranks, in place; the value is `tensor`, the same on every rank.
 
@@ -62,8 +71,8 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
         return nothing()
     issue, pg = issued
     plain = op is _SUM and isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
-    if not plain or issue.group.is_broken:
-        return issue.run(pg, lambda g: dist.all_reduce(tensor, op, g, async_op=True), tensor)
+    if not plain or issue.detour is not None or issue.group.is_broken:
+        return issue.run(pg, partial(_on, dist.all_reduce, op=op), tensor, (tensor,), "x")
     # What torch's own function checks and converts takes longer than all of ours. So does each call of a function in a
     # process that has just slept: hence no use of run() here.
     try:
@@ -97,8 +106,11 @@ def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = op
     options.asyncOp = True
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return issue.run(pg, lambda g: g.allreduce_coalesced(real, options), tensors)
+
+    def call(g: Any, tensors: _Tensors) -> Any:
+        return g.allreduce_coalesced([torch.view_as_real(t) if t.is_complex() else t for t in tensors], options)
+
+    return issue.run(pg, call, tensors, (tensors,), "x")
 
 
 def broadcast(
@@ -116,7 +128,8 @@ def broadcast(
         return nothing()
     issue, pg = issued
     root = issue.rank(pg, src, group_src, "src")
-    return issue.run(pg, lambda g: dist.broadcast(tensor, group=g, async_op=True, group_src=root), tensor)
+    role = "r" if root == pg.rank() else "w"
+    return issue.run(pg, partial(_on, dist.broadcast, group_src=root), tensor, (tensor,), role)
 
 
 def reduce(
@@ -134,8 +147,8 @@ def reduce(
         return nothing()
     issue, pg = issued
     root = issue.rank(pg, dst, group_dst, "dst")
-    value = tensor if root == pg.rank() else None
-    return issue.run(pg, lambda g: dist.reduce(tensor, op=op, group=g, async_op=True, group_dst=root), value)
+    value, role = (tensor, "x") if root == pg.rank() else (None, "r")
+    return issue.run(pg, partial(_on, dist.reduce, op=op, group_dst=root), value, (tensor,), role)
 
 
 def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDAFuture[_Tensors]:
@@ -148,7 +161,7 @@ def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDA
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(pg, lambda g: dist.all_gather(tensor_list, tensor, g, async_op=True), tensor_list)
+    return issue.run(pg, partial(_on, dist.all_gather), tensor_list, (tensor_list, tensor), "wr")
 
 
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> CUDAFuture[Tensor]:
@@ -161,7 +174,7 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: A
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(pg, lambda g: _all_gather_single(output_tensor, input_tensor, g, async_op=True), output_tensor)
+    return issue.run(pg, partial(_on, _all_gather_single), output_tensor, (output_tensor, input_tensor), "wr")
 
 
 def gather(
@@ -182,7 +195,7 @@ def gather(
     issue, pg = issued
     root = issue.rank(pg, dst, group_dst, "dst", 0)
     value = gather_list if root == pg.rank() else None
-    return issue.run(pg, lambda g: dist.gather(tensor, gather_list, group=g, async_op=True, group_dst=root), value)
+    return issue.run(pg, partial(_on, dist.gather, group_dst=root), value, (tensor, gather_list), "rw")
 
 
 def scatter(
@@ -202,7 +215,7 @@ def scatter(
         return nothing()
     issue, pg = issued
     root = issue.rank(pg, src, group_src, "src", 0)
-    return issue.run(pg, lambda g: dist.scatter(tensor, scatter_list, group=g, async_op=True, group_src=root), tensor)
+    return issue.run(pg, partial(_on, dist.scatter, group_src=root), tensor, (tensor, scatter_list), "wr")
 
 
 def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -215,7 +228,7 @@ def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: 
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(pg, lambda g: dist.reduce_scatter(output, input_list, op, g, async_op=True), output)
+    return issue.run(pg, partial(_on, dist.reduce_scatter, op=op), output, (output, input_list), "wr")
 
 
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -228,7 +241,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: 
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(pg, lambda g: _reduce_scatter_single(output, input, op, g, async_op=True), output)
+    return issue.run(pg, partial(_on, _reduce_scatter_single, op=op), output, (output, input), "wr")
 
 
 def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:
@@ -241,9 +254,8 @@ def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group:
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run(
-        pg, lambda g: dist.all_to_all(output_tensor_list, input_tensor_list, g, async_op=True), output_tensor_list
-    )
+    lists = (output_tensor_list, input_tensor_list)
+    return issue.run(pg, partial(_on, dist.all_to_all), output_tensor_list, lists, "wr")
 
 
 def all_to_all_single(
@@ -264,8 +276,8 @@ def all_to_all_single(
     if issued is None:
         return nothing()
     issue, pg = issued
-    sizes = (output_split_sizes, input_split_sizes)
-    return issue.run(pg, lambda g: dist.all_to_all_single(output, input, *sizes, group=g, async_op=True), output)
+    sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+    return issue.run(pg, partial(_on, dist.all_to_all_single, **sizes), output, (output, input), "wr")
 
 
 def barrier(

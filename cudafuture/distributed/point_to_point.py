@@ -1,12 +1,14 @@
 """send, recv and batches of them, each returning a CUDAFuture.
 
-They are matched by peer and tag, not by the order among collectives, so callbacks may use them as they like. Each that
-is pending on Gloo has a thread of its own blocked in it, since only that learns of its end: any number may be pending.
+They are matched by peer, tag and their own order, not by that of collectives, so callbacks may use them as they like.
+Each that is pending on Gloo has a thread of its own blocked in it, since only that learns of its end: any number may be
+pending.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
+from cudafuture.distributed import _staged
 from cudafuture.distributed._group import rank_in
 from cudafuture.distributed._issue import Issue, begin_beside, nothing
 
@@ -53,7 +56,7 @@ def send(
         return nothing()
     issue, pg = issued
     peer = _peer_in(pg, dst, group_dst, "dst")
-    return issue.run(pg, lambda g: dist.isend(tensor, group=g, tag=tag, group_dst=peer), None)
+    return _send(issue, pg, tensor, peer, tag)
 
 
 def recv(
@@ -80,8 +83,7 @@ def recv(
     if src is None and group_src is None:
         return _recv_from_anyone(issue, pg, tensor, tag)
     peer = _peer_in(pg, src, group_src, "src")
-    received = Received(tensor, dist.get_global_rank(pg, peer))
-    return issue.run(pg, lambda g: dist.irecv(tensor, group=g, tag=tag, group_src=peer), received)
+    return _recv(issue, pg, tensor, peer, tag)
 
 
 isend = send
@@ -109,6 +111,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if issued is None:
         return nothing()
     issue, pg = issued
+    if issue.detour is not None or any(_is_behind_others(issue, op.tensor) for op in ops):
+        return gather(*[_issue_alone(issue, pg, op) for op in ops])
     values = [_value_of(op, pg) for op in ops]
     works: list[Any] = []
 
@@ -135,6 +139,35 @@ def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None,
     return peer
 
 
+def _send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
+    call = partial(_on, dist.isend, tag=tag, group_dst=peer)
+    if issue.detour is not None or _is_behind_others(issue, tensor):
+        return _staged.run_send(issue, group, call, tensor)
+    return issue.run(group, call, None, (tensor,))
+
+
+def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
+    """Say whether sends wait for their copies to the host, which one from the host must not overtake."""
+    return issue.group.sends_waiting > 0 and tensor.is_cpu
+
+
+def _recv(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[Received]:
+    call = partial(_on, dist.irecv, tag=tag, group_src=peer)
+    received = Received(tensor, dist.get_global_rank(group, peer))
+    if issue.detour is not None:
+        return _staged.run_recv(issue, group, call, lambda _: received, tensor)
+    return issue.run(group, call, received, (tensor,))
+
+
+def _issue_alone(issue: Issue, group: dist.ProcessGroup, op: dist.P2POp) -> CUDAFuture[Any]:
+    peer = _peer_in(group, None, op.group_peer, "peer")
+    return (_send if op.op is dist.isend else _recv)(issue, group, op.tensor, peer, op.tag)
+
+
+def _on(function: Any, group: Any, tensor: torch.Tensor, **options: Any) -> Any:
+    return function(tensor, group=group, **options)
+
+
 def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
     if op.op is not dist.irecv:
         return None
@@ -143,11 +176,18 @@ def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
 
 def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int) -> CUDAFuture[Received]:
     """Who sent it, only the Work knows, and only when it is done."""
+
+    def received_by(work: Any) -> Received:
+        return Received(tensor, dist.get_global_rank(group, work._source_rank()))
+
+    call = partial(_on, dist.irecv, tag=tag)
+    if issue.detour is not None:
+        return _staged.run_recv(issue, group, call, received_by, tensor)
     work: Any = None
 
-    def call(g: dist.ProcessGroup) -> Any:
+    def keep_work(g: dist.ProcessGroup) -> Any:
         nonlocal work
-        work = dist.irecv(tensor, group=g, tag=tag)
+        work = call(g, tensor)
         return work
 
     result: CUDAFuture[Received] = _C.issued(issue.operation, issue.group.callbacks, issue)
@@ -155,9 +195,9 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
     def finish(received: CUDAFuture[torch.Tensor]) -> None:
         try:
             received.value()
-            result.set_result(Received(tensor, dist.get_global_rank(group, work._source_rank())))
+            result.set_result(received_by(work))
         except BaseException as e:  # the group may have been destroyed
             result.set_exception(issue.error(e))
 
-    issue.run(group, call, tensor).add_done_callback(finish, executor=_C.callback_thread)
+    issue.run(group, keep_work, tensor).add_done_callback(finish, executor=_C.callback_thread)
     return result

@@ -1,0 +1,106 @@
+"""What copies between a host and devices have in common: streams that wait for the caller's work, and pinned twins.
+
+::
+
+    the caller's current streams ──► earlier_work() ──► streams_after() ──► copies ──► the events of a future
+                                                              │
+                                                              └── used_on(): memory that the caller may drop meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._tensors import find_tensors
+
+__all__ = [
+    "are_dense",
+    "complete",
+    "copy_between",
+    "devices_of",
+    "earlier_work",
+    "is_on_device",
+    "streams_after",
+    "twin",
+    "used_on",
+]
+
+T = TypeVar("T")
+_HOSTS = ("cpu", "meta")
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Say whether work on the tensor is enqueued in streams."""
+    return tensor.device.type not in _HOSTS
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """Return the devices with streams that hold the tensors, each once."""
+    return list(dict.fromkeys(t.device for t in tensors if is_on_device(t)))
+
+
+def earlier_work(devices: Iterable[torch.device]) -> CUDAFuture[None]:
+    """Return a future with an event on each device: what this thread's current stream there has to do so far."""
+    earlier: CUDAFuture[None] = CUDAFuture()
+    earlier.set_result(None, stream=_C.current_streams(devices))
+    return earlier
+
+
+def streams_after(
+    earlier: CUDAFuture[None], devices: Iterable[torch.device], priority: int, edge: str
+) -> list[torch.Stream]:
+    """Return a pool stream of each device, which waits for the event that `earlier` has there."""
+    streams = [_C.pool_stream(device, priority) for device in devices]
+    events = earlier.events
+    if events and _C.edge_stands(edge):
+        for stream in streams:
+            event = events.get(stream.device)
+            if event is not None:
+                event.wait(stream)
+    return streams
+
+
+def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) -> None:
+    """Tell the allocator that the streams use the tensor's memory, which its owner may drop at any time."""
+    if not _C.edge_stands(edge):
+        return
+    of_device = {stream.device: stream for stream in streams}
+    parts = [tensor] if tensor.layout is torch.strided else find_tensors(tensor)
+    for part in parts:
+        stream = of_device.get(part.device)
+        if stream is not None:
+            part.record_stream(stream)
+
+
+def complete(future: CUDAFuture[T], value: T, streams: list[torch.Stream], edge: str) -> None:
+    """Complete the future with events of the streams on which its value comes about."""
+    future.set_result(value, stream=streams if _C.edge_stands(edge) else None)
+
+
+def are_dense(tensor: torch.Tensor) -> bool:
+    """Say whether the elements fill a stretch of memory, each once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).is_contiguous()
+
+
+def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fresh tensor of the same shape, dtype and order of dimensions; one on the host is pinned."""
+    return torch.empty_like(tensor.detach(), device=device, pin_memory=device.type == "cpu")
+
+
+def copy_between(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Enqueue a copy on the current streams, where it is one transfer of plain bytes: nothing blocks the host.
+
+    What is a transposed part, say, or a conjugate, is written out on its own device first.
+    """
+    source = source.detach()
+    if not are_dense(source) or source.is_conj() or source.is_neg():
+        source = torch.empty_like(source).copy_(source)
+    target.detach().copy_(source, non_blocking=True)

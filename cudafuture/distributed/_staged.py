@@ -1,0 +1,211 @@
+"""Collectives on tensors of a device that the group's backend cannot carry, through pinned memory of the host.
+
+::
+
+    call ──► copies to the host, on pool streams after the caller's ──────────────┐ events
+      └────► a place in the group's line, at once ──► head of the line, and copied ┘
+                                                         │ issue, on the line's own companion
+                                                         ▼
+                   the Work is done ──► copies to the device, on pool streams ──► the future, with their events
+
+A copy may take longer on one rank than on another. So what is issued after it is issued in the order of the calls: in a
+line, on a group on which nothing else is issued. Nothing waits for a device on the way but what stands in the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._staging import complete
+from cudafuture.distributed._companion import kind_of
+from cudafuture.distributed._group import Group
+from cudafuture.distributed._twins import Twins, are_on_host, each, record
+
+if TYPE_CHECKING:
+    from cudafuture.distributed._issue import Issue
+
+__all__ = ["GLOO", "STAGED", "detour_of", "run", "run_recv", "run_send", "with_events"]
+
+T = TypeVar("T")
+Call = Callable[..., Any]
+_HOST = torch.device("cpu")
+# What torch's Gloo stages by itself for CUDA. It does not look at the device in send and recv.
+_GLOO_ON_CUDA = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single"}
+
+STAGED = "staged"  # through the host, by us
+GLOO = "gloo"  # through the host, by torch's Gloo, whose futures have no events
+
+
+def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, tensors: tuple[Any, ...]) -> str | None:
+    """Return how an operation on these tensors is brought to a backend that does not take their devices; None: it does.
+
+    Raises:
+        ValueError: they are on devices of different types, and some have to go through the host.
+    """
+    if are_on_host(tensors):
+        return None
+    kinds = {t.device.type for t in each(tensors)}
+    detours = {_detour_of_kind(group, process_group, operation, k) for k in kinds}
+    if STAGED not in detours:
+        return GLOO if GLOO in detours else None
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{operation}() was given tensors on {' and '.join(sorted(kinds))}: all have to be on devices of one type"
+        )
+    return STAGED
+
+
+def _detour_of_kind(group: Group, process_group: dist.ProcessGroup, operation: str, kind: str) -> str | None:
+    if kind == "cpu":
+        return None
+    key = operation, kind
+    if key not in group.detours:
+        group.detours[key] = _find_detour(process_group, operation, kind)
+    return group.detours[key]
+
+
+def _find_detour(process_group: dist.ProcessGroup, operation: str, kind: str) -> str | None:
+    backend = kind_of(process_group, torch.device(kind))
+    if kind == "meta" or (backend is None and kind_of(process_group, _HOST) is None):
+        return None  # there is no way at all: torch says so
+    if backend is not None and backend != "gloo":
+        return None
+    return GLOO if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
+
+
+def run(
+    issue: Issue,
+    process_group: dist.ProcessGroup,
+    call: Call,
+    value: T,
+    tensors: tuple[Any, ...],
+    roles: str,
+) -> CUDAFuture[T]:
+    """Issue a collective that goes through the host: `call` gets a group, and twins of `tensors`.
+
+    The future completes with `value`.
+    """
+    return _Operation(issue, process_group, lambda _: value).start(call, tensors, roles, issue.group.staged)
+
+
+def run_send(issue: Issue, process_group: dist.ProcessGroup, call: Call, tensor: torch.Tensor) -> CUDAFuture[None]:
+    """Issue a send behind those that wait for their copies: the peer tells them apart by their order only."""
+    return _Operation[None](issue, process_group, lambda _: None).start(call, (tensor,), "r", issue.group.sends)
+
+
+def run_recv(
+    issue: Issue, process_group: dist.ProcessGroup, call: Call, value: Callable[[Any], T], tensor: torch.Tensor
+) -> CUDAFuture[T]:
+    """Issue a recv, at once: there is nothing to copy before it. `value` makes the value out of the Work."""
+    return _Operation(issue, process_group, value).start(call, (tensor,), "w", None)
+
+
+def with_events(issue: Issue, host: CUDAFuture[Any], value: T) -> CUDAFuture[T]:
+    """Return a future like `host`, of torch's Gloo, with `value` and events of its devices.
+
+    Gloo's thread has made the default streams wait for its copies, but the futures that it completes know of no device.
+    """
+    future: CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
+
+    def end(host: CUDAFuture[Any]) -> None:
+        error = host.exception()
+        if error is None:
+            future.set_result(value)  # in a thread whose current streams are the default ones
+        else:
+            future.set_exception(error)
+
+    host.add_done_callback(end, executor=_C.callback_thread)
+    return future
+
+
+class _Operation(Generic[T]):
+    """One that goes through the host."""
+
+    def __init__(self, issue: Issue, process_group: dist.ProcessGroup, value: Callable[[Any], T]) -> None:
+        self.issue, self.process_group, self.value = issue, process_group, value
+
+    def start(self, call: Call, tensors: tuple[Any, ...], roles: str, line: _C.HostExecutor | None) -> CUDAFuture[T]:
+        """Copy to the host, and take a place in the line, or issue at once where there is none."""
+        self.line = line
+        group = self.issue.group
+        is_alone = True  # with what goes wrong: the other ranks issue it, and go on
+        try:
+            self.twins = Twins(tensors, roles)
+            is_alone = False
+            self.issue_on = record(self.process_group, call, self.twins.arguments)
+            is_alone = True
+            fetched = self.twins.fetch()
+        except BaseException as e:
+            if is_alone and line is not None and isinstance(e, RuntimeError):
+                self.issue.issuer.lost = e
+            return self.issue.refused(e)
+        self.future: CUDAFuture[T] = _C.issued(self.issue.operation, group.callbacks, self.issue)
+        if line is None:
+            self.begin(fetched)
+            return self.future
+        if line is group.sends:
+            group.count_sends(1)
+        begun = fetched.then(self.begin, executor=line, non_blocking=not _C.edge_stands("staging.out_done"))
+        begun.add_done_callback(self.check, executor=_C.inline_executor)
+        return self.future
+
+    def begin(self, fetched: CUDAFuture[None]) -> None:
+        """Issue it on the host; called when it is copied there and has come to the head of the line."""
+        issue, group = self.issue, self.issue.group
+        try:
+            self.require_step(fetched)
+            self.work = self.issue_on(self.communicator())
+            host = _C.collective(self.work, None, issue.operation, group.callbacks, issue, group.timeout)
+        except BaseException as e:
+            self.future.set_exception(issue.error(e))
+        else:
+            host.add_done_callback(self.end, executor=_C.callback_thread)
+
+    def check(self, begun: CUDAFuture[None]) -> None:
+        """Leave the line, and fail where begin() could not even be called: the device is broken."""
+        if self.line is self.issue.group.sends:
+            self.issue.group.count_sends(-1)
+        error = begun.exception()
+        if error is not None and not self.future.done():
+            self.issue.issuer.lost = error
+            self.future.set_exception(self.issue.error(error))
+
+    def require_step(self, fetched: CUDAFuture[None]) -> None:
+        """Raise where the data has not come, or an operation before this one was not issued for such a reason."""
+        if self.issue.group.is_broken:
+            raise RuntimeError("the group's thread has ended")
+        if self.line is None:
+            return
+        issuer = self.issue.issuer
+        if issuer.lost is not None:
+            raise RuntimeError(f"out of step with the other ranks: one before it was not issued here: {issuer.lost}")
+        issuer.lost = fetched.late_error
+        if issuer.lost is not None:
+            raise issuer.lost
+
+    def communicator(self) -> dist.ProcessGroup:
+        """Return the group to issue on: of collectives, the companion that belongs to the line."""
+        group = self.issue.group
+        if self.line is not group.staged:
+            return self.process_group
+        lane = _C.issuing_lane(group.staged)
+        assert lane is not None
+        companion = group.companion(self.process_group, lane).process_group
+        assert companion is not None
+        return companion
+
+    def end(self, host: CUDAFuture[Any]) -> None:
+        """Copy to the device and complete the future; called when the host has what the others sent."""
+        try:
+            error = host.exception()
+            if error is not None:
+                raise error
+            complete(self.future, self.value(self.work), self.twins.store(), "staging.in_record")
+        except Exception as e:
+            self.future.set_exception(self.issue.error(e))

@@ -1,0 +1,142 @@
+"""What stands on the host for the tensors of one operation, and torch's call of it, noted down until it is issued."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._staging import copy_between, devices_of, earlier_work, is_on_device, streams_after, twin, used_on
+from cudafuture.streams import use_streams
+
+__all__ = ["Twins", "are_on_host", "each", "record"]
+
+Call = Callable[..., Any]
+_HOST = torch.device("cpu")
+
+
+def are_on_host(tensors: Any) -> bool:
+    """Say whether all tensors in arguments are on the host: nearly always they are."""
+    for one in tensors:
+        if isinstance(one, torch.Tensor):
+            if not one.is_cpu:
+                return False
+        elif isinstance(one, (list, tuple)) and not are_on_host(one):
+            return False
+    return True
+
+
+def each(tensors: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments that are tensors, lists of them, or anything else."""
+    for one in tensors:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from each(one)
+
+
+class Twins:
+    """The tensors of one operation, and what stands for them on the host.
+
+    `roles` has one letter for each argument in `tensors`: "r" is read, "w" written, "x" both, "-" neither.
+    """
+
+    def __init__(self, tensors: tuple[Any, ...], roles: str) -> None:
+        self._twins: dict[int, torch.Tensor] = {}
+        self._read: list[torch.Tensor] = []
+        self._written: list[torch.Tensor] = []
+        self.arguments = [self._on_host(t) for t in tensors]
+        """What is given to torch in the place of the tensors."""
+        for argument, role in zip(tensors, roles, strict=True):
+            staged = [t for t in each((argument,)) if is_on_device(t)]
+            self._read += staged if role in "rx" else []
+            self._written += staged if role in "wx" else []
+        self._written_twins = [self._twins[id(t)] for t in self._written]
+        self._earlier = earlier_work(devices_of(each(tensors)))
+
+    def _on_host(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._twin(argument) if is_on_device(argument) else argument
+        if isinstance(argument, (list, tuple)):
+            return [self._on_host(t) for t in argument]
+        return argument
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"a {tensor.layout} tensor on {tensor.device} cannot go through the host")
+        made = self._twins[id(tensor)] = twin(tensor, _HOST)
+        return made
+
+    def fetch(self) -> CUDAFuture[None]:
+        """Enqueue the copies to the host; the future has the events of their streams."""
+        streams = streams_after(self._earlier, devices_of(self._read), 0, "staging.out_wait")
+        try:
+            with use_streams(*streams):
+                for tensor in self._read:
+                    used_on(streams, tensor, "staging.out_record_stream")
+                    copy_between(self._twins[id(tensor)], tensor)
+        except BaseException:
+            for stream, current in zip(streams, _C.current_streams([s.device for s in streams]), strict=True):
+                current.wait_stream(stream)  # whoever goes on with the tensors comes after the copies before the error
+            raise
+        fetched: CUDAFuture[None] = CUDAFuture()
+        fetched.set_result(None, stream=streams)
+        self._read.clear()
+        self._twins.clear()
+        return fetched
+
+    def store(self) -> list[torch.Stream]:
+        """Enqueue the copies into what is written, and return their streams."""
+        streams = streams_after(self._earlier, devices_of(self._written), 0, "staging.in_wait")
+        try:
+            with use_streams(*streams):
+                for tensor, host in zip(self._written, self._written_twins, strict=True):
+                    used_on(streams, tensor, "staging.in_record_stream")
+                    copy_between(tensor, host)
+        except BaseException:
+            for stream in streams:
+                with contextlib.suppress(RuntimeError):  # of a device that is broken
+                    stream.synchronize()  # the future that fails now has no events
+            raise
+        return streams
+
+
+class _Recorder:
+    """Stands for a process group while torch's own function checks its arguments and makes options of them."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._rank, self._size = process_group.rank(), process_group.size()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, method: str) -> Call:
+        def note(*arguments: Any, **keywords: Any) -> str:
+            self.calls.append((method, arguments, keywords))
+            return "noted"
+
+        return note
+
+
+def record(process_group: dist.ProcessGroup, call: Call, arguments: list[Any]) -> Call:
+    """Call torch's function as if on the group, and return what issues the same on the group that it is given.
+
+    Raises what torch's function raises: nothing was issued then.
+    """
+    recorder = _Recorder(process_group)
+    call(recorder, *arguments)
+    ((method, given, keywords),) = recorder.calls
+
+    def issue(group: dist.ProcessGroup) -> Any:
+        return getattr(group, method)(*given, **keywords)
+
+    return issue

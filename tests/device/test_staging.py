@@ -1,0 +1,180 @@
+"""Collectives that go through the host, in a group of one process: ordered by events at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cudafuture.distributed as cfd
+from cudafuture import CUDAFuture, gather, use_streams
+from device.harness import SIZE, Device
+
+Tensor = torch.Tensor
+LONG = 40.0  # seconds; much more than anything takes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    """Give the tests a process group of this process alone, over Gloo."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# Each takes what is read and what is written, and moves the one into the other: Gloo stages some of them by itself.
+MOVES: dict[str, Callable[[Tensor, Tensor], CUDAFuture[Any]]] = {
+    "all_gather": lambda x, out: cfd.all_gather([out], x),
+    "all_gather_into_tensor": lambda x, out: cfd.all_gather_into_tensor(out, x),
+    "all_to_all_single": lambda x, out: cfd.all_to_all_single(out, x),
+    "gather": lambda x, out: cfd.gather(x, [out]),
+    "reduce_scatter": lambda x, out: cfd.reduce_scatter(out, [x]),
+    "reduce_scatter_tensor": lambda x, out: cfd.reduce_scatter_tensor(out, x),
+    "scatter": lambda x, out: cfd.scatter(out, [x]),
+}
+moving = pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+CHANGES: dict[str, Callable[[Tensor], CUDAFuture[Any]]] = {
+    "all_reduce": lambda x: cfd.all_reduce(x),
+    "all_reduce_coalesced": lambda x: cfd.all_reduce_coalesced([x]).then(lambda f: f.value()[0]),
+    "broadcast": lambda x: cfd.broadcast(x, src=0),
+    "reduce": lambda x: cfd.reduce(x, dst=0),
+}
+changing = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@changing
+def test_what_is_changed_is_read_after_what_was_enqueued(accelerator: Device, change: Callable[[Tensor], Any]) -> None:
+    with accelerator.on(accelerator.stream()):
+        changed = change(accelerator.produce(2.0))
+    with accelerator.on(accelerator.stream()):
+        assert accelerator.read(changed.wait(non_blocking=True)) == 2.0
+
+
+@moving
+def test_the_input_is_read_after_what_was_enqueued(accelerator: Device, move: Callable[..., Any]) -> None:
+    output = accelerator.empty()
+    with accelerator.hold():
+        moved = move(accelerator.produce(2.0), output)
+    moved.wait(non_blocking=True)
+    assert accelerator.read(output) == 2.0
+
+
+@moving
+def test_the_output_is_written_after_what_was_enqueued(accelerator: Device, move: Callable[..., Any]) -> None:
+    stream = accelerator.stream()
+    with accelerator.on(stream):
+        output = accelerator.produce(1.0)
+        double = output * 2
+        moved = move(torch.full((SIZE,), 3.0, device=accelerator.at()), output)
+    with accelerator.on(stream):
+        moved.wait(non_blocking=True)
+        assert accelerator.read(output) == 3.0
+        assert accelerator.read(double) == 2.0
+
+
+def test_an_output_on_another_device_is_written_after_what_was_enqueued(pair: Device) -> None:
+    x, output = pair.produce(2.0, 0), pair.produce(1.0, 1)
+    double = output * 2
+    cfd.all_gather_into_tensor(output, x).wait(non_blocking=True)
+    assert pair.read(output) == 2.0
+    assert pair.read(double) == 2.0
+
+
+def test_what_is_only_written_keeps_nothing_waiting(pair: Device) -> None:
+    x, output = pair.produce(2.0, 0), pair.empty(1)
+    double = output.fill_(1.0) * 2
+    with pair.hold(pair.current(1)):
+        moved = cfd.all_gather_into_tensor(output, x)
+        cfd.all_reduce(pair.produce(1.0, 0)).wait(timeout=LONG)  # behind it in the line
+        moved.wait(non_blocking=True, timeout=LONG)
+        assert not moved.ready()
+    assert pair.read(output) == 2.0
+    assert pair.read(double) == 2.0
+
+
+@moving
+def test_the_tensors_may_be_dropped_at_once(accelerator: Device, move: Callable[..., Any]) -> None:
+    stream = accelerator.stream()
+    with accelerator.on(stream):
+        x = accelerator.produce(2.0)
+        output = accelerator.empty()
+        with accelerator.hold():
+            moved = move(x, output)
+            del x
+            others = [accelerator.empty().fill_(9.0) for _ in range(8)]
+        moved.wait(timeout=LONG)
+        assert accelerator.read(output) == 2.0
+        moved = move(others.pop(), output)
+        while not moved.done():
+            pass
+        del moved, output, others
+        again = [accelerator.empty().fill_(7.0) for _ in range(8)]
+        assert all(accelerator.read(x) == 7.0 for x in again)
+
+
+def test_the_memory_behind_a_future_that_nobody_waits_for_is_not_handed_out_early(accelerator: Device) -> None:
+    for _ in range(3):
+        finished = [cfd.all_reduce_coalesced([accelerator.produce(1.0)]) for _ in range(4)]
+        cfd.all_reduce(accelerator.produce(1.0)).wait(timeout=LONG)  # on the host, those before it have ended, too
+        del finished
+        for x in [accelerator.empty().fill_(7.0) for _ in range(8)]:
+            assert accelerator.read(x) == 7.0
+
+
+@moving
+def test_the_tensors_may_be_changed_by_whoever_has_waited(accelerator: Device, move: Callable[..., Any]) -> None:
+    x, output = accelerator.produce(2.0), accelerator.empty()
+    moved = move(x, output)
+    with accelerator.on(accelerator.stream()):
+        moved.wait(non_blocking=True)
+        x.fill_(5.0)
+        assert accelerator.read(output) == 2.0
+        output.fill_(6.0)
+
+
+def test_callbacks_are_ordered_after_the_result(accelerator: Device) -> None:
+    chain = cfd.all_reduce(accelerator.produce(1.0))
+    for _ in range(3):
+        chain = chain.then_async(lambda f: cfd.all_reduce(f.value() + 1)).then(lambda f: f.value() * 2)
+    assert accelerator.read(chain.wait(non_blocking=True)) == 22.0
+
+
+def test_a_long_line_of_collectives_keeps_its_order(accelerator: Device) -> None:
+    order: list[int] = []
+    streams = [accelerator.stream() for _ in range(4)]
+    children = []
+    for i in range(24):
+        with accelerator.on(streams[i % 4]):
+            reduced = cfd.all_reduce(accelerator.produce(float(i)))
+        children.append(reduced.then(lambda f, i=i: (order.append(i), f.value() + 1)[1]))
+    assert [accelerator.read(x) for x in gather(*children).wait(timeout=LONG)] == [i + 1.0 for i in range(24)]
+    assert order == list(range(24))
+
+
+def test_whatever_device_is_current_stays_current(pair: Device) -> None:
+    for current in (0, 1):
+        with torch.accelerator.device_index(current):
+            before = [pair.current(i) for i in (0, 1)]
+            reduced = [cfd.all_reduce(pair.produce(1.0, i)) for i in (0, 1)]
+            assert torch.accelerator.current_device_index() == current
+            assert [pair.current(i) for i in (0, 1)] == before
+            assert [pair.read(f.wait(timeout=LONG)) for f in reduced] == [1.0, 1.0]
+
+
+def test_the_callers_own_streams_are_waited_for_on_every_device(pair: Device) -> None:
+    with use_streams(*[pair.stream(index=i) for i in (0, 1)]):
+        x = [pair.produce(float(i + 1), i) for i in (0, 1)]
+        reduced = cfd.all_reduce_coalesced(x)
+    with use_streams(*[pair.stream(index=i) for i in (0, 1)]):
+        assert [pair.read(t) for t in reduced.wait(non_blocking=True)] == [1.0, 2.0]
+
+
+def test_two_kinds_of_devices_in_one_call_are_refused(accelerator: Device) -> None:
+    if accelerator.name == "cuda":
+        pytest.skip("Gloo takes them")
+    with pytest.raises(ValueError, match="devices of one type"):
+        cfd.all_gather([torch.empty(SIZE)], accelerator.empty())
