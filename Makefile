@@ -18,8 +18,8 @@ endif
 export PATH := $(dir $(PY)):$(PATH)
 
 # Folders are listed too: they change when a file is added or taken away.
-BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C)
-CPP := $(shell find cudafuture/_C tests/cpp -name '*.h' -o -name '*.cpp')
+BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim)
+CPP := $(shell find cudafuture/_C cudafuture/testing/_sim tests/cpp -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 
 .NOTPARALLEL:
@@ -29,8 +29,13 @@ setup: $(STATE)/built
 demo: $(STATE)/built $(STATE)/has-demo
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py
 
+# The tests of the library once more, with a simulated accelerator for the default device; the seed chooses its schedule.
+# What the docs show is of the host.
+EVERYWHERE = $(PYTEST) tests/unit --sim-everywhere --ignore tests/unit/test_docs.py
+
 test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST)
+	$(EVERYWHERE) -m "not slow and not soak"
 	$(MAKE) --no-print-directory test-native
 
 test-native: $(STATE)/has-build
@@ -41,6 +46,7 @@ test-native: $(STATE)/has-build
 soak: export CUDAFUTURE_SOAK = 1
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600
+	$(EVERYWHERE) --timeout 3600
 	$(MAKE) --no-print-directory test-native
 
 lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
@@ -54,6 +60,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/core.py --check --json build/core.json
 	$(PY) benchmarks/interrupt.py --check
 	$(PY) benchmarks/collectives.py --check --json build/collectives.json
+	$(PY) benchmarks/device.py --check --json build/device.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs

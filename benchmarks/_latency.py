@@ -1,0 +1,127 @@
+"""How long after the device has finished the host hears of it, on CUDA.
+
+That moment is known on the host's clock: an event is seen to be reached by a loop that does nothing else, and the
+device says how long after that event the last one was reached.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from _rows import Row, Timed, by_turns
+from cudafuture import CUDAFuture
+
+now = time.perf_counter_ns
+cuda: Any = torch.cuda
+
+
+@cache
+def cycles_per_microsecond() -> float:
+    """The device's clock, once it has got up to speed."""
+    cycles, before = 10_000_000, 0.0
+    for _ in range(100):
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        took = begin.elapsed_time(end)
+        if abs(took - before) < 0.01 * took:
+            break
+        before = took
+    return float(cycles / (1000 * took))
+
+
+class Kernel:
+    """Work of so many microseconds on the current stream, and when the device has finished it."""
+
+    def __init__(self, microseconds: float) -> None:
+        self.cycles = int(microseconds * cycles_per_microsecond())
+        self.begin, self.end = (cuda.Event(enable_timing=True) for _ in range(2))
+        self.seen = 0
+
+    def launch(self) -> None:
+        cuda.synchronize()
+        self.begin.record()
+        while not self.begin.query():
+            pass
+        self.seen = now()
+        cuda._sleep(self.cycles)
+        self.end.record()
+
+    def late(self, at: int) -> float:
+        """How many nanoseconds lay between the end of the work and that moment."""
+        self.end.synchronize()
+        return float(at - self.seen - 1e6 * self.begin.elapsed_time(self.end))
+
+
+def host_wait(kernel: Kernel, since_launch: bool) -> tuple[Timed, Timed]:
+    """Ours and the peer's: how long after the device (or after the launch) a blocking wait returns."""
+    tensor = torch.zeros(8, device="cuda")
+
+    def took(at: int) -> float:
+        return at - kernel.seen if since_launch else kernel.late(at)
+
+    def ours() -> float:
+        kernel.launch()
+        CUDAFuture.completed(tensor).wait()
+        return took(now())
+
+    def peer() -> float:
+        event = cuda.Event()
+        kernel.launch()
+        event.record()
+        event.synchronize()
+        return took(now())
+
+    return ours, peer
+
+
+def waiting_ratio(microseconds: float, rounds: int) -> Row:
+    """From the launch of a kernel until a blocking wait for it has returned."""
+    us, them = map(statistics.median, by_turns(20 * rounds, *host_wait(Kernel(microseconds), True)))
+    what = f"cuda: a kernel of {microseconds:,.0f} us and a blocking wait for it"
+    name = f"cuda-blocking-{microseconds:.0f}us"
+    return Row(name, what, "ns", us, them, "synchronize", "x", us / them, 1.3)
+
+
+def waiting_latency(microseconds: float, rounds: int) -> Row:
+    """From the end of a kernel until a blocking wait for it has returned."""
+    us, them = map(statistics.median, by_turns(5 * rounds, *host_wait(Kernel(microseconds), False)))
+    what = f"cuda: from the end of {microseconds:,.0f} us of work to the return of a blocking wait"
+    return Row(f"cuda-latency-{microseconds:.0f}us", what, "ns", us, them, "synchronize", "ns", us, 30_000)
+
+
+def calling_back(microseconds: float, rounds: int) -> Row:
+    """From the end of a kernel until the callback of a blocking then() runs."""
+    kernel = Kernel(microseconds)
+    tensor = torch.zeros(8, device="cuda")
+
+    def ours() -> float:
+        done = threading.Event()
+        ran: list[int] = []
+
+        def note(future: CUDAFuture[Any]) -> None:
+            ran.append(now())
+            done.set()
+
+        kernel.launch()
+        CUDAFuture.completed(tensor).then(note, non_blocking=False)
+        done.wait()
+        return kernel.late(ran[0])
+
+    us, them = map(statistics.median, by_turns(5 * rounds, ours, host_wait(kernel, False)[1]))
+    what = f"cuda: from the end of {microseconds:,.0f} us of work to the callback of a blocking then()"
+    return Row(f"cuda-callback-{microseconds:.0f}us", what, "ns", us, them, "synchronize", "ns", us, 300_000)
+
+
+ROWS: dict[str, Callable[[int], Row]] = {"cuda-blocking-100us": partial(waiting_ratio, 100)}
+ROWS |= {f"cuda-latency-{us}us": partial(waiting_latency, us) for us in (100, 1_000, 20_000)}
+ROWS |= {f"cuda-callback-{us}us": partial(calling_back, us) for us in (100, 1_000)}

@@ -1,0 +1,128 @@
+"""Stream capture: what is recorded into a graph, what is refused, and what goes on beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, InvalidStateError, gather
+from device.harness import SIZE, Cuda
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """The input of every graph here."""
+    return torch.zeros(SIZE, device="cuda")
+
+
+@contextmanager
+def capture_at_once(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture while the device is at work: `torch.cuda.graph` would wait for it first.
+
+    In torch's usual mode, in which whatever any thread does that CUDA calls unsafe ends the capture.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        yield
+        graph.capture_end()
+
+
+def replayed(graph: torch.cuda.CUDAGraph, x: torch.Tensor, y: torch.Tensor, value: float) -> float:
+    x.fill_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.all(y == y[0])
+    return float(y[0])
+
+
+def test_a_non_blocking_wait_is_recorded(cuda: Cuda, x: torch.Tensor) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            future = CUDAFuture.completed(x * 2)
+        y = future.wait(non_blocking=True) + 1
+    assert replayed(graph, x, y, 3) == 7
+    assert replayed(graph, x, y, 5) == 11
+
+
+def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+        doubled = future.then(lambda f: f.value() * 2)
+        squared = future.then(lambda f: f.value() ** 2)
+        future.set_result(x + 1)
+        y = sum(gather(doubled, squared).wait(non_blocking=True))
+    assert replayed(graph, x, y, 2) == 15
+    assert replayed(graph, x, y, 3) == 24
+
+
+def test_a_blocking_wait_is_refused_and_the_capture_goes_on(cuda: Cuda, x: torch.Tensor) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        future = CUDAFuture.completed(x * 2)
+        with pytest.raises(InvalidStateError, match=r"capture of cuda:0"):
+            future.wait()
+        y = future.wait(non_blocking=True) + 1
+    assert replayed(graph, x, y, 3) == 7
+
+
+def test_asking_for_earlier_work_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+    earlier = cuda.completed(2.0)
+    graph = torch.cuda.CUDAGraph()
+    with capture_at_once(graph):
+        y = x + 1
+        earlier.ready()
+        y = y * 2
+    assert replayed(graph, x, y, 3) == 8
+
+
+def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: torch.Tensor) -> None:
+    side = cuda.stream()
+    with cuda.hold(side):
+        pass
+    ran = threading.Event()
+    watched = cuda.completed(1.0, stream=side).then(lambda f: ran.set(), non_blocking=False)
+    graph = torch.cuda.CUDAGraph()
+    with capture_at_once(graph):
+        y = x + 1
+        for _ in range(2000):
+            y = y + 1
+            if ran.is_set():
+                break
+    watched.wait()
+    torch.cuda.synchronize()
+    assert replayed(graph, x, y, 1) >= 3
+
+
+def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+    side = cuda.stream()
+    with cuda.hold(side):
+        pass
+    future = cuda.completed(1.0, stream=side)
+    waiter = threading.Thread(target=future.wait)
+    waiter.start()
+    graph = torch.cuda.CUDAGraph()
+    with capture_at_once(graph):
+        y = x + 1
+        for _ in range(200):
+            y = y + 1
+    waiter.join()
+    assert replayed(graph, x, y, 1) == 202
+
+
+def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: torch.Tensor) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            CUDAFuture.completed(x * 2).wait(non_blocking=True)
+        y = x + 1
+    for value in range(50):  # from the pool, where those of the capture are
+        assert CUDAFuture.completed(torch.full((8,), float(value), device="cuda")).wait().sum().item() == 8 * value
+    assert replayed(graph, x, y, 1) == 2

@@ -1,0 +1,69 @@
+"""The streams of torch.cuda: their classes, priorities, and streams that torch did not make."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture
+from device.harness import Cuda
+
+
+@pytest.fixture
+def foreign() -> Iterator[torch.cuda.ExternalStream]:
+    """A stream of the driver's own making."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    torch.zeros(1, device="cuda")  # the context is there, and current
+    handle = ctypes.c_void_p()
+    assert driver.cuStreamCreate(ctypes.byref(handle), 1) == 0
+    assert handle.value is not None
+    yield torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    assert driver.cuStreamDestroy_v2(handle) == 0
+
+
+def test_a_callback_runs_on_the_cuda_stream_that_it_was_given(cuda: Cuda) -> None:
+    stream = torch.cuda.Stream()
+    ran_on = cuda.completed(2.0).then(lambda f: torch.cuda.current_stream(), stream=stream).wait()
+    assert ran_on.cuda_stream == stream.cuda_stream
+
+
+def test_the_producer_may_name_a_cuda_stream(cuda: Cuda) -> None:
+    stream = torch.cuda.Stream()
+    future: CUDAFuture[torch.Tensor] = CUDAFuture()
+    with torch.cuda.stream(stream):
+        x = cuda.produce(4.0)
+    future.set_result(x, stream=stream)
+    assert cuda.read(future.wait(non_blocking=True)) == 4.0
+
+
+def test_an_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cuda.ExternalStream) -> None:
+    future: CUDAFuture[torch.Tensor] = CUDAFuture()
+    with torch.cuda.stream(foreign):
+        x = cuda.produce(5.0)
+    future.set_result(x, stream=foreign)
+    assert cuda.read(future.wait(non_blocking=True)) == 5.0
+    child = cuda.completed(6.0).then(lambda f: (torch.cuda.current_stream().cuda_stream, f.value() + 1), stream=foreign)
+    where, y = child.wait(non_blocking=True)
+    assert where == foreign.cuda_stream
+    assert cuda.read(y) == 7.0
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_pool_streams_have_the_priority_that_was_asked_for(cuda: Cuda, priority: int) -> None:
+    child = cuda.completed(1.0).then(lambda f: torch.cuda.current_stream().priority, priority=priority)
+    assert child.wait() == priority
+
+
+def test_callbacks_of_each_priority_have_a_pool_of_their_own(cuda: Cuda) -> None:
+    future = cuda.completed(1.0)
+    pools = [
+        {future.then(lambda f: torch.cuda.current_stream().cuda_stream, priority=p).wait() for _ in range(8)}
+        for p in (0, -1)
+    ]
+    assert all(len(pool) > 1 for pool in pools)
+    assert not pools[0] & pools[1]
+    assert torch.cuda.default_stream().cuda_stream not in pools[0] | pools[1]

@@ -1,0 +1,105 @@
+"""Blocking until the device has finished: soon, interruptible, and in few looks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import _C, CUDAFuture
+from device.harness import Cuda
+
+
+def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cuda: Cuda) -> None:
+    event = torch.cuda.Event()
+    x = cuda.produce(2.0)
+    event.record()
+    assert not event.query()
+    CUDAFuture.completed(x).wait()
+    assert event.query()
+
+
+def test_a_timeout_ends_a_wait_for_the_device(cuda: Cuda) -> None:
+    with cuda.hold():
+        future = CUDAFuture.completed(cuda.produce(2.0))
+    with pytest.raises(TimeoutError, match="device work has not finished"):
+        future.wait(timeout=0.01)
+    assert cuda.read(future.wait()) == 2.0
+
+
+def test_ctrl_c_ends_a_wait_for_the_device(cuda: Cuda) -> None:
+    for _ in range(2):
+        with cuda.hold():
+            pass
+    future = CUDAFuture.completed(cuda.produce(2.0))
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        begun.wait()
+        signal.raise_signal(signal.SIGINT)
+
+    def wait() -> None:
+        begun.set()
+        future.wait()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the other thread goes on when this one gives the GIL up, which is in wait()
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not future.ready()
+    thread.join()
+    assert cuda.read(future.wait()) == 2.0
+
+
+def test_other_threads_run_while_one_waits_for_the_device(cuda: Cuda) -> None:
+    with cuda.hold():
+        future = CUDAFuture.completed(cuda.produce(2.0))
+    waiter = threading.Thread(target=future.wait)
+    waiter.start()
+    steps = 0
+    while not future.ready():
+        steps += 1
+    waiter.join()
+    assert steps > 100
+
+
+def test_a_wait_leaves_the_timers_of_its_thread_as_they_were(cuda: Cuda) -> None:
+    slack = Path("/proc/self/timerslack_ns")  # of the main thread
+    before = slack.read_text()
+    for _ in range(3):
+        cuda.completed(1.0).wait()
+    assert slack.read_text() == before
+
+
+def test_the_watcher_looks_less_and_less_often(cuda: Cuda) -> None:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before = _C.statistics()["watcher_polls"]
+    begin.record()
+    with cuda.hold():
+        future = CUDAFuture.completed(cuda.produce(2.0))
+    end.record()
+    future.then(lambda f: None, non_blocking=False).wait()
+    polls = _C.statistics()["watcher_polls"] - before
+    longest = 0.005
+    assert 1 <= polls <= 130 + begin.elapsed_time(end) / 1e3 / longest
+
+
+def test_memory_that_is_pinned_is_written_before_a_wait_returns(cuda: Cuda) -> None:
+    host = torch.zeros(1 << 20, pin_memory=True)
+    for value in (1.0, 2.0, 3.0):
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.full((1 << 20,), value, device="cuda")
+            torch.cuda._sleep(5_000_000)
+            host.copy_(x, non_blocking=True)
+            future.set_result(host, tensors=[x])
+        assert future.wait().sum().item() == value * (1 << 20)
