@@ -74,7 +74,13 @@ def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) ->
     for part in parts:
         stream = of_device.get(part.device)
         if stream is not None:
-            part.record_stream(stream)
+            _plain_view(part).record_stream(stream)
+
+
+def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose memory is what it shows: of others torch records a temporary copy, and frees it too early."""
+    view = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(view) if view.is_neg() else view
 
 
 def complete(future: CUDAFuture[T], value: T, streams: list[torch.Stream], edge: str) -> None:

@@ -26,8 +26,10 @@ def _made(name: str) -> Iterator[Device]:
     if name == "cuda" and torch.accelerator.current_accelerator() != torch.device("cuda"):
         pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
     device = Simulated() if name.startswith("sim-") else Cuda() if name == "cuda" else Device()
+    device.rest()
     yield device
     device.finish()
+    device.rest()
 
 
 @pytest.fixture(params=_parameters(with_host=True))

@@ -92,7 +92,15 @@ class Device:
         return None
 
     def finish(self) -> None:
-        """Block until all work has run, so that the next test finds the device idle."""
+        """Block until all work has run."""
+
+    def rest(self) -> None:
+        """Make current in this thread what is so in a new one: device 0, and the default streams."""
+        for index in range(self.count if self.has_streams else 0):
+            kind = int(self.current(index).device_type)
+            torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=kind))
+        if self.has_streams:
+            torch.accelerator.set_device_index(0)
 
 
 class Accelerator(Device):

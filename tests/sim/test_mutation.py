@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import cudafuture
@@ -291,7 +290,7 @@ def findings(scenario: Scenario, edge: str | None) -> tuple[list[sim.Report], Ex
     """Run the test with the edge cut; return what the accelerator reported, and what the test raised."""
     sim.enable(devices=2, schedule="lazy", seed=0, strict_devices=True)
     device, error = Simulated(), None
-    default = [torch.accelerator.current_stream(i) for i in range(2)]
+    device.rest()
     parameters = {name: device for name in ("device", "accelerator", "pair") if name in scenario.test.__annotations__}
     try:
         with cut(edge):
@@ -302,9 +301,7 @@ def findings(scenario: Scenario, edge: str | None) -> tuple[list[sim.Report], Ex
         sim.finish()
         return sim.races(), error
     finally:
-        for stream in default:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(0)
+        device.rest()
         sim.disable()
 
 

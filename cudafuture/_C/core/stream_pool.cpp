@@ -99,9 +99,10 @@ void refuse_while_capturing(c10::Device device) {
 }
 
 StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
-  before_.reserve(streams.size());
+  if (!stands(Edge::scope_enter)) return;
+  for (const c10::Stream& stream : streams) note(stream.device_type());
   try {
-    for (const c10::Stream& stream : streams) enter(stream);
+    for (const c10::Stream& stream : streams) VirtualGuardImpl(stream.device_type()).exchangeStream(stream);
   } catch (...) {
     leave();
     throw;
@@ -110,21 +111,20 @@ StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
 
 StreamScope::~StreamScope() { leave(); }
 
-void StreamScope::enter(const c10::Stream& stream) {
-  if (!stands(Edge::scope_enter)) return;
-  const VirtualGuardImpl guard(stream.device_type());
-  const auto same_type = [&](c10::Device d) { return d.type() == stream.device_type(); };
-  if (std::none_of(devices_before_.begin(), devices_before_.end(), same_type)) {
-    devices_before_.push_back(guard.getDevice());
-  }
-  before_.push_back(guard.exchangeStream(stream));
+// What is current on the devices of a type, once.
+void StreamScope::note(c10::DeviceType type) {
+  const auto same_type = [&](c10::Device d) { return d.type() == type; };
+  if (std::any_of(devices_before_.begin(), devices_before_.end(), same_type)) return;
+  const VirtualGuardImpl guard(type);
+  devices_before_.push_back(guard.getDevice());
+  const c10::DeviceIndex count = guard.deviceCount();
+  before_.reserve(before_.size() + static_cast<std::size_t>(count));
+  for (c10::DeviceIndex i = 0; i < count; ++i) before_.push_back(guard.getStream(c10::Device(type, i)));
 }
 
 void StreamScope::leave() noexcept {
   if (stands(Edge::scope_leave)) {
-    for (auto stream = before_.rbegin(); stream != before_.rend(); ++stream) {
-      VirtualGuardImpl(stream->device_type()).exchangeStream(*stream);
-    }
+    for (const c10::Stream& stream : before_) VirtualGuardImpl(stream.device_type()).exchangeStream(stream);
   }
   if (!stands(Edge::scope_device)) return;
   for (c10::Device device : devices_before_) VirtualGuardImpl(device.type()).uncheckedSetDevice(device);

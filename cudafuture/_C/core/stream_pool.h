@@ -28,8 +28,8 @@ std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices);
 // Throws when the current stream of the device records a graph: a host that waits there would break the capture.
 void refuse_while_capturing(c10::Device device);
 
-// Makes streams current for a scope; afterwards each device has its stream, and the thread its devices, back, whatever
-// was changed in between.
+// Makes streams current for a scope; afterwards each device of their types has its stream, and the thread its devices,
+// back, whatever was changed in between.
 class StreamScope {
  public:
   explicit StreamScope(c10::ArrayRef<c10::Stream> streams);
@@ -38,7 +38,7 @@ class StreamScope {
   StreamScope& operator=(const StreamScope&) = delete;
 
  private:
-  void enter(const c10::Stream& stream);
+  void note(c10::DeviceType type);
   void leave() noexcept;
 
   std::vector<c10::Stream> before_;

@@ -66,6 +66,8 @@ void start(int devices, const std::string& schedule, std::uint64_t seed, bool de
   options.speeds = speeds;
   set_strict_devices(strict_devices);
   Accelerator::get().start(options);
+  set_current_device(0);
+  for (int i = 0; i < devices; ++i) set_current_stream({i, 0});
   if (detect) {
     install_host_watch();
   } else {

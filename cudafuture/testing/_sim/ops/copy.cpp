@@ -154,7 +154,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // The fallbacks of these keys would clone, and so copy, for ever: our copies know what to do with their bits.
-TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
-TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+// record_stream is about memory, whatever it shows: torch would make a copy, and record that.
+constexpr const char* kOfBytes[] = {"_copy_from", "record_stream"};
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  for (const char* name : kOfBytes) m.impl(name, torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  for (const char* name : kOfBytes) m.impl(name, torch::CppFunction::makeFallthrough());
+}
 
 }  // namespace sim
