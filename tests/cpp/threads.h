@@ -1,31 +1,17 @@
-// Threads for the tests: many that start together, one with a small stack, one of an engine.
+// Threads for the tests: one with a small stack, one of an engine, and many that start together.
 #pragma once
 
 #include <functional>
 #include <latch>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "fake_runtime.h"
+#include "together.h"
 
 namespace cudafuture::fake {
 
-// Runs body(0), ..., body(count - 1), each in a thread of its own, and returns when all have ended. They start
-// together.
-template <class Body>
-void together(int count, Body&& body) {
-  std::latch start(count);
-  std::vector<std::thread> threads;
-  threads.reserve(static_cast<std::size_t>(count));
-  for (int i = 0; i < count; ++i) {
-    threads.emplace_back([&, i] {
-      start.arrive_and_wait();
-      body(i);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
+using native_tests::together;
 
 // Runs `body` in a thread of an engine, and returns when it has ended.
 template <class Body>

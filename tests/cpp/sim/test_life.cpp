@@ -8,12 +8,13 @@
 #include <string>
 #include <thread>
 
+#include "../together.h"
 #include "bench.h"
 #include "runtime/guard.h"
-#include "threads.h"
 
 using namespace sim;
 using namespace sim::test;
+using native_tests::together;
 
 namespace {
 

@@ -2,11 +2,12 @@
 #include <atomic>
 #include <cstring>
 
+#include "../together.h"
 #include "bench.h"
-#include "threads.h"
 
 using namespace sim;
 using namespace sim::test;
+using native_tests::together;
 
 namespace {
 

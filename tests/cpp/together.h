@@ -1,11 +1,11 @@
-// Threads for the tests.
+// Many threads that start together, for the tests of both native modules.
 #pragma once
 
 #include <latch>
 #include <thread>
 #include <vector>
 
-namespace sim::test {
+namespace native_tests {
 
 // Runs body(0), ..., body(count - 1), each in a thread of its own, and returns when all have ended. They start
 // together.
@@ -23,4 +23,4 @@ void together(int count, Body&& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-}  // namespace sim::test
+}  // namespace native_tests
