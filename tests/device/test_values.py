@@ -128,7 +128,7 @@ def test_a_sparse_tensor_is_ordered(accelerator: Device) -> None:
         try:
             sparse = torch.sparse_coo_tensor(torch.arange(x.numel(), device=x.device)[None], x, is_coalesced=True)
         except (NotImplementedError, RuntimeError) as e:
-            pytest.skip(f"no sparse tensors on {accelerator.name}: {e}")
+            pytest.skip(f"no sparse tensors on {accelerator.name}: {str(e).partition(chr(10))[0]}")
         future.set_result(sparse)
     assert list(future.events) == [accelerator.at()]
     with accelerator.stream():

@@ -172,9 +172,9 @@ def statistics() -> Statistics:
     """Return what the accelerator has done.
 
     >>> sim.enable(schedule="lazy")
-    >>> x = torch.zeros(1024, device="sim")
-    >>> sim.statistics().allocated_bytes
-    4096
+    >>> sim.sleep(ms=1)
+    >>> (sim.statistics().submitted, sim.statistics().executed)
+    (1, 0)
     """
     return Statistics(**_native.statistics())
 
