@@ -29,6 +29,7 @@ from cudafuture._staging import (
     twin,
     used_on,
 )
+from cudafuture._tensors import find_tensors
 from cudafuture.executors import default_executor
 from cudafuture.streams import use_streams
 
@@ -59,7 +60,7 @@ class Transfer:
             return _C.submit(self._on_host, default_executor(), self.priority, "copy")
         earlier = earlier_work([*sources, self.target] if self._reads_pinned() else sources)
         enqueue = functools.partial(self._enqueue, devices, earlier)
-        if sum(t.nbytes for t in self.tensors if self._is_read_by_host(t)) <= LARGE:
+        if sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t)) <= LARGE:
             return enqueue(self._read())
         read = _C.submit(self._read, default_executor(), self.priority, "copy")
         return read.then_async(lambda done: enqueue(done.value()))
@@ -98,11 +99,11 @@ class Transfer:
             streams = self._streams(devices, earlier)
             with use_streams(*streams):
                 copies = [self._carry(leaf, streams) for leaf in leaves]
+            future: CUDAFuture[Any] = CUDAFuture(priority=self.priority, name="copy")
+            complete(future, _pytree.tree_unflatten(copies, self.spec), streams, "copy.done_record")
+            return future
         except Exception as e:
             return _failed(e, devices, streams, self.priority)
-        future: CUDAFuture[Any] = CUDAFuture(priority=self.priority, name="copy")
-        complete(future, _pytree.tree_unflatten(copies, self.spec), streams, "copy.done_record")
-        return future
 
     def _streams(self, devices: list[torch.device], earlier: CUDAFuture[None]) -> list[torch.Stream]:
         """Return a stream for each device: those of sources wait for the caller's work, the target's for its own."""
@@ -132,6 +133,10 @@ class Transfer:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the tensor is its memory, and no composition of others."""
     return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if _is_plain(tensor) else sum(part.nbytes for part in find_tensors(tensor))
 
 
 def _can_be_sent(tensor: torch.Tensor) -> bool:

@@ -69,8 +69,10 @@ class Twins:
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device} cannot go through the host")
-        made = self._twins[id(tensor)] = twin(tensor, _HOST)
-        return made
+        known = self._twins.get(id(tensor))  # given twice, as in a collective in place
+        if known is None:
+            known = self._twins[id(tensor)] = twin(tensor, _HOST)
+        return known
 
     def fetch(self) -> CUDAFuture[None]:
         """Enqueue the copies to the host; the future has the events of their streams."""

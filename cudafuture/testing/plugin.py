@@ -24,6 +24,7 @@ _MARKERS = (
 _SCHEDULES = ("free", "jitter", "lazy")
 _pool = pytest.StashKey[Pool]()
 _seed = pytest.StashKey[int]()
+_failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,8 +77,13 @@ def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     wanted = _wanted(request.node)
     request.node.stash[_seed] = wanted["seed"]
     sim.enable(**wanted)
-    yield sim
-    sim.disable()
+    try:
+        with _default_device(request.config):
+            yield sim
+        if not request.node.stash.get(_failed, False):
+            _expect_clean(sim)  # what other fixtures did after the test
+    finally:
+        sim.disable()
 
 
 @pytest.fixture(autouse=True)
@@ -93,11 +99,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     from cudafuture.testing import sim
 
-    with _default_device(item.config):
+    try:
         result = yield
-    sim.finish()
-    if found := sim.races():
-        raise sim.RaceError(found)
+        _expect_clean(sim)
+    except BaseException:
+        item.stash[_failed] = True
+        sim.release()  # whoever waits in a fixture now must not wait for what the failed test held back
+        raise
     return result
 
 
@@ -113,6 +121,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
         lines = [f"to see it again: pytest {again} '{item.nodeid}'", *map(str, sim.races())]
         report.sections.append(("simulated accelerator", "\n".join(lines)))
     return report
+
+
+def _expect_clean(sim: ModuleType) -> None:
+    """Wait for the devices; raise what failed there, and a RaceError for what was found."""
+    sim.finish()
+    if found := sim.races():
+        raise sim.RaceError(found)
 
 
 def _is_simulated(item: Any) -> bool:

@@ -349,3 +349,17 @@ def test_too_little_memory_fails_the_future_in_order_and_leaks_nothing(target: s
     sim.synchronize()
     assert sim.statistics().allocated_bytes == before
     assert [x.cpu().unique().tolist() for x in sources] == [[2.0]] * 2
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+def test_a_sparse_tensor_is_copied_or_says_why_not(device: Device, layout: torch.layout) -> None:
+    x = torch.eye(3, device=HOST).to_sparse(layout=layout)
+    assert copy(x, HOST).wait().to_dense().tolist() == torch.eye(3).tolist()
+    copied = copy(x, device.at())
+    error = copied.exception()
+    if device.name == "sim":
+        assert isinstance(error, RuntimeError)
+        assert "sparse" in str(error).lower()
+    else:
+        assert copied.wait().to_dense().tolist() == torch.eye(3).tolist()

@@ -119,6 +119,54 @@ def test_holds():
     assert "1 passed" in out
 
 
+def test_a_race_in_the_teardown_of_a_fixture_is_an_error(run: Run) -> None:
+    out = run("""
+@pytest.fixture
+def late(sim):
+    yield
+    race()
+
+def test_it(late):
+    pass
+""")
+    assert "1 passed, 1 error" in out
+    assert "in race" in out
+
+
+def test_a_test_that_fails_with_a_hold_does_not_hang_what_waits_after_it(run: Run) -> None:
+    out = run("""
+@pytest.fixture
+def waits(sim):
+    yield
+    torch.accelerator.synchronize()
+
+def test_it(waits):
+    held = sim_module.hold()
+    torch.ones(2, device="sim").add_(1)
+    assert False, "as it must"
+""")
+    assert "1 failed in" in out
+    assert "as it must" in out
+
+
+def test_a_broken_device_is_told_once(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_it():
+    sim_module.fail("gone")
+""")
+    assert "1 failed in" in out
+
+
+def test_the_stacks_begin_in_the_test(run: Run) -> None:
+    out = run("""
+@pytest.mark.sim
+def test_races():
+    race()
+""")
+    assert "_pytest/python.py" not in out[out.index("RaceError: race") :]
+
+
 def test_a_failing_seed_is_shown_and_fails_again(run: Run) -> None:
     tests = """
 @pytest.mark.sim(schedule="jitter")
@@ -147,8 +195,12 @@ def test_settings():
 
 def test_everywhere_means_that_tests_that_know_nothing_of_it_run_on_it(run: Run) -> None:
     tests = """
-def test_plain():
-    x = torch.ones(4)
+@pytest.fixture
+def one():
+    return torch.ones(4)
+
+def test_plain(one):
+    x = one
     assert x.device.type == "sim"
     assert (x + 1).tolist() == [2, 2, 2, 2]
 """

@@ -145,9 +145,18 @@ def test_nonsense_is_refused() -> None:
         sim.synchronize("cpu")
     with pytest.raises(ValueError, match="sim:5"):
         sim.clear_error(5)
+    with pytest.raises(ValueError, match="ms=-1"):
+        sim.sleep(-1)
+    with pytest.raises(ValueError, match="ms=nan"):
+        sim.spend(float("nan"))
+    with pytest.raises(ValueError, match="bytes per second"):
+        sim.Speeds(copy=0)
+    with pytest.raises(TypeError):
+        sim.enable(seed="x")  # type: ignore[arg-type]
     sim.disable()
-    with pytest.raises(RuntimeError, match=r"sim\.enable"):
-        sim.synchronize()
+    for use in (sim.synchronize, sim.hold, lambda: sim.sleep(1), lambda: sim.fail("")):
+        with pytest.raises(RuntimeError, match=r"sim\.enable"):
+            use()
     assert not sim.is_enabled()
     assert torch.accelerator.device_count() == 0
     sim.enable()

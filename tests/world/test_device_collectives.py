@@ -87,6 +87,51 @@ def expect_the_same(make: Make, dtype: torch.dtype, **more: Any) -> None:
         assert all(a is b for a, b in zip(outputs, written, strict=True)), what
 
 
+def in_place(device: str) -> dict[str, Any]:
+    """Return what comes out of collectives that are given the same tensor twice, on this rank."""
+    rank = dist.get_rank()
+
+    def full(value: float) -> Tensor:
+        return torch.full((2,), value, device=device)
+
+    def all_gather(slot: int) -> Any:
+        mine, outputs = full(rank + 1), [full(0), full(0)]
+        outputs[slot] = mine
+        return cfd.all_gather(outputs, mine)
+
+    def gather() -> Any:
+        mine = full(rank + 1)
+        return cfd.gather(mine, [mine, full(0)] if rank == 0 else None, dst=0)
+
+    def scatter() -> Any:
+        parts = [full(5), full(6)]
+        return cfd.scatter(parts[0] if rank == 0 else full(0), parts if rank == 0 else None, src=0)
+
+    def reduce_scatter() -> Any:
+        parts = [full(10 * rank + 1), full(10 * rank + 2)]
+        return cfd.reduce_scatter(parts[rank], parts)
+
+    calls: dict[str, Any] = {
+        "all_gather into its own place": lambda: all_gather(rank),
+        "all_gather into another place": lambda: all_gather(1 - rank),
+        "gather": gather,
+        "scatter": scatter,
+        "reduce_scatter": reduce_scatter,
+    }
+    outcomes = {name: call().wait(timeout=LONG) for name, call in calls.items()}
+    return {name: [t.tolist() for t in _tensors([value])] for name, value in outcomes.items()}
+
+
+@on_each_schedule
+def test_a_tensor_that_is_given_twice_is_one(ranks: World, schedule: str) -> None:
+    def check() -> None:
+        wanted = in_place("cpu")
+        with simulated(schedule):
+            assert in_place("sim:0") == wanted
+
+    ranks.run(check)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]

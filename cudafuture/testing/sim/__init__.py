@@ -49,7 +49,7 @@ from cudafuture.testing.sim._accelerator import (
 )
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._report import RaceError, Report, Site, detect_races, races
-from cudafuture.testing.sim._streams import Hold, fail, finish, hold, sleep
+from cudafuture.testing.sim._streams import Hold, fail, finish, hold, release, sleep
 from cudafuture.testing.sim._virtual_time import Speeds, clock, set_speeds, spend
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "is_enabled",
     "prepare",
     "races",
+    "release",
     "set_speeds",
     "settings",
     "sleep",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 DeviceError = _native.DeviceError
+DeviceError.__module__ = "cudafuture.testing.sim"  # where users find it
 Schedule = Literal["free", "jitter", "lazy"]
 
 
@@ -97,6 +99,7 @@ def enable(
         raise ValueError(f"devices={devices}: 1 to {_native.MAX_DEVICES} can be simulated")
     if schedule not in get_args(Schedule):
         raise ValueError(f"schedule={schedule!r}: one of {', '.join(get_args(Schedule))} is wanted")
+    seed = operator.index(seed)
     prepare()
     wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
     _native.start(devices, schedule, seed % 2**64, detect, poison, memory, strict_devices, wanted.speeds._native())

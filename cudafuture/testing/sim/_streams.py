@@ -11,9 +11,9 @@ import torch
 
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._accelerator import synchronize
-from cudafuture.testing.sim._virtual_time import name_of
+from cudafuture.testing.sim._virtual_time import name_of, seconds
 
-__all__ = ["Hold", "fail", "finish", "hold", "sleep"]
+__all__ = ["Hold", "fail", "finish", "hold", "release", "sleep"]
 
 
 class Hold:
@@ -48,6 +48,18 @@ class Hold:
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
+def release() -> None:
+    """Open every Hold.
+
+    >>> sim.enable(schedule="lazy")
+    >>> held = sim.hold()
+    >>> sim.release()
+    >>> sim.synchronize()
+    """
+    for held in list(_holds):
+        held.open()
+
+
 def finish() -> None:
     """Open every Hold, and block until all work has run. The pytest fixture ends each test with it.
 
@@ -60,8 +72,7 @@ def finish() -> None:
     >>> torch.accelerator.current_stream().query()
     True
     """
-    for held in list(_holds):
-        held.open()
+    release()
     synchronize()
 
 
@@ -74,7 +85,7 @@ def sleep(ms: float, stream: torch.Stream | None = None) -> None:
     >>> sim.clock()
     0.0025
     """
-    _native.sleep(name_of(stream), ms * 1e-3)
+    _native.sleep(name_of(stream), seconds(ms))
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:
@@ -99,6 +110,6 @@ def fail(message: str, stream: torch.Stream | None = None) -> None:
     >>> sim.synchronize()
     Traceback (most recent call last):
         ...
-    cudafuture.testing._sim.DeviceError: a broken bit
+    cudafuture.testing.sim.DeviceError: a broken bit
     """
     _native.fail(name_of(stream), message)

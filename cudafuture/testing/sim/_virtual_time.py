@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ class Speeds:
     """Bytes per second between host and device, each way, and between devices. Copies in one direction share it."""
     launch: float = 5e-6
     """Seconds that each piece of work takes beside its bytes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would stop the clock."""
+        if not (0 < self.compute < math.inf and 0 < self.copy < math.inf and 0 <= self.launch < math.inf):
+            raise ValueError(f"{self}: bytes per second are above 0, and seconds 0 or more")
 
     def _native(self) -> Any:
         return _native.Speeds(self.compute, self.copy, self.launch)
@@ -45,7 +51,7 @@ def spend(ms: float) -> None:
     >>> sim.clock()
     0.002
     """
-    _native.spend(ms * 1e-3)
+    _native.spend(seconds(ms))
 
 
 def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
@@ -61,8 +67,17 @@ def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
     _native.set_speeds(speeds._native(), None if stream is None else name_of(stream))
 
 
+def seconds(ms: float) -> float:
+    """Return so many milliseconds in seconds; ValueError for what is no time."""
+    if not 0 <= ms < math.inf:
+        raise ValueError(f"ms={ms}: 0 or more is wanted")
+    return ms * 1e-3
+
+
 def name_of(stream: torch.Stream | None) -> tuple[int, int]:
     """Return device and id of a stream; None is the current one."""
+    if _native.device_count() == 0:
+        raise RuntimeError("the simulated accelerator is off: call sim.enable()")
     if stream is None:
         return _native.current_stream(-1)
     if stream.device.type != "sim":
