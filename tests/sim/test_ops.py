@@ -211,6 +211,7 @@ def test_copies_convert_and_broadcast_as_on_the_cpu(dtype: torch.dtype, pinned: 
     assert torch.equal(target.cpu(), torch.empty(3, 4, dtype=dtype).copy_(X[0]))
     back = torch.empty(3, 4, dtype=torch.float32, pin_memory=pinned)
     back.copy_(target, non_blocking=non_blocking)
+    sim.synchronize()
     assert torch.equal(back, X[0].to(dtype).to(torch.float32).expand(3, 4))
 
 
@@ -222,12 +223,86 @@ def test_a_copy_from_pinned_memory_reads_it_when_it_runs() -> None:
     assert x.cpu().abs().sum() == 0
 
 
-def test_a_copy_that_has_to_convert_reads_pinned_memory_when_it_is_called() -> None:
+NOT_BYTE_FOR_BYTE: dict[str, tuple[torch.Tensor, torch.Tensor]] = {  # what is copied, and the like of where it goes
+    "converts": (X, X.double()),
+    "truncates": (X, X.to(torch.uint8)),
+    "to every other column": (X, torch.zeros(3, 8)[:, ::2]),
+    "from every other column": (torch.arange(24.0).reshape(3, 8)[:, ::2], X),
+    "transposes": (X, torch.zeros(4, 3).t()),
+    "from a transposed tensor": (X.t(), torch.zeros(4, 3)),
+    "converts and transposes": (X.t(), torch.zeros(4, 3, dtype=torch.int64)),
+    "conjugates": (torch.complex(X, X + 1).conj(), torch.complex(X, X)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BYTE_FOR_BYTE)
+def test_a_copy_from_pinned_memory_that_converts_or_rearranges_reads_it_when_it_runs(name: str) -> None:
+    source, like = NOT_BYTE_FOR_BYTE[name]
+    pinned = source.contiguous().resolve_conj().pin_memory()
+    expected = like.clone().copy_(pinned)
+    targets = [like.to("sim"), like.to("sim")]
+    sim.synchronize()
+    assert runs_later(lambda: targets[0].copy_(pinned, non_blocking=True))
+    assert torch.equal(targets[0].cpu(), expected)
+    assert sim.races() == []
+    targets[1].copy_(pinned, non_blocking=True)
+    pinned.fill_(0)
+    assert [report.kind for report in sim.races()] == ["host_race"]
+    assert targets[1].cpu().abs().sum() == 0  # what the bug does
+
+
+@pytest.mark.parametrize("name", NOT_BYTE_FOR_BYTE)
+def test_a_copy_to_pinned_memory_that_converts_or_rearranges_writes_it_when_it_runs(name: str) -> None:
+    source, like = NOT_BYTE_FOR_BYTE[name]
+    x = source.to("sim")
+    pinned = torch.zeros(like.shape, dtype=like.dtype).pin_memory()
+    assert runs_later(lambda: pinned.copy_(x, non_blocking=True))
+    assert not pinned.numpy().any()  # no operator: nobody sees it
+    assert sim.races() == []
+    pinned.sum()
+    assert [report.kind for report in sim.races()] == ["host_race"]
+    sim.synchronize()
+    assert torch.equal(pinned, torch.zeros_like(pinned).copy_(source))
+
+
+def test_a_new_tensor_of_another_type_is_filled_when_the_copy_runs() -> None:
+    pinned = torch.arange(5, dtype=torch.uint8).pin_memory()
+    x = pinned.to("sim", torch.float32, non_blocking=True)
+    pinned.fill_(9)
+    assert [report.kind for report in sim.races()] == ["host_race"]
+    assert x.tolist() == [9.0] * 5
+
+
+def test_a_part_of_a_tensor_is_written_when_the_copy_runs() -> None:
+    x = torch.zeros(2, 5, device="sim")
+    pinned = torch.ones(2, 3).pin_memory()
+    x[:, :3].copy_(pinned, non_blocking=True)
+    pinned.fill_(3)
+    assert [report.kind for report in sim.races()] == ["host_race"]
+    assert x.cpu().sum() == 18
+
+
+def test_what_is_not_contiguous_in_pinned_memory_the_host_copies() -> None:
+    pinned = torch.zeros(4, 3).pin_memory().t()
+    x = torch.empty(3, 4, device="sim")
+    x.copy_(pinned, non_blocking=True)
+    pinned.fill_(1)
+    assert x.cpu().sum() == 0
+    x.fill_(2)
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.sum() == 24
+    assert sim.races() == []
+
+
+def test_a_blocking_copy_that_converts_leaves_pinned_memory_to_the_host() -> None:
     pinned = X.clone().pin_memory()
     x = torch.empty(3, 4, device="sim", dtype=torch.float64)
-    x.copy_(pinned, non_blocking=True)
+    x.copy_(pinned)
     pinned.fill_(0)
     assert torch.equal(x.cpu(), X.double())
+    pinned.copy_(x)
+    assert torch.equal(pinned, X)
+    assert sim.races() == []
 
 
 def test_a_copy_to_pinned_memory_writes_it_when_it_runs() -> None:
@@ -387,6 +462,45 @@ def test_an_operation_of_the_hosts_on_pinned_memory_in_flight(
     assert report.later.operation == name
 
 
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda x, number: x * number, "aten::mul"),
+        (lambda x, number: torch.where(x > 0, x, number), "aten::where"),
+        (lambda x, number: torch._foreach_mul_([x], number), "aten::mul"),
+        (lambda x, number: x.masked_fill_(x > 0, number), "aten::masked_fill_"),
+    ],
+)
+def test_a_number_in_pinned_memory_in_flight(use: Callable[..., object], name: str) -> None:
+    x = X.to("sim")
+    number = torch.empty((), pin_memory=True)
+    number.copy_(torch.ones((), device="sim"), non_blocking=True)
+    use(x, number)
+    (report,) = sim.races()
+    assert report.kind == "host_race"
+    assert report.later is not None
+    assert report.later.operation == name
+
+
+def test_indices_in_pinned_memory_in_flight_are_copied_in_the_stream() -> None:
+    x = X.to("sim")
+    rows = torch.zeros(2, dtype=torch.long).pin_memory()
+    rows.copy_(torch.ones(2, dtype=torch.long, device="sim"), non_blocking=True)
+    assert torch.equal(x[rows].cpu(), X[[1, 1]])
+    assert sim.races() == []
+
+
+def test_a_number_in_pinned_memory_is_the_hosts_again_after_waiting() -> None:
+    x = X.to("sim")
+    number = torch.empty((), pin_memory=True)
+    number.copy_(torch.full((), 2.0, device="sim"), non_blocking=True)
+    sim.synchronize()
+    assert torch.equal((x * number).cpu(), X * 2)
+    number.to("sim", non_blocking=True)
+    x * number  # two readers
+    assert sim.races() == []
+
+
 def test_a_copy_from_pinned_memory_is_no_access_of_the_hosts() -> None:
     pinned = X.clone().pin_memory()
     x, y = torch.empty(3, 4, device="sim"), torch.empty(3, 4, device="sim")
@@ -498,6 +612,15 @@ def test_modes_of_the_caller_do_not_reach_what_runs() -> None:
         z = nn.functional.gelu(x).pow(3.0) + torch.ones(4)
     assert torch.equal(y.cpu(), X * 2 + 1)
     torch.testing.assert_close(z.cpu(), nn.functional.gelu(X).pow(3.0) + 1)
+
+
+def test_autocast_changes_nothing() -> None:
+    x = X.to("sim")
+    layer = nn.Linear(4, 2).to("sim")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        y = nn.functional.softmax(layer(x @ x.t() @ x), dim=1)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, nn.functional.softmax(layer(x @ x.t() @ x), dim=1))
 
 
 def test_an_operator_from_outside_that_knows_the_cpu() -> None:

@@ -30,8 +30,8 @@ Races are found when work is enqueued, from what waits for what (vector clocks, 
 2009), so they show under every schedule. ``clock()`` is a virtual clock: with it the overlap of copies and kernels can
 be measured exactly.
 
-What it does not have: graphs, IPC between processes, sparse tensors, autocast. Host threads share one clock, so a race
-between two of them can be missed; a strided view counts as all the bytes from its first to its last.
+What it does not have: graphs, IPC between processes, sparse tensors; autocast changes nothing. Host threads share one
+clock, so a race between two of them can be missed; a strided view counts as all the bytes from its first to its last.
 """
 
 from cudafuture.testing.sim._accelerator import (

@@ -21,10 +21,22 @@ namespace {
 
 bool is_pinned(const at::Tensor& tensor) { return Accelerator::get().is_pinned(tensor.storage().data()); }
 
-// Can a copy engine do it, that moves bytes and converts nothing?
+// Does it move bytes as they lie, and convert nothing?
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
          a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
+// Does the stream read pinned memory where it is? Elements that do not lie one after another the host gathers first,
+// and while it waits it is the host that converts.
+bool read_in_stream(const at::Tensor& target, const at::Tensor& pinned, bool non_blocking) {
+  if (same_bytes(target, pinned)) return true;
+  return pinned.is_contiguous() && (non_blocking || target.scalar_type() == pinned.scalar_type());
+}
+
+// Does the stream write pinned memory where it is? What is to be scattered the host has to wait for.
+bool written_in_stream(const at::Tensor& pinned, const at::Tensor& source) {
+  return pinned.is_contiguous() || same_bytes(pinned, source);
 }
 
 std::function<void()> copying(at::Tensor target, at::Tensor source) {
@@ -76,14 +88,13 @@ void copy_in(const at::Tensor& target, const at::Tensor& source, bool non_blocki
   Aliases aliases;
   AccessList accesses;
   accesses.write(target);
-  const bool pinned = is_pinned(source);
-  if (pinned && same_bytes(target, source)) {
+  if (is_pinned(source) && read_in_stream(target, source, non_blocking)) {
     accesses.read(source);
     watch_host();
     // Pinned memory is not kept alive either: its allocator knows who uses it.
     enqueue_transfer(target, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_in);
   } else {
-    if (pinned) note_host_read(source, "aten::copy_");
+    note_host_read(source, "aten::copy_");
     enqueue_transfer(target, copying(aliases.of(target), host_copy(source)), std::move(accesses), Kind::copy_in);
   }
   finish(target, non_blocking);
@@ -97,7 +108,7 @@ void copy_out(const at::Tensor& target, const at::Tensor& source, bool non_block
     accesses.write(target);
     watch_host();
     enqueue_transfer(source, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_out);
-    finish(source, non_blocking && same_bytes(target, source));
+    finish(source, non_blocking && written_in_stream(target, source));
   } else {
     enqueue_transfer(source, copying(target, aliases.of(source)), std::move(accesses), Kind::copy_out);
     finish(source, false);

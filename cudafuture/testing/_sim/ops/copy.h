@@ -6,7 +6,8 @@
 namespace sim {
 
 // As Tensor.copy_(), where at least one of the two is on a device. The host waits as it does with CUDA: not within a
-// device or between devices; else unless `non_blocking`, and the memory is pinned or (to a device) copied beforehand.
+// device or between devices; else unless `non_blocking`, and the memory is pinned and contiguous or (to a device)
+// copied beforehand. A stream converts and rearranges as it copies.
 void copy_tensor(const at::Tensor& target, const at::Tensor& source, bool non_blocking);
 
 // From a tensor of the host's that nobody will write again. Does not wait.

@@ -133,6 +133,9 @@ void fall_back(const c10::OperatorHandle& op, c10::DispatchKeySet, Values* stack
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 
+// torch.autocast changes nothing: which operators it would cast is each device's own affair.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
 // torch would take these apart, into more work than the host's kernels, and with other rounding.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"native_layer_norm", "native_group_norm"}) {

@@ -136,7 +136,7 @@ void watch_host() {
 }
 
 void note_host_read(const at::Tensor& tensor, const char* operation) {
-  if (!Accelerator::get().any_pinned_in_flight()) return;
+  if (!Accelerator::get().any_pinned_in_flight() || !is_pinned(tensor)) return;
   AccessList accesses;
   accesses.read(tensor);
   if (!accesses.empty()) Accelerator::get().host_access(std::move(accesses).take(), here(operation));

@@ -12,7 +12,7 @@ namespace sim {
 void install_host_watch();
 void remove_host_watch();
 
-void watch_host();  // a stream is about to use pinned memory
-void note_host_read(const at::Tensor& tensor, const char* operation);
+void watch_host();                                                     // a stream is about to use pinned memory
+void note_host_read(const at::Tensor& tensor, const char* operation);  // now, if it is pinned
 
 }  // namespace sim

@@ -7,6 +7,7 @@
 
 #include "device/generator.h"
 #include "ops/host_tensor.h"
+#include "ops/host_watch.h"
 #include "ops/randomness.h"
 #include "ops/values.h"
 #include "runtime/accelerator.h"
@@ -55,7 +56,10 @@ Task::Task(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device) : 
 c10::IValue Task::prepared(const c10::IValue& value, bool writes) {
   if (value.isDevice()) return c10::Device(c10::DeviceType::CPU);
   return map_tensors(value, [&](const at::Tensor& tensor) {
-    if (!tensor.is_privateuseone()) return host_copy(tensor);
+    if (!tensor.is_privateuseone()) {
+      note_host_read(tensor, facts_.name.c_str());
+      return host_copy(tensor);
+    }
     accesses_.add(tensor, writes);
     at::Tensor alias = aliases_.of(tensor);
     if (writes) written_.push_back({alias, Accelerator::alias(tensor.storage().data()), alias.numel()});
