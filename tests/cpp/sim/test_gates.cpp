@@ -13,6 +13,29 @@ namespace {
 std::latch* asleep = nullptr;
 std::atomic<int> woken{0};
 
+// Of the tests with a check: everything happens in one thread.
+struct Interruption {};
+int sleeps = 0;
+int checks = 0;
+GatePtr closed;
+
+class WithCheck {
+ public:
+  explicit WithCheck(void (*check)()) {
+    sleeps = checks = woken = 0;
+    Bench::sim().set_sleep_hooks(
+        []() -> void* {
+          ++sleeps;
+          return &woken;
+        },
+        [](void* token) { ++*static_cast<std::atomic<int>*>(token); }, check);
+  }
+  ~WithCheck() {
+    Bench::sim().set_sleep_hooks(nullptr, nullptr);
+    closed = nullptr;
+  }
+};
+
 }  // namespace
 
 TEST_SUITE_BEGIN("gates");
@@ -84,6 +107,58 @@ TEST_CASE("who synchronizes behind a gate sleeps, with the hooks around, until i
     bench->set_sleep_hooks(nullptr, nullptr);
     CHECK(woken >= 1);
   }
+}
+
+TEST_CASE("a check that throws ends the wait, which may be begun again") {
+  for (const Schedule schedule : kSchedules) {
+    const Bench bench(schedule);
+    const WithCheck check([] { throw Interruption{}; });
+    const GatePtr gate = bench->hold(kDefault);
+    bool ran = false;
+    Bench::work(kDefault, [&] { ran = true; });
+    for (int i = 1; i <= 2; ++i) {
+      CHECK_THROWS_AS(bench->synchronize(kDefault), Interruption);
+      CHECK(sleeps == i);
+      CHECK(woken == i);
+    }
+    CHECK_FALSE(ran);
+    CHECK_FALSE(bench->query(kDefault));
+    bench->open(gate);
+    bench->synchronize(kDefault);
+    CHECK(ran);
+  }
+}
+
+TEST_CASE("a check that returns lets the wait go on, and may call the accelerator") {
+  for (const Schedule schedule : kSchedules) {
+    const Bench bench(schedule);
+    const WithCheck check([] {
+      CHECK_FALSE(Bench::sim().query(kDefault));
+      if (++checks == 3) Bench::sim().open(closed);
+    });
+    closed = bench->hold(kDefault);
+    bool ran = false;
+    Bench::work(kDefault, [&] { ran = true; });
+    bench->synchronize(kDefault);
+    CHECK(ran);
+    CHECK(checks == 3);
+    CHECK(woken == sleeps);
+  }
+}
+
+TEST_CASE("changes that do not help a wait do not put its check off") {
+  const Bench bench(Schedule::free);
+  const WithCheck check([] { throw Interruption{}; });
+  const GatePtr gate = bench->hold(kDefault);
+  Bench::work(kDefault, [] {});
+  std::atomic<bool> over{false};
+  std::thread busy([&] {
+    while (!over) Bench::work(Bench::stream(), [] {});
+  });
+  CHECK_THROWS_AS(bench->synchronize(kDefault), Interruption);
+  over = true;
+  busy.join();
+  bench->open(gate);
 }
 
 TEST_SUITE_END();

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/sleep.h"
 #include "bind/stacks.h"
 #include "device/autograd.h"
 #include "device/current.h"
@@ -39,18 +40,13 @@ struct DeviceFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-void* leave_python() { return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr; }
-void return_to_python(void* state) {
-  if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-}
-
 void install() {
   install_guard();
   install_allocators();
   install_hooks();
   install_stacks();
   install_fault_handler();
-  Accelerator::get().set_sleep_hooks(&leave_python, &return_to_python);
+  install_sleep();
   Accelerator::get().set_run_hook(&run_apart);
 }
 
@@ -207,8 +203,8 @@ NB_MODULE(_sim, m) {
   m.attr("MAX_DEVICES") = kMaxDevices;
   m.def("start", start);
   m.def("stop", [] {
-    remove_host_watch();
     Accelerator::get().stop();
+    remove_host_watch();
   });
   m.def("take_reports", take_reports);
   m.def("report_count", [] { return Accelerator::get().report_count(); });

@@ -252,8 +252,8 @@ Statistics Accelerator::statistics() const {
   return state_->statistics();
 }
 
-void Accelerator::set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept {
-  state_->runner.set_sleep_hooks(before, after);
+void Accelerator::set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)()) noexcept {
+  state_->runner.set_sleep_hooks(before, after, check);
 }
 
 void Accelerator::set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept {

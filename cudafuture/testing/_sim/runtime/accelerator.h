@@ -165,8 +165,9 @@ class Accelerator {
   void clear_error(int device);  // and its reports
   Statistics statistics() const;
 
-  // Called around every sleep of a host thread, outside the lock: the embedding language gives its lock up.
-  void set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept;
+  // Called around every sleep of a host thread, outside the lock: the embedding language gives its lock up. The check
+  // is called in between, now and then, and ends the wait by throwing; none: nothing but a change does.
+  void set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)() = nullptr) noexcept;
   // Wraps each run of work: puts a clean thread state in force. Null: none.
   void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept;
 

@@ -9,6 +9,8 @@
 namespace sim::runtime {
 namespace {
 
+constexpr auto kCheckInterval = std::chrono::milliseconds(50);
+
 thread_local bool in_work = false;
 
 struct InsideWork {
@@ -33,7 +35,8 @@ bool Runner::inside_work() noexcept { return in_work; }
 
 void Runner::settle(Lock& lock) {
   if (in_work) throw std::logic_error("work that runs on a simulated device may not start or stop the accelerator");
-  while (running_ > 0) sleep(lock);
+  Clock::time_point next_check = Clock::now() + kCheckInterval;
+  while (running_ > 0) sleep(lock, next_check);
 }
 
 void Runner::start(Schedule schedule, std::uint64_t seed) {
@@ -100,8 +103,9 @@ void Runner::run_until(Lock& lock, const std::vector<RecordingPtr>& wanted) {
   if (all_reached()) return;
   if (in_work) throw std::logic_error("work that runs on a simulated device may not wait for a device");
   const Needs needs = closure(wanted);
+  Clock::time_point next_check = Clock::now() + kCheckInterval;
   while (!all_reached()) {
-    if (!step_towards(lock, needs)) sleep(lock);
+    if (!step_towards(lock, needs)) sleep(lock, next_check);
   }
   if (policy_.schedule() == Schedule::free) after_call(lock);  // what others enqueued behind a stream that was busy
 }
@@ -111,9 +115,10 @@ void Runner::wake() noexcept {
   if (sleepers_ > 0) changed_.notify_all();
 }
 
-void Runner::set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept {
+void Runner::set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)()) noexcept {
   before_sleep_ = before;
   after_sleep_ = after;
+  check_ = check;
 }
 
 // What must be done for the recordings: on each stream the items before a position, and so on for what those wait for.
@@ -213,19 +218,46 @@ Runner::Failure Runner::perform(const Stream& stream, const Item& item) const no
   }
 }
 
-void Runner::sleep(Lock& lock) {
+// A wait keeps `next_check` from one sleep to the next: changes that do not help it must not put it off for ever.
+void Runner::sleep(Lock& lock, Clock::time_point& next_check) {
   const std::uint64_t seen = changes_;
   auto* const before = before_sleep_.load();
   auto* const after = after_sleep_.load();
+  std::exception_ptr interruption;
   ++sleepers_;
   lock.unlock();
   void* const token = before == nullptr ? nullptr : before();
   lock.lock();
-  changed_.wait(lock, [&] { return changes_ != seen; });
+  do {
+    interruption = sleep_until_change(lock, seen, next_check);
+  } while (changes_ == seen && interruption == nullptr);
   --sleepers_;
   lock.unlock();
   if (after != nullptr) after(token);
   lock.lock();
+  if (interruption != nullptr) std::rethrow_exception(interruption);
+}
+
+// Or until the next check, whose exception it returns.
+std::exception_ptr Runner::sleep_until_change(Lock& lock, std::uint64_t seen, Clock::time_point& next_check) {
+  const auto has_changed = [&] { return changes_ != seen; };
+  auto* const check = check_.load();
+  if (check == nullptr) {
+    changed_.wait(lock, has_changed);
+    return nullptr;
+  }
+  changed_.wait_until(lock, next_check, has_changed);
+  if (Clock::now() < next_check) return nullptr;
+  std::exception_ptr thrown;
+  lock.unlock();
+  try {
+    check();
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  lock.lock();
+  next_check = Clock::now() + kCheckInterval;
+  return thrown;
 }
 
 void Runner::unlist(Stream& stream) {

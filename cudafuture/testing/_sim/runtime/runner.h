@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -40,11 +41,12 @@ class Runner {
 
   void after_call(Lock& lock);  // what the schedule runs at a call that waits for nothing
   void after_query(Lock& lock, const std::vector<RecordingPtr>& asked);
-  void run_until(Lock& lock, const std::vector<RecordingPtr>& wanted);  // sleeps where it must
-  void wake() noexcept;                                                 // something has changed for those who sleep
-  std::uint64_t changes() const noexcept { return changes_; }           // grows whenever something was done
+  // Sleeps where it must. It may throw what the check throws: what is queued stays so, and may be waited for again.
+  void run_until(Lock& lock, const std::vector<RecordingPtr>& wanted);
+  void wake() noexcept;                                        // something has changed for those who sleep
+  std::uint64_t changes() const noexcept { return changes_; }  // grows whenever something was done
 
-  void set_sleep_hooks(void* (*before)(), void (*after)(void*)) noexcept;
+  void set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)()) noexcept;
   void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept { run_hook_ = hook; }
 
   std::uint64_t executed = 0;
@@ -58,6 +60,7 @@ class Runner {
     std::uint64_t searched;
   };
   using Needs = std::vector<Need>;
+  using Clock = std::chrono::steady_clock;
   struct Failure {
     std::exception_ptr error;
     Report report;
@@ -69,7 +72,8 @@ class Runner {
   void step(Lock& lock, Stream& stream);
   void run(Lock& lock, Stream& stream, Item& item);
   Failure perform(const Stream& stream, const Item& item) const noexcept;
-  void sleep(Lock& lock);
+  void sleep(Lock& lock, Clock::time_point& next_check);
+  std::exception_ptr sleep_until_change(Lock& lock, std::uint64_t seen, Clock::time_point& next_check);
   void unlist(Stream& stream);
 
   const OnError on_error_;
@@ -82,6 +86,7 @@ class Runner {
   std::condition_variable changed_;
   std::atomic<void* (*)()> before_sleep_{nullptr};
   std::atomic<void (*)(void*)> after_sleep_{nullptr};
+  std::atomic<void (*)()> check_{nullptr};
   std::atomic<void (*)(const std::function<void()>&)> run_hook_{nullptr};
 };
 

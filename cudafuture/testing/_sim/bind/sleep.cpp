@@ -1,0 +1,68 @@
+#include "bind/sleep.h"
+
+#include <nanobind/nanobind.h>
+#include <pthread.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <exception>
+
+#include "runtime/accelerator.h"
+
+namespace sim {
+namespace {
+
+namespace nb = nanobind;
+
+pthread_t main_thread;
+
+void* leave_python() { return PyGILState_Check() != 0 ? static_cast<void*>(PyEval_SaveThread()) : nullptr; }
+void return_to_python(void* state) {
+  if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+}
+
+bool is_finalizing() noexcept {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Python handles signals in its main thread only: no other needs the GIL for it. Who called may have given the GIL up
+// long before the sleep, as torch does, so this is not about what `leave_python` saved.
+bool handles_signals() noexcept {
+  return pthread_equal(pthread_self(), main_thread) != 0 && Py_IsInitialized() != 0 && !is_finalizing() &&
+         PyGILState_GetThisThreadState() != nullptr;
+}
+
+// What a handler raises travels as torch's own exception, which its bindings turn into the same Python object again.
+void check_signals() {
+  if (!handles_signals()) return;
+  python_error raised;
+  {
+    const nb::gil_scoped_acquire gil;
+    // An exception on its way through a destructor that waits must not meet another.
+    if (PyErr_Occurred() != nullptr || PyErr_CheckSignals() == 0) return;
+    raised.persist();
+  }
+  throw raised;
+}
+
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    raised.restore();
+  }
+}
+
+}  // namespace
+
+void install_sleep() {
+  const nb::object ident = nb::module_::import_("threading").attr("main_thread")().attr("ident");
+  main_thread = static_cast<pthread_t>(nb::cast<unsigned long>(ident));
+  nb::register_exception_translator(&translate);
+  Accelerator::get().set_sleep_hooks(&leave_python, &return_to_python, &check_signals);
+}
+
+}  // namespace sim
