@@ -7,6 +7,7 @@ the collectives that time out because of it.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -35,8 +36,11 @@ def _fail_overdue() -> None:
     """Fail what the dead thread would have completed: Gloo waits for it beyond its own timeout."""
     pause = threading.Event()
     while not pause.wait(_PAUSE):
-        for issue in _C.fail_overdue(_GRACE):
-            issue.group.is_broken = True
+        _C.fail_overdue(_GRACE, _note_broken)
+
+
+def _note_broken(issue: Any) -> None:
+    issue.group.is_broken = True
 
 
 _C.survive_gloo(_keep_groups)

@@ -1,4 +1,5 @@
 // The futures that cudafuture.distributed returns.
+#include <stdexcept>
 #include <string>
 
 #include "bind/errors.h"
@@ -39,19 +40,23 @@ nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::ob
   return wrap(make_future(name, callbacks, std::move(origin)));
 }
 
-// Returns what made the futures that failed.
-nb::object fail_overdue(double grace) {
+// Calls `notice` with what made each future that is overdue, and then fails them: whoever hears of it must not run into
+// the same engine again.
+void fail_overdue(double grace, nb::handle notice) {
   const Entry entry;
-  std::vector<FuturePtr> failed;
+  std::vector<FuturePtr> overdue;
   {
     const WithoutGil released;
-    failed = Promise::fail_overdue(grace);
+    overdue = Promise::overdue(grace);
   }
-  nb::list origins;
-  for (const FuturePtr& future : failed) {
-    if (future->origin() != nullptr) origins.append(nb::handle(static_cast<PyObject*>(future->origin())));
+  for (const FuturePtr& future : overdue) {
+    if (future->origin() != nullptr) call(notice, nb::handle(static_cast<PyObject*>(future->origin())));
   }
-  return origins;
+  const WithoutGil released;
+  for (const FuturePtr& future : overdue) {
+    future->fail(Value::of_error(
+        std::make_exception_ptr(std::runtime_error("the backend has not answered within its timeout"))));
+  }
 }
 
 }  // namespace
@@ -59,7 +64,7 @@ nb::object fail_overdue(double grace) {
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
         nb::arg("origin").none(), nb::arg("timeout"));
-  m.def("fail_overdue", fail_overdue, nb::arg("grace"));
+  m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }
 

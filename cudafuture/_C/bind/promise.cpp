@@ -64,18 +64,12 @@ void Promise::fail(std::exception_ptr error, EventSet events) {
   take()->fail(Value::of_error(std::move(error)), std::move(events));
 }
 
-std::vector<FuturePtr> Promise::fail_overdue(double grace) {
+std::vector<FuturePtr> Promise::overdue(double grace) {
   std::vector<FuturePtr> overdue;
-  {
-    const Clock::time_point now = Clock::now() - as_duration(grace);
-    std::lock_guard lock(list_mutex());
-    for (const Promise* promise = first; promise != nullptr; promise = promise->next_) {
-      if (promise->due_ < now && !promise->future_->done()) overdue.push_back(promise->future_);
-    }
-  }
-  for (const FuturePtr& future : overdue) {
-    future->fail(Value::of_error(
-        std::make_exception_ptr(std::runtime_error("the backend has not answered within its timeout"))));
+  const Clock::time_point now = Clock::now() - as_duration(grace);
+  std::lock_guard lock(list_mutex());
+  for (const Promise* promise = first; promise != nullptr; promise = promise->next_) {
+    if (promise->due_ < now && !promise->future_->done()) overdue.push_back(promise->future_);
   }
   return overdue;
 }

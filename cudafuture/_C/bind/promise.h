@@ -24,8 +24,8 @@ class Promise {
   void complete(c10::IValue value, EventSet events);
   void fail(std::exception_ptr error, EventSet events);
 
-  // Fails every future whose engine is overdue by `grace` seconds, and returns them.
-  static std::vector<FuturePtr> fail_overdue(double grace);
+  // Every future whose engine is overdue by `grace` seconds.
+  static std::vector<FuturePtr> overdue(double grace);
 
  private:
   FuturePtr future_;  // of one with a timeout: guarded by the lock of the list
