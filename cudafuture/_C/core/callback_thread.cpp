@@ -5,17 +5,12 @@
 #include <utility>
 
 #include "core/completion_queue.h"
+#include "core/ending.h"
 #include "core/future.h"
 #include "core/process.h"
 #include "core/reaper.h"
 
 namespace cudafuture {
-namespace {
-
-constexpr std::chrono::milliseconds kPatience{50};
-
-}  // namespace
-
 // Wakes the callback thread when the future that it helps with is done.
 class CallbackThread::Waker final : public Continuation {
  public:
@@ -145,11 +140,7 @@ void CallbackThread::stop(bool (*go_on)() noexcept) noexcept {
     stopping_ = true;
     wake_.notify_all();
     if (!thread_.joinable()) return;
-    while (!wake_.wait_for(lock, kPatience, [this] { return ended_; })) {
-      lock.unlock();
-      const bool going = go_on == nullptr || go_on();
-      lock.lock();
-      if (going) continue;
+    if (!wait_for_end(lock, wake_, go_on, [this] { return ended_; })) {
       thread_.detach();
       return;
     }

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/ending.h"
 #include "core/foreign.h"
 #include "core/process.h"
 
@@ -14,7 +15,6 @@ namespace cudafuture {
 namespace {
 
 constexpr std::size_t kMostIdle = 8;
-constexpr std::chrono::milliseconds kPatience{50};
 
 thread_local std::atomic<bool>* leavable_here = nullptr;
 
@@ -98,16 +98,9 @@ void ThreadCache::stop(bool (*go_on)() noexcept) noexcept {
   stopping_ = true;
   for (Worker* worker : idle_) worker->wake.notify_one();
   idle_.clear();
-  while (!ended_.wait_for(lock, kPatience, [this] { return may_leave(); })) {
-    lock.unlock();
-    const bool going = go_on == nullptr || go_on();
-    lock.lock();
-    if (going) continue;
-    leave_others();
-    return;
-  }
+  const bool all_may_leave = wait_for_end(lock, ended_, go_on, [this] { return may_leave(); });
   leave_others();
-  join_ended();
+  if (all_may_leave) join_ended();
 }
 
 }  // namespace cudafuture

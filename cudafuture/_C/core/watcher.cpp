@@ -8,6 +8,7 @@
 
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/ending.h"
 #include "core/future.h"
 #include "core/process.h"
 
@@ -16,7 +17,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kPatience{50};
 constexpr unsigned long kTimerSlack = 1000;  // nanoseconds; the usual 50 us would make every short pause a long one
 
 void abandon_all(const std::vector<Continuation*>& list) noexcept {
@@ -132,11 +132,7 @@ void Watcher::stop(bool (*go_on)() noexcept) noexcept {
     stopping_ = true;
     wake_.notify_all();
     if (!thread_.joinable()) return;
-    while (!end_.wait_for(lock, kPatience, [this] { return ended_; })) {
-      lock.unlock();
-      const bool going = go_on == nullptr || go_on();
-      lock.lock();
-      if (going) continue;
+    if (!wait_for_end(lock, end_, go_on, [this] { return ended_; })) {
       thread_.detach();
       return;
     }
