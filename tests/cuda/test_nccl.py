@@ -94,6 +94,7 @@ def test_every_function_completes(group: str) -> None:
     ]
     for future in futures:
         future.wait(timeout=LONG)
+        assert future.ready()
 
 
 def test_host_tensors_go_beside_those_of_the_device(group: str) -> None:

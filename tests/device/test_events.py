@@ -55,9 +55,11 @@ def test_an_event_is_pending_until_the_device_gets_there(accelerator: Device) ->
 
 
 def test_polling_an_event_comes_to_an_end(accelerator: Device) -> None:
-    event = accelerator.completed(1.0).events[accelerator.at()]
+    future = accelerator.completed(1.0)
+    event = future.events[accelerator.at()]
     while not event.query():
         pass
+    assert future.ready()
 
 
 def test_synchronizing_with_an_event_lets_the_host_read(accelerator: Device) -> None:

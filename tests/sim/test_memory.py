@@ -52,13 +52,16 @@ def test_too_much_is_refused_with_numbers() -> None:
 def test_memory_that_waits_for_other_streams_is_waited_for_before_giving_up() -> None:
     sim.enable(schedule="lazy", memory=4 << 20)
     side = torch.Stream("sim")
+    addresses = set()
     for _ in range(10):
         x = torch.zeros(3 << 20, dtype=torch.uint8, device="sim")
+        addresses.add(x.data_ptr())
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             x.add_(1)
         x.record_stream(side)
         del x
+    assert len(addresses) == 1  # there is room for one only
 
 
 def test_the_cache_can_be_emptied() -> None:

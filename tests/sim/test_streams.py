@@ -104,6 +104,7 @@ def test_a_hold_may_be_opened_twice() -> None:
     held.open()
     held.open()
     sim.synchronize()
+    assert current().query()
 
 
 def test_work_that_fails_breaks_its_device() -> None:

@@ -183,6 +183,7 @@ def statistics() -> Statistics:
 
 
 def index_of(device: torch.device | str | int) -> int:
+    """Return the index of a simulated device that is there; ValueError otherwise."""
     found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
     if found.type != "sim":
         raise ValueError(f"a simulated device is wanted, not {device}")
