@@ -638,6 +638,27 @@ def test_an_operator_from_outside_that_knows_the_cpu() -> None:
     assert torch.equal(results[0].cpu(), X * 2)
 
 
+def test_ctrl_c_in_a_meta_kernel_of_python_is_not_taken_for_an_answer() -> None:
+    @torch.library.custom_op("sim_test::interrupted", mutates_args=(), device_types="cpu")
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    impatient = [KeyboardInterrupt("now")]
+
+    @interrupted.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        if impatient:
+            raise impatient.pop()
+        return torch.empty_like(x)
+
+    x = X.to("sim")
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        interrupted(x)
+    results: list[torch.Tensor] = []
+    assert runs_later(lambda: results.append(interrupted(x)))
+    assert torch.equal(results[0].cpu(), X)
+
+
 def test_the_host_is_watched_again_after_a_long_time_without_copies() -> None:
     for _ in range(2):
         pinned = X.clone().pin_memory()

@@ -2,10 +2,12 @@
 
 #include <nanobind/nanobind.h>
 #include <pthread.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
 
+#include "device/here.h"
 #include "runtime/accelerator.h"
 
 namespace sim {
@@ -48,6 +50,16 @@ void check_signals() {
   throw raised;
 }
 
+// KeyboardInterrupt, SystemExit and the like, out of code of Python that torch has called.
+bool is_exit(const std::exception& error) noexcept {
+  PyObject* type = nullptr;
+  if (const auto* raised = dynamic_cast<const python_error*>(&error)) type = raised->type;
+  if (const auto* raised = dynamic_cast<const pybind11::error_already_set*>(&error)) type = raised->type().ptr();
+  if (type == nullptr) return false;
+  const nb::gil_scoped_acquire gil;
+  return PyErr_GivenExceptionMatches(type, PyExc_Exception) == 0;
+}
+
 void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
@@ -62,6 +74,7 @@ void install_sleep() {
   const nb::object ident = nb::module_::import_("threading").attr("main_thread")().attr("ident");
   main_thread = static_cast<pthread_t>(nb::cast<unsigned long>(ident));
   nb::register_exception_translator(&translate);
+  set_is_interruption(&is_exit);
   Accelerator::get().set_sleep_hooks(&leave_python, &return_to_python, &check_signals);
 }
 

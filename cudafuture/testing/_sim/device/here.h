@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 
@@ -27,5 +28,9 @@ void set_stack_hooks(StackHook take, FormatHook format) noexcept;
 // language does not know may not: it could have to wait for the lock of one that waits for it.
 bool may_call_python() noexcept;
 void set_may_call_python(bool (*may)() noexcept) noexcept;
+
+// Did the embedding language end what it was doing for good, as by Ctrl-C? Then no other way must be tried.
+bool is_interruption(const std::exception& error) noexcept;
+void set_is_interruption(bool (*is)(const std::exception& error) noexcept) noexcept;
 
 }  // namespace sim

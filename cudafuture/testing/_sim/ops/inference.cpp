@@ -102,7 +102,8 @@ std::shared_ptr<Results> run_meta(const Facts& facts, c10::ArrayRef<c10::IValue>
   } catch (const c10::NotImplementedError&) {
     results->known = all_sized(facts, arguments);
     return results;
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    if (is_interruption(error)) throw;
     // What is wrong with the arguments, if that is it, the host's kernel will say better.
     results->known = false;
     return results;
