@@ -18,8 +18,8 @@ endif
 export PATH := $(dir $(PY)):$(PATH)
 
 # Folders are listed too: they change when a file is added or taken away.
-BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim)
-CPP := $(shell find cudafuture/_C cudafuture/testing/_sim tests/cpp -name '*.h' -o -name '*.cpp')
+BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
+CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 
 .NOTPARALLEL:

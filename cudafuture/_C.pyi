@@ -42,6 +42,7 @@ class CUDAFuture(Generic[_T]):
         priority: int = 0,
         name: str = "",
         lifetime: Literal["record", "hold"] = "record",
+        executor: HostExecutor | None = None,
     ) -> None: ...
     @classmethod
     def __class_getitem__(cls, item: Any, /) -> GenericAlias: ...

@@ -9,6 +9,7 @@ variable                                 default   what it sets
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
 ``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare what the ranks issue, collective by collective
+``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
 =======================================  ========  ==================================================================
 
 ``config`` holds what was read when the library was imported. A value that does not parse raises ValueError then, with
@@ -32,6 +33,7 @@ class Config:
     watcher_longest_pause: float
     submit_threads: int
     debug_order: bool
+    rpc_secret_file: str | None
 
 
 def read(environ: Mapping[str, str]) -> Config:
@@ -48,6 +50,7 @@ def read(environ: Mapping[str, str]) -> Config:
         watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 5000) * 1e-6,
         submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
         debug_order="order" in _words(environ, "CUDAFUTURE_DEBUG", {"order"}),
+        rpc_secret_file=environ.get("CUDAFUTURE_RPC_SECRET_FILE") or None,
     )
 
 

@@ -8,6 +8,8 @@ The tree::
     |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
     |-- CollectiveError                                      a collective failed: a dead peer, a timeout
     |-- RemoteError                                          an exception of another worker, of an unknown type
+    |   `-- WorkerLostError (ConnectionError)                a worker that cannot be reached any more
+    |-- CallsFailedError                                     some of the calls to several workers failed
     |-- AuthenticationError                                  a peer that cannot prove who it is
     |-- AllFailedError                                       collect_any, when no future completed
     |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
@@ -22,12 +24,13 @@ raised by a user's function comes out of ``wait()`` as the object it was.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AllFailedError",
     "AuthenticationError",
     "CUDAFutureError",
+    "CallsFailedError",
     "CancelledError",
     "ChecksumError",
     "CollectiveError",
@@ -37,6 +40,7 @@ __all__ = [
     "QuotaError",
     "RemoteError",
     "StorageError",
+    "WorkerLostError",
 ]
 
 
@@ -100,6 +104,37 @@ class RemoteError(CUDAFutureError):
         self.type_name = type_name
         self.remote_traceback = remote_traceback
         self.worker = worker
+
+
+class WorkerLostError(RemoteError, ConnectionError):
+    """The connection to a worker broke, or there is none: it died, or its network did. ``worker`` says who.
+
+    Whether the call ran there is not known. Calls to the same worker go on failing: start the job anew.
+    """
+
+    __init__ = RemoteError.__init__  # not OSError's
+    __str__ = RemoteError.__str__
+
+
+class CallsFailedError(CUDAFutureError):
+    """Calls to several workers were made, and some failed.
+
+    ``failures`` holds the errors and ``results`` the values of the others, both by the worker's name.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        failures: Mapping[str, BaseException] | None = None,
+        results: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+        self.results = dict(results or {})
+
+    def __str__(self) -> str:
+        parts = "".join(f"\n  {worker}: {type(e).__name__}: {e}" for worker, e in self.failures.items())
+        return f"{super().__str__()}{parts}"
 
 
 class AuthenticationError(CUDAFutureError):

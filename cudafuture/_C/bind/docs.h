@@ -18,9 +18,12 @@ Args:
     lifetime: "record" (default) tells the allocator about every stream that waits (`Tensor.record_stream`), which is
         always right. "hold" relies on the future itself to keep the memory, and is right only where the waiting stream
         is the one that allocated the value, or joins it before the future is dropped.
+    executor: where callbacks run that name none: `cudafuture.executors.inline` or `.callback_thread`. None (default): in
+        the thread that completes the future. For producers that complete it in a thread of an engine's.
 
 Raises:
     DeviceMismatchError: devices of several types.
+    TypeError: `executor` is no executor of the library's.
     InvalidStateError: in a child forked from a process that had used the library.
 
 >>> from cudafuture import CUDAFuture

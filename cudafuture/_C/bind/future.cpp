@@ -8,6 +8,7 @@
 #include "bind/docs.h"
 #include "bind/errors.h"
 #include "bind/events.h"
+#include "bind/executors.h"
 #include "bind/torch_future.h"
 #include "core/process.h"
 
@@ -67,12 +68,22 @@ Lifetime lifetime_from(const char* lifetime) {
 }
 
 void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const std::string& name,
-          const char* lifetime) {
+          const char* lifetime, nb::handle executor) {
   const Entry entry;
   refuse_after_fork();
   auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
   if (!name.empty()) core->set_name(name);
+  if (!executor.is_none()) {
+    const HostExecutor* host = host_executor_or_null(executor);
+    if (host == nullptr) {
+      const std::string message =
+          std::string("CUDAFuture(executor=) is cudafuture.executors.inline, .callback_thread, or None, not ") +
+          nb::repr(executor).c_str();
+      throw nb::type_error(message.c_str());
+    }
+    core->set_default_executor(host->executor);
+  }
   new (self.p) PyFuture(std::move(core), self.h.ptr());
 }
 
@@ -295,7 +306,7 @@ void bind_future(nb::module_& m) {
                                 nb::is_weak_referenceable(), docs::future);
   future_type = reinterpret_cast<PyTypeObject*>(c.ptr());
   c.def("__init__", init, nb::arg("devices") = nb::none(), nb::kw_only(), nb::arg("priority") = 0, nb::arg("name") = "",
-        nb::arg("lifetime") = "record");
+        nb::arg("lifetime") = "record", nb::arg("executor") = nb::none());
   c.def_static("completed", completed, nb::arg("value").none(), docs::completed);
   c.def_static("failed", failed, nb::arg("exc"), docs::failed);
   c.def_static("from_torch", from_torch, nb::arg("source").none(), docs::from_torch);

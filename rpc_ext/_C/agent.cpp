@@ -1,0 +1,101 @@
+#include "agent.h"
+
+#include <torch/csrc/distributed/rpc/utils.h>
+
+namespace rpc_ext {
+namespace {
+
+using Storages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
+
+struct RefusedReply : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+Failure kind_of(const rpc::JitFuture& future) {
+  try {
+    std::rethrow_exception(future.exception_ptr());
+  } catch (const RefusedReply&) {
+    return Failure::refused;
+  } catch (...) {
+    return rpc::getRPCErrorType(future) == rpc::RPCErrorType::TIMEOUT ? Failure::timeout : Failure::other;
+  }
+}
+
+void deliver(Held& listener, rpc::JitFuture& future) {
+  const Gil gil;
+  if (!gil) return;
+  try {
+    const py::handle to(listener.get());
+    if (future.hasError()) {
+      to.attr("on_error")(static_cast<int>(kind_of(future)), future.tryRetrieveErrorMessage());
+    } else {
+      const auto reply = future.constValue().toCustomClass<rpc::Message>();
+      to.attr("on_reply")(py::bytes(reply->payload().data(), reply->payload().size()), reply->tensors());
+    }
+  } catch (py::error_already_set& e) {
+    e.discard_as_unraisable("rpc_ext: completing a call");
+  }
+  listener.drop();
+}
+
+}  // namespace
+
+std::shared_ptr<Agent> Agent::make(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+                                   const rpc::TensorPipeRpcBackendOptions& options,
+                                   const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
+                                   const std::vector<c10::Device>& devices, std::string_view key, py::object serve,
+                                   py::object tell) {
+  auto sealer = key.empty() ? nullptr : std::make_shared<Sealer>(key, self.rank, self.world_size);
+  auto refusals = std::make_shared<Refusals>(std::move(tell));
+  return std::shared_ptr<Agent>(new Agent(store, self, options, reverse_device_maps, devices, std::move(sealer),
+                                          std::move(refusals), std::move(serve)));
+}
+
+Agent::Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+             const rpc::TensorPipeRpcBackendOptions& options,
+             const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
+             const std::vector<c10::Device>& devices, std::shared_ptr<Sealer> sealer,
+             std::shared_ptr<Refusals> refusals, py::object serve)
+    : TensorPipeAgent(store, self.name, static_cast<rpc::worker_id_t>(self.rank), self.world_size, options,
+                      reverse_device_maps, devices,
+                      std::make_unique<RequestCallback>(sealer, refusals, std::move(serve))),
+      sealer_(std::move(sealer)),
+      refusals_(std::move(refusals)) {}
+
+c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
+                                               float timeout_seconds, const rpc::DeviceMap& device_map) {
+  if (!sealer_ || !message->isRequest()) {
+    return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
+  }
+  // A message that is sent again is sealed again: torch keeps the one that it gave.
+  auto [frame, counter] = sealer_->seal_request(to.id_, message->type(), message->payload(), message->tensors());
+  auto sealed = c10::make_intrusive<rpc::Message>(std::move(frame), std::vector<at::Tensor>(message->tensors()),
+                                                  message->type(), message->id());
+  return TensorPipeAgent::send(to, std::move(sealed), timeout_seconds, device_map)
+      ->then(
+          [sealer = sealer_, refusals = refusals_, callee = to.id_, counter = counter](rpc::JitFuture& future) {
+            const auto reply = future.value().toCustomClass<rpc::Message>();
+            try {
+              sealer->open_reply(callee, counter, reply->type(), reply->payload(), reply->tensors());
+            } catch (const Refused& refused) {
+              refusals->add(refused);
+              throw RefusedReply("the reply was refused: " + refused.reason);
+            }
+            auto opened = without_seal(*reply);
+            Storages storages = opened->getStorages();
+            return std::tuple<at::IValue, Storages>(std::move(opened), std::move(storages));
+          },
+          at::AnyClassType::get());
+}
+
+void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
+                 std::shared_ptr<Held> listener) {
+  auto message =
+      c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_CALL);
+  const rpc::WorkerInfo& callee = getWorkerInfo(static_cast<rpc::worker_id_t>(to));
+  send(callee, std::move(message), timeout_seconds, {})->addCallback([listener](rpc::JitFuture& future) {
+    deliver(*listener, future);
+  });
+}
+
+}  // namespace rpc_ext

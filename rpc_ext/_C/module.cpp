@@ -1,0 +1,98 @@
+// The Python module. It is made with pybind11, from torch's own headers, since it takes and gives torch's own objects.
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/py_rref.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+
+#include "agent.h"
+#include "python.h"
+#include "reply.h"
+
+namespace rpc_ext {
+namespace {
+
+Bytes bytes_from(const py::bytes& object) {
+  const std::string_view view = object;
+  return {view.begin(), view.end()};
+}
+
+void call(Agent& self, int to, const py::bytes& payload, std::vector<at::Tensor> tensors, float timeout,
+          py::object listener) {
+  Bytes bytes = bytes_from(payload);
+  auto held = std::make_shared<Held>(std::move(listener));
+  const py::gil_scoped_release without_gil;  // torch's locks are taken while others wait for the GIL under them
+  self.call(to, std::move(bytes), std::move(tensors), timeout, std::move(held));
+}
+
+void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors) {
+  Bytes bytes = bytes_from(payload);
+  bool first;
+  {
+    const py::gil_scoped_release without_gil;
+    first = self.send(std::move(bytes), std::move(tensors));
+  }
+  if (!first) throw std::runtime_error("the call was answered already");
+}
+
+// Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
+void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
+  auto held = std::make_shared<Held>(std::move(fn));
+  const py::gil_scoped_release without_gil;
+  future->addCallback([held](rpc::JitFuture&) {
+    const Gil gil;
+    if (!gil) return;
+    try {
+      py::handle(held->get())();
+    } catch (py::error_already_set& e) {
+      e.discard_as_unraisable("rpc_ext: a call with RRefs");
+    }
+    held->drop();
+  });
+}
+
+// RRefs that come as arguments may be used when their owners have confirmed them.
+void when_rrefs_are_confirmed(py::object fn) {
+  call_when_done(rpc::RRefContext::getInstance().waitForThreadLocalPendingRRefs(), std::move(fn));
+}
+
+// On the owner: the value of an RRef may be there later than the RRef.
+void when_owned(const rpc::PyRRef& rref, py::object fn) {
+  const auto owner = c10::dynamic_intrusive_pointer_cast<rpc::OwnerRRef>(rref.toIValue().toRRef());
+  if (!owner) throw std::invalid_argument("the RRef is another worker's");
+  call_when_done(owner->getFuture(), std::move(fn));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  py::module_::import("torch.distributed.rpc");  // whose classes ours derives from
+
+  py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int world_size,
+                       const rpc::TensorPipeRpcBackendOptions& options,
+                       const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
+                       const std::vector<c10::Device>& devices, const py::bytes& key, py::object serve,
+                       py::object tell) {
+             return Agent::make(store, {name, rank, world_size}, options, reverse_device_maps, devices,
+                                std::string_view(key), std::move(serve), std::move(tell));
+           }),
+           py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
+           py::arg("reverse_device_maps"), py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("serve"),
+           py::arg("tell"))
+      .def("call", call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"), py::arg("listener"))
+      .def("refused", &Agent::refused);
+
+  py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply")
+      .def_property_readonly("sender", &Reply::sender)
+      .def("send", send, py::arg("payload"), py::arg("tensors"));
+
+  m.attr("MAGIC") = py::bytes(magic.data(), magic.size());
+  m.def("listening_address", &rpc::TensorPipeAgent::guessAddress);
+  m.def("in_distributed_autograd",
+        [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });
+  m.def("record_rrefs", [] { rpc::RRefContext::getInstance().recordThreadLocalPendingRRefs(); });
+  m.def("forget_rrefs", [] { rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError(); });
+  m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
+  m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
+}
+
+}  // namespace rpc_ext

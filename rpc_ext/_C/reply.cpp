@@ -1,0 +1,25 @@
+#include "reply.h"
+
+#include <stdexcept>
+
+namespace rpc_ext {
+
+Reply::Reply(int sender, const std::vector<c10::Device>& devices)
+    : sender_(sender), future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), devices)) {}
+
+Reply::~Reply() {
+  if (!given_.exchange(true)) {
+    future_->setError(std::make_exception_ptr(std::runtime_error("the callee dropped the call without an answer")));
+  }
+}
+
+bool Reply::send(Bytes payload, std::vector<at::Tensor> tensors) {
+  if (given_.exchange(true)) return false;
+  auto message =
+      c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_RET);
+  auto storages = message->getStorages();
+  future_->markCompleted(std::move(message), std::move(storages));
+  return true;
+}
+
+}  // namespace rpc_ext

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <atomic>
+#include <vector>
+
+#include "seal.h"
+
+namespace rpc_ext {
+
+namespace rpc = torch::distributed::rpc;
+
+// The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error.
+class Reply {
+ public:
+  Reply(int sender, const std::vector<c10::Device>& devices);
+  ~Reply();
+  Reply(const Reply&) = delete;
+  Reply& operator=(const Reply&) = delete;
+
+  // The caller's rank; -1 where messages are not signed and it is not known.
+  int sender() const { return sender_; }
+  // What the agent sends when it completes.
+  const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
+
+  // False where it was given before.
+  bool send(Bytes payload, std::vector<at::Tensor> tensors);
+
+ private:
+  const int sender_;
+  const c10::intrusive_ptr<rpc::JitFuture> future_;
+  std::atomic<bool> given_{false};
+};
+
+}  // namespace rpc_ext

@@ -1,0 +1,25 @@
+"""RPC calls that return CUDAFuture, on torch.distributed.rpc."""
+
+from rpc_ext._batching import batch
+from rpc_ext._serve import async_execution
+from rpc_ext._statistics import DestinationStatistics, Statistics
+from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
+from rpc_ext.rref import RRef, remote
+from rpc_ext.session import Session, init_rpc, shutdown, statistics
+
+__all__ = [
+    "DestinationStatistics",
+    "RRef",
+    "Session",
+    "Statistics",
+    "async_execution",
+    "batch",
+    "broadcast_call",
+    "init_rpc",
+    "map_call",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "statistics",
+]

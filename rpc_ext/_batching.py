@@ -1,0 +1,177 @@
+"""Small calls that travel together.
+
+A batch has one message under way at most. Calls that are made meanwhile wait, and go in the next one: so they start in
+order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.)
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rpc_ext import _staging
+from rpc_ext._call import Call
+from rpc_ext._codec import Encoded, Kind, decode, encode, kind_of
+from rpc_ext._destination import Destination
+from rpc_ext.session import current
+
+__all__ = ["batch", "open_to"]
+
+MOST_CALLS = 256
+"""calls in one message, of which the first is sent when it has as many"""
+MOST_BYTES = 1 << 20
+"""bytes of payload in one message, beside the call that exceeds them"""
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.batches: dict[Destination, batch] = {}
+
+
+_open = _Open()
+
+
+def open_to(destination: Destination) -> batch | None:
+    """Return the batch that this thread has opened to a worker, if any."""
+    batches = _open.batches
+    return batches.get(destination) if batches else None
+
+
+class batch:  # a context manager
+    """A context in which this thread's calls to one worker travel together, in few messages.
+
+    Each ``rpc_async`` still has its own future, timeout and error. The calls are begun on the other side one after the
+    other, in the order in which they were made; one that returns a future there does not hold up the next. They are on
+    their way at the latest when the context is left, which waits for none of them: wait for the futures.
+
+    Args:
+        to: the worker: name, rank or WorkerInfo.
+
+    Raises:
+        InvalidStateError: RPC has not begun.
+        ValueError: no such worker.
+    """
+
+    def __init__(self, to: Any) -> None:
+        self._session = current()
+        self._destination = self._session.destination(to)
+        self._outer: batch | None = None
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._calls: list[tuple[Call, Encoded]] = []
+        self._bytes = 0
+        self._under_way = False
+        self._wanted = False  # whether what waits is to be sent as soon as it may
+
+    def __enter__(self) -> batch:
+        self._outer = _open.batches.get(self._destination)
+        _open.batches[self._destination] = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._outer is None:
+            del _open.batches[self._destination]
+        else:
+            _open.batches[self._destination] = self._outer
+        self.flush()
+
+    def add(self, call: Call, encoded: Encoded) -> None:
+        """Let a call travel with the others."""
+        with self._lock:
+            self._calls.append((call, encoded))
+            self._bytes += len(encoded.payload)
+            if len(self._calls) < MOST_CALLS and self._bytes < MOST_BYTES:
+                return
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, or see to it that it is sent as soon as the message under way is answered."""
+        with self._lock:
+            self._wanted = True
+            message = self._next()
+        self._send(message)
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._under_way = False
+            full = len(self._calls) >= MOST_CALLS or self._bytes >= MOST_BYTES
+            message = self._next() if self._wanted or full else None
+        self._send(message)
+
+    def _next(self) -> _Message | None:
+        """Take the calls of the next message, which share a timeout. Called under the lock."""
+        if self._under_way or not self._calls:
+            return None
+        timeout = self._calls[0][0].timeout
+        count = size = 0
+        for call, encoded in self._calls[:MOST_CALLS]:
+            if call.timeout != timeout or size >= MOST_BYTES:
+                break
+            count += 1
+            size += len(encoded.payload)
+        taken, self._calls = self._calls[:count], self._calls[count:]
+        self._bytes -= size
+        self._wanted = self._wanted and bool(self._calls)
+        self._under_way = True
+        return _Message(self, taken)
+
+    def _send(self, message: _Message | None) -> None:
+        if message is not None:
+            message.send(self._session.agent, self._destination)
+
+
+class _Message:
+    """Calls that travel together; the agent tells it of the answer."""
+
+    def __init__(self, of: batch, calls: list[tuple[Call, Encoded]]) -> None:
+        self._of = of
+        self._calls = [call for call, _ in calls]
+        self._encoded = [encoded for _, encoded in calls]
+
+    def send(self, agent: Any, destination: Destination) -> None:
+        parts = [(encoded.payload, len(encoded.tensors)) for encoded in self._encoded]
+        payload = encode(Kind.BATCH, parts).payload
+        tensors = [tensor for encoded in self._encoded for tensor in encoded.tensors]
+        targets = [t for e in self._encoded for t in e.targets or [None] * len(e.tensors)]
+
+        def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
+            if tensors is None:
+                assert error is not None
+                self._fail(error)
+                return
+            remaining = self._calls[0].remaining()
+            if remaining < 0:
+                self.on_error(1, "")
+                return
+            try:
+                agent.call(destination.rank, payload, tensors, remaining, self)
+            except Exception as e:
+                self.on_error(0, str(e))
+
+        if any(targets):
+            _staging.to_host(tensors, targets, self._calls[0].priority, staged)
+        else:
+            staged(tensors, None)
+
+    def _fail(self, error: BaseException) -> None:
+        for call in self._calls:
+            call.fail(error)
+        self._of._answered()
+
+    def on_error(self, kind: int, message: str) -> None:
+        for call in self._calls:
+            call.on_error(kind, message)
+        self._of._answered()
+
+    def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
+        if kind_of(payload) != Kind.BATCH:  # the callee could not even take the message apart
+            for call in self._calls:
+                call.on_reply(payload, tensors)
+        else:
+            at = 0
+            for call, (part, count) in zip(self._calls, decode(payload, []), strict=True):
+                call.on_reply(part, tensors[at : at + count])
+                at += count
+        self._of._answered()

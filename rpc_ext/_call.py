@@ -1,0 +1,154 @@
+"""One call on its way, and the way back of its answer.
+
+::
+
+    encode ──► [tensors to the host] ──► Agent.call ──► ... the callee ... ──► on_reply ──► [tensors to devices]
+       │                                                                          │                 │
+       └── Destination.admit                               Destination.finish ◄───┘    the future ◄─┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _C, _failure, _staging
+from rpc_ext._codec import Encoded, Kind, decode, kind_of, targets_of
+from rpc_ext._destination import Destination
+
+__all__ = ["Call", "size_of"]
+
+
+def size_of(encoded: Encoded) -> int:
+    """Return the bytes that a message takes."""
+    size = len(encoded.payload)
+    for tensor in encoded.tensors:
+        size += tensor.nbytes
+    return size
+
+
+class Call:
+    """A call, from the moment that it was admitted. What it fails with names the function and the worker."""
+
+    __slots__ = ("_agent", "_destination", "_size", "_started", "future", "name", "priority", "timeout")
+
+    def __init__(
+        self, agent: _C.Agent, destination: Destination, name: str, size: int, timeout: float, priority: int
+    ) -> None:
+        self._agent, self._destination, self._size = agent, destination, size
+        self.name, self.timeout, self.priority = name, timeout, priority
+        # Its callbacks have a thread of their own: the agent's may be the only one that can bring the next answer.
+        self.future: CUDAFuture[Any] = CUDAFuture(
+            name=f"{name} on {destination.name}", priority=priority, executor=executors.callback_thread
+        )
+        self._started = time.perf_counter_ns()
+
+    def send(self, encoded: Encoded) -> None:
+        """Send the call; its tensors on devices that the agent cannot carry are copied to the host first."""
+        if encoded.targets is None:
+            self._send(encoded.payload, encoded.tensors, self.timeout)
+        else:
+            _staging.to_host(encoded.tensors, encoded.targets, self.priority, self._staged(encoded))
+
+    def _staged(self, encoded: Encoded) -> _staging.Staged:
+        def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
+            if tensors is None:
+                assert error is not None
+                self.fail(error)
+            elif self.future.done():  # cancelled meanwhile
+                self._destination.finish(self._size, self._started, 0, True)
+            elif (remaining := self.remaining()) < 0:
+                self.on_error(1, "")
+            else:
+                self._send(encoded.payload, tensors, remaining)
+
+        return staged
+
+    def _send(self, payload: bytes, tensors: list[torch.Tensor], timeout: float) -> None:
+        try:
+            self._agent.call(self._destination.rank, payload, tensors, timeout, self)
+        except Exception as e:  # what the engine itself refuses: a dead pipe, a tensor that it cannot carry
+            self.fail(_failure.of_engine(0, str(e), self.name, self._destination.name, self.timeout))
+
+    # ---- called by the agent, once
+
+    def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
+        """Take the answer."""
+        if kind_of(payload) == Kind.LATER:
+            self._ask_again(payload)
+            return
+        received = len(payload)
+        for tensor in tensors:
+            received += tensor.nbytes
+        self._destination.finish(self._size, self._started, received, kind_of(payload) == Kind.FAILURE)
+        try:
+            targets = targets_of(payload)
+            if targets is None:
+                self._complete(payload, tensors)
+            else:
+                _staging.to_devices(tensors, targets, self.priority, self._arrived(payload))
+        except BaseException as e:
+            self._set_exception(e)
+
+    def on_error(self, kind: int, message: str) -> None:
+        """Take what the engine says."""
+        self.fail(_failure.of_engine(kind, message, self.name, self._destination.name, self.timeout))
+
+    def remaining(self) -> float:
+        """Return the seconds that are left of the timeout: 0 where there is none, less where they are over."""
+        if not self.timeout:
+            return 0
+        left = self.timeout - (time.perf_counter_ns() - self._started) * 1e-9
+        return left if left > 0 else -1
+
+    def _ask_again(self, payload: bytes) -> None:
+        """Ask for the answer to a call of a batch that was not there with the others."""
+        remaining = self.remaining()
+        if remaining < 0:
+            self.on_error(1, "")
+        else:
+            self._send(payload, [], remaining)
+
+    # ---- the future
+
+    def _arrived(self, payload: bytes) -> _staging.Staged:
+        def arrived(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
+            if tensors is None:
+                assert error is not None
+                self._set_exception(error)
+                return
+            try:
+                self._complete(payload, tensors)
+            except BaseException as e:
+                self._set_exception(e)
+
+        return arrived
+
+    def _complete(self, payload: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        value = decode(payload, list(tensors))
+        if kind_of(payload) == Kind.FAILURE:
+            self._set_exception(_failure.rebuild(_failure.Failure(*value)))
+            return
+        try:
+            self.future.set_result(value)
+        except InvalidStateError:
+            if not self.future.done():
+                raise
+            # it was cancelled: its answer is dropped
+
+    def fail(self, error: BaseException) -> None:
+        """Fail with what kept the call from being sent."""
+        self._destination.finish(self._size, self._started, 0, True)
+        self._set_exception(error)
+
+    def _set_exception(self, error: BaseException) -> None:
+        try:
+            self.future.set_exception(error)
+        except InvalidStateError:
+            if not self.future.done():
+                raise

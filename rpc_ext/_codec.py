@@ -1,0 +1,210 @@
+"""Python values as bytes beside tensors, which is how torch's agent carries them.
+
+A payload is::
+
+    magic, 4 bytes | kind, 1 byte | flags, 1 byte | [length, 4 bytes, and JSON: the target device of each tensor] | pickle
+
+Tensors of devices that the agent cannot carry travel through the host: `Encoded.targets` says where each belongs on the
+other side.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from rpc_ext import _C
+
+__all__ = [
+    "NO_DEVICES",
+    "DeviceMap",
+    "Encoded",
+    "Kind",
+    "decode",
+    "encode",
+    "has_rrefs",
+    "is_plain",
+    "kind_of",
+    "targets_of",
+]
+
+
+class Kind:
+    """What a payload is."""
+
+    CALL = 1  # caller's rank, function, arguments
+    VALUE = 2  # what it returned
+    FAILURE = 3  # what it raised
+    BATCH = 4  # payloads, each with the number of its tensors: calls, or their answers
+    LATER = 5  # a number: the answer to a call of a batch is not there yet; or: send it when it is
+
+
+_HAS_RREFS = 1
+_HAS_TARGETS = 2
+_LENGTH = struct.Struct("<I")
+_HEADER = len(_C.MAGIC) + 2
+_KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
+_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.LATER + 1))]
+_LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Where tensors go: `native` are the devices that the agent carries, `staged` those that go through the host."""
+
+    peer: str
+    native: frozenset[torch.device]
+    staged: Mapping[torch.device, torch.device]
+
+
+NO_DEVICES = DeviceMap("", frozenset(), {})
+_HOST = torch.device("cpu")
+
+
+class Encoded:
+    """A payload and its tensors; where `targets` has a device, that tensor has still to be copied to the host."""
+
+    __slots__ = ("payload", "targets", "tensors")
+
+    def __init__(self, payload: bytes, tensors: list[torch.Tensor], targets: list[str | None] | None) -> None:
+        self.payload, self.tensors, self.targets = payload, tensors, targets
+
+
+class _Pickler(pickle.Pickler):
+    """Takes plain tensors out, and RRefs as torch has them counted."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.file = file
+
+    def dumped(self, value: object, devices: DeviceMap) -> bytes:
+        """Pickle one value."""
+        self.devices = devices
+        self.tensors: list[torch.Tensor] = []
+        self.targets: list[str | None] = []
+        self.staged = self.rrefs = False
+        self.dump(value)
+        return self.file.getvalue()
+
+    def forget(self) -> None:
+        """Be as new."""
+        self.clear_memo()
+        self.file.seek(0)
+        self.file.truncate()
+        self.devices = NO_DEVICES
+        self.tensors, self.targets = [], []
+
+    def reducer_override(self, obj: Any) -> Any:
+        cls = type(obj)
+        if cls is torch.Tensor:
+            return self._tensor(obj)
+        if cls is rpc.PyRRef or cls is rpc.RRef:
+            self.rrefs = True
+            return _rref, (obj._serialize(),)
+        return NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        target = None
+        device = tensor.device
+        if device != _HOST and device not in self.devices.native:
+            target = str(self._target(device))
+            self.staged = True
+        self.tensors.append(tensor)
+        self.targets.append(target)
+        return _tensor, (len(self.tensors) - 1,)
+
+    def _target(self, device: torch.device) -> torch.device:
+        target = self.devices.staged.get(device)
+        if target is None:
+            known = ", ".join(map(str, self.devices.staged)) or "none"
+            raise ValueError(
+                f"a tensor on {device} cannot be sent to worker '{self.devices.peer}': no device there is its target "
+                f"(mapped are: {known}); copy it to the host first, or give init_rpc device_maps"
+            )
+        return target
+
+
+def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded:
+    """Pickle `value`, its tensors apart.
+
+    Raises:
+        ValueError: a tensor's device has no target.
+        Exception: whatever a value that cannot be pickled raises.
+    """
+    pickler, _table.pickler = _table.pickler, None  # none: __reduce__ of a value makes a call of its own
+    if pickler is None:
+        pickler = _Pickler(io.BytesIO())
+    pickled = pickler.dumped(value, devices)
+    tensors, targets = pickler.tensors, pickler.targets if pickler.staged else None
+    flags = (_HAS_RREFS if pickler.rrefs else 0) | (_HAS_TARGETS if pickler.staged else 0)
+    if len(pickled) <= _LARGE:
+        pickler.forget()
+        _table.pickler = pickler
+    head = _HEADS[4 * kind + flags]
+    if targets is None:
+        return Encoded(head + pickled, tensors, None)
+    places = json.dumps(targets).encode()
+    return Encoded(b"".join((head, _LENGTH.pack(len(places)), places, pickled)), tensors, targets)
+
+
+def kind_of(payload: bytes) -> int:
+    """Return what the payload is."""
+    return payload[_KIND]
+
+
+def is_plain(payload: bytes) -> bool:
+    """Say whether it has neither RRefs nor tensors for devices."""
+    return not payload[_FLAGS]
+
+
+def has_rrefs(payload: bytes) -> bool:
+    """Say whether owners have to confirm what `decode` makes before anybody uses it."""
+    return bool(payload[_FLAGS] & _HAS_RREFS)
+
+
+def targets_of(payload: bytes) -> list[str | None] | None:
+    """Return the device that each tensor belongs on, None for those that stay where they are."""
+    if not payload[_FLAGS] & _HAS_TARGETS:
+        return None
+    (length,) = _LENGTH.unpack_from(payload, _HEADER)
+    targets: list[str | None] = json.loads(payload[_HEADER + _LENGTH.size : _HEADER + _LENGTH.size + length])
+    return targets
+
+
+class _Table(threading.local):
+    tensors: list[torch.Tensor] = []  # of the payload that this thread is decoding
+    pickler: _Pickler | None = None  # of this thread, while it is not in use
+
+
+_table = _Table()
+
+
+def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Unpickle a payload. Only one whose seal was checked, or that came without a secret being set, gets here."""
+    start = _HEADER
+    if payload[_FLAGS] & _HAS_TARGETS:
+        start += _LENGTH.size + _LENGTH.unpack_from(payload, start)[0]
+    if not tensors:
+        return pickle.loads(memoryview(payload)[start:])
+    outer, _table.tensors = _table.tensors, tensors
+    try:
+        return pickle.loads(memoryview(payload)[start:])
+    finally:
+        _table.tensors = outer
+
+
+def _tensor(index: int) -> torch.Tensor:
+    return _table.tensors[index]
+
+
+def _rref(data: Any) -> Any:
+    return rpc.PyRRef._deserialize(data)

@@ -1,0 +1,153 @@
+"""Where calls go: one object for each worker, which limits how much is under way there and counts what was."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import threading
+import time
+
+from cudafuture.errors import InvalidStateError
+from rpc_ext._codec import DeviceMap
+from rpc_ext._histogram import Histogram
+from rpc_ext._statistics import DestinationStatistics
+
+__all__ = ["Destination"]
+
+
+class _Waiter:
+    def __init__(self, calls: int, size: int) -> None:
+        self.calls, self.size = calls, size
+        self.admitted = threading.Event()
+
+
+class Destination:
+    """A worker, seen from this one. At most so many calls and bytes are under way to it; the next wait, in order.
+
+    A call that is larger than all the bytes allowed goes alone.
+    """
+
+    def __init__(self, name: str, rank: int, devices: DeviceMap, max_calls: int, max_bytes: int) -> None:
+        self.name, self.rank, self.devices = name, rank, devices
+        self._max_calls, self._max_bytes = max_calls, max_bytes
+        self._lock = threading.Lock()  # guards all that follows; a leaf
+        self._calls = self._bytes = 0  # under way
+        self._waiters: collections.deque[_Waiter] = collections.deque()
+        self._made = self._failed = self._sent = self._received = 0
+        self._latencies = Histogram()
+        self._closed = False
+        self._idle = threading.Condition(self._lock)
+
+    # ---- admission
+
+    def try_admit(self, size: int) -> bool:
+        """Admit a call of `size` bytes if there is room now and nobody waits."""
+        with self._lock:
+            if self._waiters or not self._fits(1, size):
+                return False
+            self._take(1, size)
+            return True
+
+    def admit(self, size: int, timeout: float) -> None:
+        """Wait until there is room for a call of `size` bytes.
+
+        Raises:
+            TimeoutError: there was none for `timeout` seconds (0: for ever).
+            InvalidStateError: RPC was shut down meanwhile.
+        """
+        waiter = _Waiter(1, size)
+        with self._lock:
+            if not self._waiters and self._fits(1, size):
+                self._take(1, size)
+                return
+            self._waiters.append(waiter)
+        try:
+            admitted = waiter.admitted.wait(timeout or None)
+        except BaseException:
+            self._give_up(waiter)
+            raise
+        if not admitted and self._give_up(waiter):
+            raise TimeoutError(
+                f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
+                f"{self._bytes} bytes are under way"
+            )
+        if self._closed:
+            raise InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
+
+    def would_block(self) -> BlockingIOError:
+        """Return the error of a call that may not wait."""
+        return BlockingIOError(
+            errno.EAGAIN,
+            f"{self._calls} calls and {self._bytes} bytes are under way to worker '{self.name}' "
+            f"(at most {self._max_calls} and {self._max_bytes})",
+        )
+
+    def _fits(self, calls: int, size: int) -> bool:
+        if self._calls == 0:
+            return True
+        return self._calls + calls <= self._max_calls and self._bytes + size <= self._max_bytes
+
+    def _take(self, calls: int, size: int) -> None:
+        self._calls += calls
+        self._bytes += size
+        self._made += calls
+        self._sent += size
+
+    def _give_up(self, waiter: _Waiter) -> bool:
+        """Leave the queue; false where the waiter was admitted after all, which is undone."""
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+                self._admit_waiters()
+                return True
+            return False
+
+    def _admit_waiters(self) -> None:
+        while self._waiters and self._fits(self._waiters[0].calls, self._waiters[0].size):
+            waiter = self._waiters.popleft()
+            self._take(waiter.calls, waiter.size)
+            waiter.admitted.set()
+
+    # ---- what came of a call
+
+    def finish(self, size: int, started: int, received: int, failed: bool) -> None:
+        """Count a call of `size` bytes, begun at `started` (perf_counter_ns), whose answer has `received` bytes."""
+        took = time.perf_counter_ns() - started
+        with self._lock:
+            self._calls -= 1
+            self._bytes -= size
+            self._received += received
+            self._failed += failed
+            self._latencies.add(took)
+            if self._waiters:
+                self._admit_waiters()
+            elif self._calls == 0:
+                self._idle.notify_all()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no call is under way."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._calls == 0 and not self._waiters)
+
+    def close(self) -> None:
+        """Let whoever waits for room go, with an error."""
+        with self._lock:
+            self._closed = True
+            while self._waiters:
+                self._waiters.popleft().admitted.set()
+
+    def statistics(self) -> DestinationStatistics:
+        """Return what was counted so far."""
+        with self._lock:
+            return DestinationStatistics(
+                calls=self._made,
+                failed=self._failed,
+                in_flight=self._calls,
+                bytes_in_flight=self._bytes,
+                waiting=len(self._waiters),
+                bytes_sent=self._sent,
+                bytes_received=self._received,
+                latency_p50=self._latencies.quantile(0.5),
+                latency_p99=self._latencies.quantile(0.99),
+                latencies=tuple(self._latencies.buckets()),
+            )

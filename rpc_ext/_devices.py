@@ -1,0 +1,104 @@
+"""Which device here is which device there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rpc_ext._codec import DeviceMap
+
+__all__ = ["DeviceMaps", "Plan", "as_json", "local_devices", "plan"]
+
+DeviceMaps = Mapping[str, Mapping[Any, Any]]
+"""for each worker by name: a device here -> the device there"""
+
+_NATIVE = "cuda"  # what TensorPipe carries by itself
+
+
+def local_devices() -> dict[str, int]:
+    """Return how many devices of each type this process has beside the host."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
+
+
+def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
+    """Return what a worker shows of the maps that it was given."""
+    if maps is None or maps == "auto":
+        return maps
+    if not isinstance(maps, Mapping):
+        raise TypeError(f"device_maps is 'auto', None, or a dict of dicts by worker, not {maps!r}")
+    return {
+        worker: {str(torch.device(here)): str(torch.device(there)) for here, there in of.items()}
+        for worker, of in maps.items()
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The maps of one worker, checked."""
+
+    to_peers: list[DeviceMap]  # by rank
+    native: dict[str, dict[torch.device, torch.device]]  # for TensorPipe, by worker
+    native_reverse: dict[str, dict[torch.device, torch.device]]
+    native_devices: list[torch.device]
+
+
+def plan(rank: int, names: list[str], counts: list[dict[str, int]], maps: list[Any]) -> Plan:
+    """Work out where this worker's tensors go, from what all workers have shown, by rank.
+
+    Raises:
+        ValueError: a map names a worker or a device that is not there, or one device twice.
+    """
+    full = [[_map(names, counts, maps[a], a, b) for b in range(len(names))] for a in range(len(names))]
+    native = {names[b]: _native(full[rank][b]) for b in range(len(names))}
+    reverse = {names[a]: {there: here for here, there in _native(full[a][rank]).items()} for a in range(len(names))}
+    devices = {d for of in (*native.values(), *reverse.values()) for d in of}
+    to_peers = []
+    for b, name in enumerate(names):
+        # An answer to worker b goes back the way that its own map says.
+        back = {there: here for here, there in full[b][rank].items()}
+        staged = {h: t for h, t in {**back, **full[rank][b]}.items() if h.type != _NATIVE}
+        to_peers.append(DeviceMap(name, frozenset(native[name]) | frozenset(reverse[name]), staged))
+    return Plan(
+        to_peers,
+        {worker: of for worker, of in native.items() if of},
+        {worker: of for worker, of in reverse.items() if of},
+        sorted(devices, key=lambda d: d.index),
+    )
+
+
+def _native(of: dict[torch.device, torch.device]) -> dict[torch.device, torch.device]:
+    return {here: there for here, there in of.items() if here.type == _NATIVE and there.type == _NATIVE}
+
+
+def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: int) -> dict[torch.device, torch.device]:
+    if maps is None:
+        return {}
+    if maps == "auto":
+        return {
+            torch.device(kind, i): torch.device(kind, i)
+            for kind, count in counts[a].items()
+            for i in range(min(count, counts[b].get(kind, 0)))
+        }
+    unknown = set(maps) - set(names)
+    if unknown:
+        raise ValueError(
+            f"device_maps of worker '{names[a]}' names {', '.join(sorted(unknown))}; the workers are {', '.join(names)}"
+        )
+    found = {
+        _device(h, names[a], counts[a]): _device(t, names[b], counts[b]) for h, t in maps.get(names[b], {}).items()
+    }
+    if len(set(found.values())) != len(found):
+        raise ValueError(f"device_maps of worker '{names[a]}' sends two devices to one of worker '{names[b]}': {found}")
+    return found
+
+
+def _device(text: str, worker: str, counts: dict[str, int]) -> torch.device:
+    device = torch.device(text)
+    index = 0 if device.index is None else device.index
+    if device.type == "cpu" or index >= counts.get(device.type, 0):
+        raise ValueError(f"device_maps: worker '{worker}' has no device {text}; it has {counts or 'the host only'}")
+    return torch.device(device.type, index)

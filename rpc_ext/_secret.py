@@ -1,0 +1,36 @@
+"""The secret that the workers of a job share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cudafuture.config import config
+
+__all__ = ["SHORTEST", "read_secret"]
+
+SHORTEST = 16
+"""bytes that a secret has at least"""
+
+
+def read_secret(secret: str | bytes | None) -> bytes | None:
+    """Return the secret given, else the one in the file that CUDAFUTURE_RPC_SECRET_FILE names, else None.
+
+    Raises:
+        ValueError: it is too short to be one.
+        OSError: the file cannot be read.
+    """
+    source = "secret"
+    if secret is None:
+        if config.rpc_secret_file is None:
+            return None
+        source = f"the secret in {config.rpc_secret_file}"
+        secret = Path(config.rpc_secret_file).read_bytes().rstrip(b"\r\n")
+    if not isinstance(secret, (str, bytes)):
+        raise TypeError(f"secret is a str or bytes, not {type(secret).__name__}")
+    found = secret.encode() if isinstance(secret, str) else secret
+    if len(found) < SHORTEST:
+        raise ValueError(
+            f"{source} has {len(found)} bytes and needs at least {SHORTEST}; `python -c 'import secrets; "
+            "print(secrets.token_hex(32))'` makes one"
+        )
+    return found

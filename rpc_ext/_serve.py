@@ -1,0 +1,280 @@
+"""The callee's side: a call comes in, a function runs, an answer goes out.
+
+::
+
+    RPC worker thread:  payload ──► decode ──► fn(*args) ──► encode ──► Reply.send
+                                                  │             ▲
+                                                  └── a future ─┘   later, and on another thread: none is held meanwhile
+
+A batch is several payloads in one. Those of its calls that have no answer yet when the others have are answered with a
+number, under which the caller asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from cudafuture import CUDAFuture, pool_stream, use_streams
+from cudafuture.errors import InvalidStateError, NotFoundError
+from rpc_ext import _C, _failure, _staging
+from rpc_ext._codec import NO_DEVICES, DeviceMap, Kind, decode, encode, has_rrefs, is_plain, kind_of, targets_of
+
+__all__ = ["Server", "async_execution", "expect_free_thread", "is_async"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Answer = tuple[bytes, "list[torch.Tensor]"]
+"""The payload of an answer, and its tensors, which the agent can carry."""
+
+
+def async_execution(fn: F) -> F:
+    """Decorate a function that other workers call and that returns a CUDAFuture: the answer is the future's outcome.
+
+    The answer is sent when the future completes, ordered after its device work, and no thread of the callee's is held
+    until then. So functions that call further workers can be nested at will. The future may be of anything: a collective,
+    another call, a read from disk. A torch.futures.Future will do, too. It goes below or above ``@staticmethod`` and
+    ``@classmethod``.
+
+    >>> @async_execution
+    ... def later(x):
+    ...     return CUDAFuture.completed(x)
+    >>> later(3).wait()
+    3
+    """
+    target = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    target._rpc_ext_async_execution = True  # type: ignore[union-attr]
+    return fn
+
+
+def is_async(fn: Any) -> bool:
+    """Say whether the function returns a future, by our decorator or torch's."""
+    return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
+
+
+class _Threads(threading.local):
+    server: Server | None = None  # whose call this thread runs
+
+
+_threads = _Threads()
+
+
+class Server:
+    """Answers the calls that come to this worker."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        self._num_threads = num_threads
+        self._devices: dict[int, DeviceMap] = {}  # by caller
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._begun = self._answered = self._blocked = 0
+        self._later: dict[int, CUDAFuture[Answer]] = {}  # of batched calls, until the caller asks again
+        self._numbers = itertools.count()
+
+    def set_devices(self, devices: dict[int, DeviceMap]) -> None:
+        """Say which of the callers' devices the tensors of answers go to."""
+        self._devices = devices
+
+    @property
+    def served(self) -> int:
+        """Calls that were begun."""
+        return self._begun
+
+    @property
+    def serving(self) -> int:
+        """Calls that were begun and not answered yet."""
+        return self._begun - self._answered
+
+    def serve(self, payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
+        """Answer what has come; called by the agent, in one of its threads. Raises nothing."""
+        outer, _threads.server = _threads.server, self
+        try:
+            kind = kind_of(payload)
+            if kind == Kind.CALL:
+                answer = self._answer(payload, tensors)
+            elif kind == Kind.BATCH:
+                answer = self._answer_batch(decode(payload, []), tensors)
+            else:
+                answer = self._kept(decode(payload, []))
+        except BaseException as e:
+            answer = self._failed(e)
+        finally:
+            _threads.server = outer
+        if isinstance(answer, CUDAFuture):
+            answer.then(lambda done: reply.send(*done.value()))
+        else:
+            reply.send(*answer)
+
+    # ---- one call
+
+    def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
+        """Run a call whose outcome stays here."""
+        try:
+            _, outcome, is_future = self._run(payload, tensors)
+        except BaseException as e:
+            return CUDAFuture.failed(e)
+        return outcome if is_future else CUDAFuture.completed(outcome)
+
+    def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
+        """Run a call and return what its caller gets, or a future of that."""
+        with self._lock:
+            self._begun += 1
+        try:
+            caller, outcome, is_future = self._run(payload, tensors)
+            answer = (
+                outcome.then_async(functools.partial(self._later_answer, caller))
+                if is_future
+                else (self._packed(outcome, caller))
+            )
+        except BaseException as e:
+            answer = self._failed(e)
+        if isinstance(answer, CUDAFuture):
+            answer.add_done_callback(self._count_answer)
+        else:
+            self._count_answer()
+        return answer
+
+    def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
+        """Return the caller, and what the function has returned: a value, or a future."""
+        if is_plain(payload):
+            return _call(decode(payload, tensors))
+        targets = targets_of(payload) or []
+        with use_streams(*(pool_stream(device) for device in {t for t in targets if t is not None})):
+            if targets:
+                tensors = _staging.wait_on_devices(tensors, targets)
+            if not has_rrefs(payload):
+                return _call(decode(payload, tensors))
+            return self._run_when_confirmed(payload, tensors)
+
+    def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
+        """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
+        _C.record_rrefs()
+        try:
+            call = decode(payload, tensors)
+        except BaseException:
+            _C.forget_rrefs()
+            raise
+        confirmed: CUDAFuture[None] = CUDAFuture()
+        _C.when_rrefs_are_confirmed(lambda: confirmed.set_result(None))
+
+        def run(_: CUDAFuture[None]) -> CUDAFuture[Any]:
+            outer, _threads.server = _threads.server, self
+            try:
+                _, outcome, is_future = _call(call)
+            finally:
+                _threads.server = outer
+            return outcome if is_future else CUDAFuture.completed(outcome)
+
+        return call[0], confirmed.then_async(run, stream="caller"), True
+
+    def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
+        try:
+            answer = self._packed(outcome.value(), caller)
+        except BaseException as e:
+            answer = self._failed(e)
+        return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
+
+    def _packed(self, value: object, caller: int) -> Answer | CUDAFuture[Answer]:
+        """Return the message with a value; where its tensors go through the host, a future of that."""
+        if isinstance(value, CUDAFuture):
+            raise TypeError(
+                "a function that returns a CUDAFuture is decorated with @rpc_ext.async_execution: the caller gets "
+                "the outcome of the future"
+            )
+        encoded = encode(Kind.VALUE, value, self._devices.get(caller, NO_DEVICES))
+        if encoded.targets is None:
+            return encoded.payload, encoded.tensors
+        answer: CUDAFuture[Answer] = CUDAFuture()
+
+        def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
+            answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
+
+        _staging.to_host(encoded.tensors, encoded.targets, 0, staged)
+        return answer
+
+    def _failed(self, error: BaseException | None) -> Answer:
+        assert error is not None
+        return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
+
+    def _count_answer(self, _: object = None) -> None:
+        with self._lock:
+            self._answered += 1
+
+    # ---- batches
+
+    def _answer_batch(self, calls: list[tuple[bytes, int]], tensors: list[torch.Tensor]) -> Answer:
+        answers = []
+        at = 0
+        for payload, count in calls:
+            answers.append(self._answer(payload, tensors[at : at + count] if count else []))
+            at += count
+        parts: list[tuple[bytes, int]] = []
+        replied: list[torch.Tensor] = []
+        for answer in answers:
+            payload, part = self._now_or_later(answer) if isinstance(answer, CUDAFuture) else answer
+            parts.append((payload, len(part)))
+            replied += part
+        return encode(Kind.BATCH, parts).payload, replied
+
+    def _now_or_later(self, answer: CUDAFuture[Answer]) -> Answer:
+        if answer.done() and not answer.devices:
+            return answer.value()
+        number = next(self._numbers)
+        with self._lock:
+            self._later[number] = answer
+        return encode(Kind.LATER, number).payload, []
+
+    def _kept(self, number: int) -> CUDAFuture[Answer]:
+        with self._lock:
+            answer = self._later.pop(number, None)
+        if answer is None:
+            raise NotFoundError(f"no answer is kept under number {number}")
+        return answer
+
+    # ---- threads
+
+    @contextlib.contextmanager
+    def blocking(self, what: str) -> Iterator[None]:
+        """See ``expect_free_thread``."""
+        with self._lock:
+            if self._blocked + 1 >= self._num_threads:
+                raise InvalidStateError(
+                    f"{what} on an RPC worker thread would wait for ever: {self._blocked} of the {self._num_threads} "
+                    "threads of this worker wait already, and none would be left for the answer. Return a future from "
+                    "a function that is decorated with @rpc_ext.async_execution, or raise num_worker_threads"
+                )
+            self._blocked += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocked -= 1
+
+
+def _call(call: Any) -> tuple[int, Any, bool]:
+    """Return the caller, what the function has returned, and whether that is a future whose outcome is meant."""
+    caller, fn, args, kwargs = call
+    outcome = fn(*args, **kwargs)
+    if not is_async(fn):
+        return caller, outcome, False
+    if isinstance(outcome, torch.futures.Future):
+        outcome = CUDAFuture.from_torch(outcome)
+    if not isinstance(outcome, CUDAFuture):
+        name = getattr(fn, "__qualname__", None) or repr(fn)
+        raise TypeError(f"{name} is decorated with async_execution and must return a CUDAFuture, not {outcome!r}")
+    return caller, outcome, True
+
+
+def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which this thread may wait for an answer; an RPC worker thread only if another is left for it.
+
+    Raises:
+        InvalidStateError: none is left.
+    """
+    server = _threads.server
+    return contextlib.nullcontext() if server is None else server.blocking(what)

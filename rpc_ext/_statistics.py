@@ -1,0 +1,53 @@
+"""What the calls of this process have come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["DestinationStatistics", "Statistics"]
+
+
+@dataclass(frozen=True)
+class DestinationStatistics:
+    """The calls from this worker to one other since ``init_rpc``. Sizes are in bytes, durations in seconds.
+
+    ``latencies`` is the histogram that the quantiles come from: the upper end and the count of each bucket that holds
+    any, each an eighth of a power of two wide. A latency is from the call to the completion of its future.
+    """
+
+    calls: int
+    """calls made, also those that are under way"""
+    failed: int
+    """calls whose future failed, whatever the reason"""
+    in_flight: int
+    """calls that have no answer yet"""
+    bytes_in_flight: int
+    """bytes of those, payload and tensors"""
+    waiting: int
+    """threads that wait for room"""
+    bytes_sent: int
+    """bytes of all calls"""
+    bytes_received: int
+    """bytes of all answers"""
+    latency_p50: float
+    """the median; nan where nothing was answered yet"""
+    latency_p99: float
+    """what 99 of 100 calls do not exceed"""
+    latencies: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What ``rpc_ext.statistics()`` returns."""
+
+    worker: str
+    """the name of this worker"""
+    destinations: Mapping[str, DestinationStatistics]
+    """by the other's name"""
+    served: int
+    """calls that were run here"""
+    serving: int
+    """calls that have begun here and were not answered yet"""
+    refused: Mapping[str, int]
+    """messages that were not signed as they should be, by the worker that they claim to come from; ``""``: by none"""

@@ -1,0 +1,174 @@
+"""Calling functions on other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import rpc as torch_rpc
+
+from cudafuture import CUDAFuture, collect_all
+from cudafuture.errors import CallsFailedError
+from rpc_ext import _C, _batching
+from rpc_ext._call import Call, size_of
+from rpc_ext._codec import Kind, encode
+from rpc_ext._destination import Destination
+from rpc_ext._serve import expect_free_thread
+from rpc_ext.session import current
+
+__all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
+
+T = TypeVar("T")
+Worker = str | int | torch_rpc.WorkerInfo
+"""a worker's name, its rank, or torch's WorkerInfo of it"""
+
+
+def rpc_async(
+    to: Worker,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    priority: int = 0,
+    non_blocking: bool = False,
+) -> CUDAFuture[T]:
+    """Call ``fn(*args, **kwargs)`` on another worker, and return a future of what it returns.
+
+    Args:
+        to: the worker's name, its rank, or a WorkerInfo. It may be this one.
+        fn: a function that the other worker can import, or any callable that pickles. One decorated with
+            ``async_execution`` returns a future there, whose outcome is what arrives here.
+        args, kwargs: pickled; tensors travel beside. They are sent after what the caller's current streams have to do
+            with them so far, and must stay unchanged until the future is done.
+        timeout: seconds from now; default: ``rpc_timeout`` of ``init_rpc``. 0 or inf: no limit.
+        priority: of the future, and of the streams that copy its tensors.
+        non_blocking: what happens where as many calls or bytes are under way to that worker as ``init_rpc`` allows.
+            False (default): the call waits until there is room, for `timeout` at most. True: BlockingIOError.
+
+    The future completes when the answer has come; tensors on devices are ordered by its events. Its callbacks run on the
+    library's callback thread, unless they are given an executor. It fails with the exception that was raised there, of
+    its own type where that can be imported here and else as a RemoteError, with the remote traceback and the worker's
+    name in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled, the
+    answer is dropped; the function runs all the same.
+
+    Inside a ``torch.distributed.autograd.context`` the call is made by torch's own rpc_async, which records it there.
+
+    Raises:
+        InvalidStateError: RPC has not begun; or the call would have to wait, on a thread that brings the answers.
+        ValueError: no such worker; a tensor on a device that has no target there.
+        TypeError: `fn` cannot be called.
+        TimeoutError: no room within `timeout`.
+        Exception: whatever arguments raise that cannot be pickled.
+    """
+    session = current()
+    if not callable(fn):
+        raise TypeError(f"rpc_async() takes a callable, not {fn!r}")
+    destination = session.destination(to)
+    seconds = session.timeout(timeout)
+    if isinstance(fn, torch.jit.ScriptFunction) or _C.in_distributed_autograd():
+        return _through_torch(destination, fn, args, kwargs, seconds)
+    encoded = encode(Kind.CALL, (session.rank, fn, tuple(args), kwargs or {}), destination.devices)
+    size = size_of(encoded)
+    batch = _batching.open_to(destination)
+    if not destination.try_admit(size):
+        if non_blocking:
+            raise destination.would_block()
+        if batch is not None:
+            batch.flush()
+        with expect_free_thread("a call that has to wait for room"):
+            destination.admit(size, seconds)
+    call = Call(session.agent, destination, _name_of(fn), size, seconds, priority)
+    if batch is not None:
+        batch.add(call, encoded)
+    else:
+        call.send(encoded)
+    return call.future
+
+
+def rpc_sync(
+    to: Worker,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    priority: int = 0,
+) -> T:
+    """Call ``fn(*args, **kwargs)`` on another worker, and wait for what it returns; see ``rpc_async``.
+
+    In a function that another worker has called, this holds one of the worker's threads meanwhile. Where all of them
+    would be held, none could bring the answer: that is refused at once.
+
+    Raises:
+        InvalidStateError: no thread would be left for the answer. Return a future, and decorate the function with
+            ``async_execution``.
+        Exception: what the future fails with.
+    """
+    with expect_free_thread("rpc_sync()"):
+        return rpc_async(to, fn, args, kwargs, timeout=timeout, priority=priority).wait()
+
+
+def broadcast_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    priority: int = 0,
+) -> CUDAFuture[list[T]]:
+    """Make the same call to several workers; the future has what each returned, in their order.
+
+    It completes when all are done. When some have failed, it fails with a CallsFailedError that has the errors, and the
+    values of the others, by worker. For the arguments see ``rpc_async``.
+    """
+    every = list(workers)
+    return map_call(every, fn, [args] * len(every), kwargs, timeout=timeout, priority=priority)
+
+
+def map_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., T],
+    args_per_worker: Iterable[Sequence[Any]],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    priority: int = 0,
+) -> CUDAFuture[list[T]]:
+    """Call `fn` on several workers, on each with arguments of its own; see ``broadcast_call``.
+
+    Raises:
+        ValueError: not as many `args_per_worker` as `workers`.
+    """
+    pairs = list(zip(workers, args_per_worker, strict=True))
+    session = current()
+    names = [session.destination(worker).name for worker, _ in pairs]
+    parts = [rpc_async(worker, fn, args, kwargs, timeout=timeout, priority=priority) for worker, args in pairs]
+    return collect_all(parts).then(lambda done: _together(names, done.value()), priority=priority)
+
+
+def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
+    failures: dict[str, BaseException] = {}
+    results: dict[str, T] = {}
+    for name, part in zip(names, parts, strict=True):
+        try:
+            results[name] = part.value()
+        except BaseException as e:  # CancelledError among them
+            failures[name] = e
+    if failures:
+        raise CallsFailedError(f"{len(failures)} of {len(parts)} calls have failed", failures, results)
+    return [part.value() for part in parts]
+
+
+def _through_torch(
+    destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, seconds: float
+) -> CUDAFuture[Any]:
+    call = torch_rpc.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)  # type: ignore[no-untyped-call]
+    return CUDAFuture.from_torch(call)
+
+
+def _name_of(fn: Any) -> str:
+    name = getattr(fn, "__qualname__", None)
+    return name if isinstance(name, str) and name.isascii() else type(fn).__qualname__

@@ -1,0 +1,301 @@
+"""Beginning and ending RPC in a process."""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import math
+import os
+import threading
+import warnings
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch._C._distributed_rpc import _delete_all_user_and_unforked_owner_rrefs, _set_profiler_node_id
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc as torch_rpc
+from torch.distributed.rpc import api, constants
+
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _C
+from rpc_ext._backend import Options, backend
+from rpc_ext._destination import Destination
+from rpc_ext._devices import DeviceMaps
+from rpc_ext._secret import read_secret
+from rpc_ext._serve import Server
+from rpc_ext._statistics import Statistics
+
+__all__ = ["Session", "current", "init_rpc", "shutdown", "statistics"]
+
+_lock = threading.Lock()  # guards _session and _warned while they change
+_session: Session | None = None
+_warned = False
+
+
+class Session:
+    """RPC of this process, from ``init_rpc`` to ``shutdown``. As a context manager it shuts down at the end.
+
+    That is graceful, unless the body raises.
+    """
+
+    def __init__(
+        self, name: str, rank: int, agent: _C.Agent, options: Options, destinations: list[Destination]
+    ) -> None:
+        assert options.exchange is not None
+        assert options.server is not None
+        self.name, self.rank = name, rank
+        self.rpc_timeout = options.rpc_timeout
+        self.agent, self.server = agent, options.server
+        self.destinations = destinations
+        self._exchange = options.exchange
+        self._pid = os.getpid()
+        self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of all workers, by rank."""
+        return [destination.name for destination in self.destinations]
+
+    def destination(self, to: Any) -> Destination:
+        """Return the worker that a name, a rank or a WorkerInfo means.
+
+        Raises:
+            ValueError: there is no such worker.
+            TypeError: `to` is something else.
+        """
+        found = self._by_key.get(to) if type(to) in (str, int) else None
+        if found is not None:
+            return found
+        if isinstance(to, torch_rpc.WorkerInfo):
+            return self.destination(to.name)
+        if isinstance(to, (str, int)) and not isinstance(to, bool):
+            raise ValueError(f"there is no worker {to!r}; the workers are {', '.join(self.workers)}")
+        raise TypeError(f"a worker is named by a str, an int (its rank) or a WorkerInfo, not by {to!r}")
+
+    def timeout(self, timeout: float | None) -> float:
+        """Return the seconds that a call has, 0 for no limit, from what its caller has said.
+
+        Raises:
+            ValueError: a negative number, or nan.
+        """
+        if timeout is None:
+            return self.rpc_timeout
+        if not timeout >= 0:
+            raise ValueError(f"timeout is a number of seconds, 0 or inf for no limit, not {timeout!r}")
+        return 0.0 if math.isinf(timeout) else float(timeout)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if _session is self:
+            shutdown(graceful=error is None)
+
+    def end(self, graceful: bool, timeout: float) -> None:
+        """Leave the job; see ``shutdown``."""
+        try:
+            if graceful:
+                for destination in self.destinations:
+                    destination.wait_until_idle()
+                self._exchange.meet("shutdown", timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+                self.agent.join(shutdown=True, timeout=timeout)
+        finally:
+            for destination in self.destinations:
+                destination.close()
+            api._finalize_shutdown()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this is the process that began it, not a child that it forked."""
+        return os.getpid() == self._pid
+
+    def statistics(self) -> Statistics:
+        """Return what was counted so far."""
+        refused = {self.workers[sender] if sender >= 0 else "": n for sender, n in self.agent.refused().items()}
+        return Statistics(
+            worker=self.name,
+            destinations={d.name: d.statistics() for d in self.destinations},
+            served=self.server.served,
+            serving=self.server.serving,
+            refused=refused,
+        )
+
+
+def current() -> Session:
+    """Return this process's session.
+
+    Raises:
+        InvalidStateError: there is none, or it is another process's.
+    """
+    session = _session
+    if session is None:
+        raise InvalidStateError("RPC has not begun, or has ended: call rpc_ext.init_rpc() first")
+    if not session.is_of_this_process:
+        raise InvalidStateError("RPC was begun before this process was forked; begin it in the process that uses it")
+    return session
+
+
+def init_rpc(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    secret: str | bytes | None = None,
+    device_maps: DeviceMaps | Literal["auto"] | None = "auto",
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str | None = None,
+    max_in_flight: int = 4096,
+    max_bytes_in_flight: int = 1 << 30,
+    start_timeout: float = 300.0,
+) -> Session:
+    """Begin RPC in this process, and wait until all workers of the job have.
+
+    What is left out is read from the environment as ``torchrun`` sets it. May be used beside ``init_process_group``.
+
+    Args:
+        name: of this worker, its own in the job; ``worker{rank}`` by default.
+        rank: of this worker; default: RANK.
+        world_size: how many workers there are; default: WORLD_SIZE.
+        secret: at least 16 bytes that all workers share. Default: the content of the file that
+            CUDAFUTURE_RPC_SECRET_FILE names. With it, workers prove to each other that they know it, and every message is
+            signed; see docs/security.md. Without one, whoever reaches the port runs code here.
+        device_maps: where tensors on devices go. "auto" (default): to the device of the same type and index, where the
+            other side has it. Or for each worker by name a dict from devices here to devices there. None: nowhere.
+        num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
+        rpc_timeout: seconds that a call has by default: 60. 0: no limit.
+        init_method: where the workers meet, as for ``torch.distributed.init_process_group``; default: "env://".
+        max_in_flight: calls that may be under way to one worker; default: 4,096.
+        max_bytes_in_flight: bytes of them; default: 1 GiB.
+        start_timeout: seconds in which all workers have to come; default: 300.
+
+    Returns:
+        The session: a context manager that shuts down at its end.
+
+    Raises:
+        InvalidStateError: RPC has begun in this process already.
+        ValueError: the environment says neither rank nor world size; two workers have one name; a device map that
+            does not fit; a secret that is too short.
+        AuthenticationError: a worker that does not know the secret.
+        TimeoutError: not all workers have come in time.
+    """
+    global _session
+    rank = _from_environment("rank", rank, "RANK")
+    world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
+    _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
+    name = f"worker{rank}" if name is None else name
+    with _lock:
+        if _session is not None:
+            raise InvalidStateError("RPC has begun in this process already; rpc_ext.shutdown() ends it")
+        options = Options(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method or "env://",
+            secret=read_secret(secret),
+            device_maps=device_maps,
+            start_timeout=start_timeout,
+            server=Server(name, num_worker_threads),
+        )
+        if options.secret is None:
+            _warn_of_strangers()
+        store = _store(options.init_method, rank, world_size, start_timeout)
+        dist_autograd._init(rank)
+        _set_profiler_node_id(rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", category=FutureWarning)
+            torch_rpc._init_rpc_backend(backend(), store, name, rank, world_size, options)
+        agent: Any = api._get_current_rpc_agent()
+        destinations = [
+            Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
+            for peer, devices in enumerate(options.peers)
+        ]
+        _session = Session(name, rank, agent, options, destinations)
+        return _session
+
+
+def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
+    """End RPC in this process.
+
+    Args:
+        graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
+            come here, and until none has calls under way. False: at once; the futures of calls under way fail.
+        timeout: seconds that a graceful end waits for the others; default: 300.
+
+    A process that ends without is shut down at once, as with ``graceful=False``.
+
+    Raises:
+        TimeoutError: not all workers have come in time; RPC has ended here nonetheless.
+        InvalidStateError: it has not begun.
+    """
+    global _session
+    session = current()
+    try:
+        session.end(graceful, timeout)
+    finally:
+        with _lock:
+            _session = None
+
+
+def statistics() -> Statistics:
+    """Return what the calls of this process have come to since ``init_rpc``.
+
+    Raises:
+        InvalidStateError: RPC has not begun.
+    """
+    return current().statistics()
+
+
+def _from_environment(what: str, given: int | None, variable: str) -> int:
+    if given is not None:
+        return given
+    text = os.environ.get(variable)
+    if text is None:
+        raise ValueError(f"init_rpc() needs {what}: give it, or start the program with torchrun, which sets {variable}")
+    return int(text)
+
+
+def _check(
+    rank: int, world_size: int, name: str | None, num_worker_threads: int, max_calls: int, max_bytes: int
+) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size} workers'")
+    if name == "" or (name is not None and len(name) > 128):
+        raise ValueError(f"a worker's name has 1 to 128 characters: {name!r}")
+    for what, number in (
+        ("num_worker_threads", num_worker_threads),
+        ("max_in_flight", max_calls),
+        ("max_bytes_in_flight", max_bytes),
+    ):
+        if number < 1:
+            raise ValueError(f"{what} is at least 1, not {number}")
+
+
+def _store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
+    """Return a store for this session alone, however often each process has begun RPC before."""
+    store, _, _ = next(dist.rendezvous(init_method, rank=rank, world_size=world_size))  # type: ignore[no-untyped-call]
+    store.set_timeout(timedelta(seconds=timeout))
+    generation = store.add(f"cudafuture_rpc/{rank}", 1)
+    return dist.PrefixStore(f"cudafuture_rpc/{generation}", store)
+
+
+def _warn_of_strangers() -> None:
+    global _warned
+    address = _C.listening_address().rpartition(":")[0].strip("[]")
+    if _warned or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return
+    _warned = True
+    warnings.warn(
+        f"RPC listens on {address} and has no secret: whoever reaches that address can run code in this process. "
+        "Give init_rpc(secret=...), or set CUDAFUTURE_RPC_SECRET_FILE",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    if _session is not None and _session.is_of_this_process:
+        shutdown(graceful=False)
