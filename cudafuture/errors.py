@@ -112,8 +112,11 @@ class WorkerLostError(RemoteError, ConnectionError):
     Whether the call ran there is not known. Calls to the same worker go on failing: start the job anew.
     """
 
-    __init__ = RemoteError.__init__  # not OSError's
-    __str__ = RemoteError.__str__
+    def __init__(self, message: str, *, worker: str = "") -> None:
+        RemoteError.__init__(self, message, worker=worker)
+
+    def __str__(self) -> str:  # OSError has its own
+        return RuntimeError.__str__(self)
 
 
 class CallsFailedError(CUDAFutureError):

@@ -12,11 +12,9 @@ import logging
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
-from torch.distributed import rpc as torch_rpc
-from torch.distributed.rpc import api, backend_registry, constants
+from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-from rpc_ext import _C
+from rpc_ext import _C, _engine
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
 from rpc_ext._exchange import Exchange
@@ -30,23 +28,21 @@ BACKEND = "CUDAFUTURE"
 _logger = logging.getLogger("rpc_ext.authentication")
 
 
-class Options(torch_rpc.TensorPipeRpcBackendOptions):
+class Options(TensorPipeRpcBackendOptions):
     """What our backend is made with, beside what TensorPipe's is, and what came of it."""
 
     def __init__(
         self,
         *,
-        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = constants.DEFAULT_INIT_METHOD,
+        num_worker_threads: int = _engine.DEFAULT_WORKER_THREADS,
+        rpc_timeout: float = _engine.DEFAULT_RPC_TIMEOUT,
+        init_method: str = "env://",
         secret: bytes | None = None,
         device_maps: Any = "auto",
         start_timeout: float = 300.0,
         server: Server | None = None,
     ) -> None:
-        super().__init__(  # type: ignore[no-untyped-call]
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
-        )
+        super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
         self.secret, self.wanted_maps, self.start_timeout = secret, as_json(device_maps), start_timeout
         self.server = server
         self.exchange: Exchange | None = None
@@ -54,10 +50,8 @@ class Options(torch_rpc.TensorPipeRpcBackendOptions):
 
 
 def backend() -> Any:
-    """Return our entry in torch's registry, which is made when it is first asked for."""
-    if not backend_registry.backend_registered(BACKEND):  # type: ignore[no-untyped-call]
-        backend_registry.register_backend(BACKEND, _options, _init_agent)  # type: ignore[no-untyped-call]
-    return backend_registry.BackendType[BACKEND]  # type: ignore[misc]
+    """Return our entry in torch's registry."""
+    return _engine.register_backend(BACKEND, _options, _init_agent)
 
 
 def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Options:
@@ -69,11 +63,11 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
     options = rpc_backend_options
     server = options.server if options.server is not None else Server(name, options.num_worker_threads)
     exchange = Exchange(
-        PrefixStore("exchange", store),
+        _engine.PrefixStore("exchange", store),
         rank,
         world_size,
         options.secret,
-        options.start_timeout,  # type: ignore[arg-type]
+        options.start_timeout,
     )
     mine = {"name": name, "devices": local_devices(), "maps": options.wanted_maps}
     workers, key = exchange.begin(mine)
@@ -87,7 +81,7 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(found.to_peers)))
     agent = _C.Agent(
-        PrefixStore("agent", store),
+        _engine.PrefixStore("agent", store),
         name,
         rank,
         world_size,
@@ -99,12 +93,12 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
         tell=_Teller(names),
     )
     try:
-        api._init_rpc_states(agent)
-        api._all_gather(None, timeout=options.start_timeout)  # type: ignore[no-untyped-call]
+        _engine.set_agent(agent)
+        _engine.first_round_of_calls(options.start_timeout)
         exchange.round("ready", True)  # nobody leaves before the first round of calls has gone through
     except BaseException:
         with contextlib.suppress(Exception):
-            api._finalize_shutdown()  # type: ignore[no-untyped-call]
+            _engine.finish()
         raise
     options.exchange, options.peers = exchange, found.to_peers
     return agent

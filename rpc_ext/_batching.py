@@ -20,8 +20,10 @@ from rpc_ext.session import current
 
 __all__ = ["batch", "open_to"]
 
+FEWEST_CALLS = 32
+"""calls that are worth a message, where none is under way: others may follow"""
 MOST_CALLS = 256
-"""calls in one message, of which the first is sent when it has as many"""
+"""calls in one message"""
 MOST_BYTES = 1 << 20
 """bytes of payload in one message, beside the call that exceeds them"""
 
@@ -82,9 +84,8 @@ class batch:  # a context manager
         with self._lock:
             self._calls.append((call, encoded))
             self._bytes += len(encoded.payload)
-            if len(self._calls) < MOST_CALLS and self._bytes < MOST_BYTES:
-                return
-        self.flush()
+            message = self._next() if self._are_worth_a_message() else None
+        self._send(message)
 
     def flush(self) -> None:
         """Send what waits, or see to it that it is sent as soon as the message under way is answered."""
@@ -96,9 +97,11 @@ class batch:  # a context manager
     def _answered(self) -> None:
         with self._lock:
             self._under_way = False
-            full = len(self._calls) >= MOST_CALLS or self._bytes >= MOST_BYTES
-            message = self._next() if self._wanted or full else None
+            message = self._next() if self._wanted or self._are_worth_a_message() else None
         self._send(message)
+
+    def _are_worth_a_message(self) -> bool:
+        return len(self._calls) >= FEWEST_CALLS or self._bytes >= MOST_BYTES
 
     def _next(self) -> _Message | None:
         """Take the calls of the next message, which share a timeout. Called under the lock."""
@@ -166,12 +169,12 @@ class _Message:
         self._of._answered()
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
+        self._of._answered()  # first: the other side has something to do while this one looks at what it has done
         if kind_of(payload) != Kind.BATCH:  # the callee could not even take the message apart
             for call in self._calls:
                 call.on_reply(payload, tensors)
-        else:
-            at = 0
-            for call, (part, count) in zip(self._calls, decode(payload, []), strict=True):
-                call.on_reply(part, tensors[at : at + count])
-                at += count
-        self._of._answered()
+            return
+        at = 0
+        for call, (part, count) in zip(self._calls, decode(payload, []), strict=True):
+            call.on_reply(part, tensors[at : at + count] if count else [])
+            at += count

@@ -2,7 +2,7 @@
 
 A payload is::
 
-    magic, 4 bytes | kind, 1 byte | flags, 1 byte | [length, 4 bytes, and JSON: the target device of each tensor] | pickle
+    magic, 4 bytes | kind, 1 | flags, 1 | [length, 4, and JSON: the target device of each tensor] | pickle
 
 Tensors of devices that the agent cannot carry travel through the host: `Encoded.targets` says where each belongs on the
 other side.
@@ -15,14 +15,14 @@ import json
 import pickle
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import rpc
 
 from rpc_ext import _C
+from rpc_ext._engine import PyRRef, RRef
 
 __all__ = [
     "NO_DEVICES",
@@ -107,7 +107,7 @@ class _Pickler(pickle.Pickler):
         cls = type(obj)
         if cls is torch.Tensor:
             return self._tensor(obj)
-        if cls is rpc.PyRRef or cls is rpc.RRef:
+        if cls is PyRRef or cls is RRef:
             self.rrefs = True
             return _rref, (obj._serialize(),)
         return NotImplemented
@@ -181,7 +181,7 @@ def targets_of(payload: bytes) -> list[str | None] | None:
 
 
 class _Table(threading.local):
-    tensors: list[torch.Tensor] = []  # of the payload that this thread is decoding
+    tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
     pickler: _Pickler | None = None  # of this thread, while it is not in use
 
 
@@ -207,4 +207,4 @@ def _tensor(index: int) -> torch.Tensor:
 
 
 def _rref(data: Any) -> Any:
-    return rpc.PyRRef._deserialize(data)
+    return PyRRef._deserialize(data)

@@ -35,9 +35,9 @@ class Store(Protocol):
 class Exchange:
     """Rounds in which every worker shows a JSON value to all others.
 
-    With a secret, two of them make a session: in the first each shows a fresh nonce; in the second it proves that it knows
-    the secret, and has seen the same nonces, by signing with a key that comes of both. An answer to one's own nonce cannot
-    be older than the nonce.
+    With a secret, two of them make a session: in the first each shows a fresh nonce; in the second it proves that it
+    knows the secret, and has seen the same nonces, by signing with a key that comes of both. An answer to one's own
+    nonce cannot be older than the nonce.
 
     Args:
         store: of the job, of this session alone.

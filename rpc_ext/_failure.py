@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 import traceback
@@ -54,10 +55,8 @@ def rebuild(failure: Failure) -> BaseException:
         )
     _add_note(error, f"raised on worker '{failure.worker}':\n{failure.traceback.rstrip()}")
     for name, value in (("remote_traceback", failure.traceback), ("worker", failure.worker)):
-        try:
+        with contextlib.suppress(Exception):  # of a type that takes no attributes: the note says the same
             setattr(error, name, value)
-        except Exception:  # of a type that takes no attributes: the note says the same
-            pass
     return error
 
 
@@ -88,14 +87,9 @@ def _of_imported_type(failure: Failure) -> BaseException | None:
         return None
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    try:
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10
-            error.__notes__ = [*getattr(error, "__notes__", []), note]
-    except Exception:
-        pass
+def _add_note(error: Any, note: str) -> None:
+    with contextlib.suppress(Exception):
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # Python 3.10 has no add_note
 
 
 def of_engine(kind: int, message: str, call: str, worker: str, timeout: float) -> Exception:

@@ -37,9 +37,9 @@ def async_execution(fn: F) -> F:
     """Decorate a function that other workers call and that returns a CUDAFuture: the answer is the future's outcome.
 
     The answer is sent when the future completes, ordered after its device work, and no thread of the callee's is held
-    until then. So functions that call further workers can be nested at will. The future may be of anything: a collective,
-    another call, a read from disk. A torch.futures.Future will do, too. It goes below or above ``@staticmethod`` and
-    ``@classmethod``.
+    until then. So functions that call further workers can be nested at will. The future may be of anything: a
+    collective, another call, a read from disk. A torch.futures.Future will do, too. It goes below or above
+    ``@staticmethod`` and ``@classmethod``.
 
     >>> @async_execution
     ... def later(x):
@@ -47,8 +47,8 @@ def async_execution(fn: F) -> F:
     >>> later(3).wait()
     3
     """
-    target = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
-    target._rpc_ext_async_execution = True  # type: ignore[union-attr]
+    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    target._rpc_ext_async_execution = True
     return fn
 
 
@@ -165,12 +165,13 @@ class Server:
         def run(_: CUDAFuture[None]) -> CUDAFuture[Any]:
             outer, _threads.server = _threads.server, self
             try:
-                _, outcome, is_future = _call(call)
+                outcome, is_future = _call(call)[1:]
             finally:
                 _threads.server = outer
             return outcome if is_future else CUDAFuture.completed(outcome)
 
-        return call[0], confirmed.then_async(run, stream="caller"), True
+        caller: int = call[0]
+        return caller, confirmed.then_async(run, stream="caller"), True
 
     def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
         try:
@@ -271,7 +272,9 @@ def _call(call: Any) -> tuple[int, Any, bool]:
 
 
 def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread may wait for an answer; an RPC worker thread only if another is left for it.
+    """Return a context in which this thread may wait for an answer.
+
+    An RPC worker thread may only if another is left for that.
 
     Raises:
         InvalidStateError: none is left.

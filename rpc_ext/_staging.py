@@ -35,7 +35,9 @@ def to_devices(tensors: list[torch.Tensor], targets: list[str | None], priority:
     """Copy the tensors that have a target there. `staged` is called in streams that come after the copies."""
     places, copies = _copies(tensors, targets, priority)
     together = gather(*copies)
-    _when_done(together, lambda parts: _replaced(tensors, places, sum(parts, [])), staged, on_host=False)
+    _when_done(
+        together, lambda parts: _replaced(tensors, places, [t for part in parts for t in part]), staged, on_host=False
+    )
 
 
 def wait_on_devices(tensors: list[torch.Tensor], targets: list[str | None]) -> list[torch.Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
-from torch.distributed import rpc as torch_rpc
+from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, collect_all
 from cudafuture.errors import CallsFailedError
-from rpc_ext import _C, _batching
+from rpc_ext import _C, _batching, _engine
 from rpc_ext._call import Call, size_of
 from rpc_ext._codec import Kind, encode
 from rpc_ext._destination import Destination
@@ -20,20 +20,43 @@ from rpc_ext.session import current
 __all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
 
 T = TypeVar("T")
-Worker = str | int | torch_rpc.WorkerInfo
+Worker: TypeAlias = str | int | WorkerInfo
 """a worker's name, its rank, or torch's WorkerInfo of it"""
 
 
+# The first is for functions that are decorated with async_execution.
+@overload
+def rpc_async(
+    to: Worker,
+    fn: Callable[..., CUDAFuture[T]],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+    non_blocking: bool = ...,
+) -> CUDAFuture[T]: ...
+@overload
 def rpc_async(
     to: Worker,
     fn: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+    non_blocking: bool = ...,
+) -> CUDAFuture[T]: ...
+def rpc_async(
+    to: Worker,
+    fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
     non_blocking: bool = False,
-) -> CUDAFuture[T]:
+) -> CUDAFuture[Any]:
     """Call ``fn(*args, **kwargs)`` on another worker, and return a future of what it returns.
 
     Args:
@@ -47,11 +70,11 @@ def rpc_async(
         non_blocking: what happens where as many calls or bytes are under way to that worker as ``init_rpc`` allows.
             False (default): the call waits until there is room, for `timeout` at most. True: BlockingIOError.
 
-    The future completes when the answer has come; tensors on devices are ordered by its events. Its callbacks run on the
-    library's callback thread, unless they are given an executor. It fails with the exception that was raised there, of
-    its own type where that can be imported here and else as a RemoteError, with the remote traceback and the worker's
-    name in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled, the
-    answer is dropped; the function runs all the same.
+    The future completes when the answer has come; tensors on devices are ordered by its events. Its callbacks run on
+    the library's callback thread, unless they are given an executor. It fails with the exception that was raised there,
+    of its own type where that can be imported here and else as a RemoteError, with the remote traceback and the name of
+    the worker in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled,
+    the answer is dropped; the function runs all the same.
 
     Inside a ``torch.distributed.autograd.context`` the call is made by torch's own rpc_async, which records it there.
 
@@ -87,15 +110,35 @@ def rpc_async(
     return call.future
 
 
+@overload
+def rpc_sync(
+    to: Worker,
+    fn: Callable[..., CUDAFuture[T]],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> T: ...
+@overload
 def rpc_sync(
     to: Worker,
     fn: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> T: ...
+def rpc_sync(
+    to: Worker,
+    fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
-) -> T:
+) -> Any:
     """Call ``fn(*args, **kwargs)`` on another worker, and wait for what it returns; see ``rpc_async``.
 
     In a function that another worker has called, this holds one of the worker's threads meanwhile. Where all of them
@@ -165,7 +208,7 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
 def _through_torch(
     destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, seconds: float
 ) -> CUDAFuture[Any]:
-    call = torch_rpc.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)  # type: ignore[no-untyped-call]
+    call = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)
     return CUDAFuture.from_torch(call)
 
 

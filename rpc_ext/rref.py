@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.distributed import rpc as torch_rpc
+from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, copy
-from rpc_ext import _C
+from rpc_ext import _C, _engine
 from rpc_ext._codec import Kind, encode
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
@@ -34,7 +34,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T) -> None:
         current()
-        self._rref: Any = torch_rpc.RRef(CUDAFuture.completed(value))
+        self._rref: Any = _engine.RRef(CUDAFuture.completed(value))
 
     @classmethod
     def _of(cls, rref: Any) -> RRef[Any]:
@@ -48,7 +48,7 @@ class RRef(Generic[T]):
     def __repr__(self) -> str:
         return f"<RRef owned by '{self.owner_name()}'>"
 
-    def owner(self) -> torch_rpc.WorkerInfo:
+    def owner(self) -> WorkerInfo:
         """Return torch's WorkerInfo of the owner."""
         return self._rref.owner()  # type: ignore[no-any-return]
 
@@ -143,7 +143,7 @@ def remote(
     tensors = encoded.tensors
     if encoded.targets is not None:
         tensors = copy(tensors, "cpu").wait()
-    made = torch_rpc.remote(destination.name, _make, (encoded.payload, tensors), timeout=session.timeout(timeout))  # type: ignore[no-untyped-call]
+    made = _engine.remote(destination.name, _make, (encoded.payload, tensors), timeout=session.timeout(timeout))
     return RRef._of(made)
 
 

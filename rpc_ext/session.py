@@ -12,14 +12,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch._C._distributed_rpc import _delete_all_user_and_unforked_owner_rrefs, _set_profiler_node_id
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc as torch_rpc
-from torch.distributed.rpc import api, constants
+from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C
+from rpc_ext import _C, _engine
 from rpc_ext._backend import Options, backend
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps
@@ -68,7 +64,7 @@ class Session:
         found = self._by_key.get(to) if type(to) in (str, int) else None
         if found is not None:
             return found
-        if isinstance(to, torch_rpc.WorkerInfo):
+        if isinstance(to, WorkerInfo):
             return self.destination(to.name)
         if isinstance(to, (str, int)) and not isinstance(to, bool):
             raise ValueError(f"there is no worker {to!r}; the workers are {', '.join(self.workers)}")
@@ -100,12 +96,12 @@ class Session:
                 for destination in self.destinations:
                     destination.wait_until_idle()
                 self._exchange.meet("shutdown", timeout)
-                _delete_all_user_and_unforked_owner_rrefs()
+                _engine.forget_users()
                 self.agent.join(shutdown=True, timeout=timeout)
         finally:
             for destination in self.destinations:
                 destination.close()
-            api._finalize_shutdown()  # type: ignore[no-untyped-call]
+            _engine.finish()
 
     @property
     def is_of_this_process(self) -> bool:
@@ -145,8 +141,8 @@ def init_rpc(
     world_size: int | None = None,
     secret: str | bytes | None = None,
     device_maps: DeviceMaps | Literal["auto"] | None = "auto",
-    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    num_worker_threads: int = _engine.DEFAULT_WORKER_THREADS,
+    rpc_timeout: float = _engine.DEFAULT_RPC_TIMEOUT,
     init_method: str | None = None,
     max_in_flight: int = 4096,
     max_bytes_in_flight: int = 1 << 30,
@@ -161,8 +157,8 @@ def init_rpc(
         rank: of this worker; default: RANK.
         world_size: how many workers there are; default: WORLD_SIZE.
         secret: at least 16 bytes that all workers share. Default: the content of the file that
-            CUDAFUTURE_RPC_SECRET_FILE names. With it, workers prove to each other that they know it, and every message is
-            signed; see docs/security.md. Without one, whoever reaches the port runs code here.
+            CUDAFUTURE_RPC_SECRET_FILE names. With it, workers prove to each other that they know it, and every message
+            is signed; see docs/security.md. Without one, whoever reaches the port runs code here.
         device_maps: where tensors on devices go. "auto" (default): to the device of the same type and index, where the
             other side has it. Or for each worker by name a dict from devices here to devices there. None: nowhere.
         num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
@@ -202,12 +198,11 @@ def init_rpc(
         if options.secret is None:
             _warn_of_strangers()
         store = _store(options.init_method, rank, world_size, start_timeout)
-        dist_autograd._init(rank)
-        _set_profiler_node_id(rank)
+        _engine.init_distributed_autograd(rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=FutureWarning)
-            torch_rpc._init_rpc_backend(backend(), store, name, rank, world_size, options)
-        agent: Any = api._get_current_rpc_agent()
+            _engine.init_agent(backend(), store, name, rank, world_size, options)
+        agent: Any = _engine.current_agent()
         destinations = [
             Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
             for peer, devices in enumerate(options.peers)
@@ -275,10 +270,10 @@ def _check(
 
 def _store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
     """Return a store for this session alone, however often each process has begun RPC before."""
-    store, _, _ = next(dist.rendezvous(init_method, rank=rank, world_size=world_size))  # type: ignore[no-untyped-call]
+    store, _, _ = next(_engine.rendezvous(init_method, rank=rank, world_size=world_size))
     store.set_timeout(timedelta(seconds=timeout))
     generation = store.add(f"cudafuture_rpc/{rank}", 1)
-    return dist.PrefixStore(f"cudafuture_rpc/{generation}", store)
+    return _engine.PrefixStore(f"cudafuture_rpc/{generation}", store)
 
 
 def _warn_of_strangers() -> None:
