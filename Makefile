@@ -61,6 +61,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/interrupt.py --check
 	$(PY) benchmarks/collectives.py --check --json build/collectives.json
 	$(PY) benchmarks/device.py --check --json build/device.json
+	$(PY) benchmarks/rpc.py --check --json build/rpc.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs
