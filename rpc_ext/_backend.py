@@ -2,7 +2,7 @@
 
 ::
 
-    store ──► Exchange: who is there, with which devices; who knows the secret ──► Agent ──► a first round of calls
+    store ──► Exchange: who is there, with which devices; who knows the secret ──► Agent ──► first calls
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-from rpc_ext import _C, _engine
+from cudafuture.errors import AuthenticationError
+from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
 from rpc_ext._exchange import Exchange
 from rpc_ext._serve import Server
 
-__all__ = ["BACKEND", "Options", "backend"]
+__all__ = ["BACKEND", "PATIENCE", "Options", "backend"]
 
 BACKEND = "CUDAFUTURE"
 """the name of our backend in torch's registry"""
+PATIENCE = 5.0
+"""seconds that an agent, when it ends, waits for functions that it runs for others"""
 
 _logger = logging.getLogger("rpc_ext.authentication")
 
@@ -74,12 +77,13 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
+    exchange.names = names
     found = plan(rank, names, [w["devices"] for w in workers], [w["maps"] for w in workers])
     for worker, device_map in found.native.items():
         options._set_device_map(worker, device_map)
     if found.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
-    server.set_devices(dict(enumerate(found.to_peers)))
+    server.set_devices(dict(enumerate(found.answers)))
     agent = _C.Agent(
         _engine.PrefixStore("agent", store),
         name,
@@ -93,15 +97,43 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
         tell=_Teller(names),
     )
     try:
-        _engine.set_agent(agent)
-        _engine.first_round_of_calls(options.start_timeout)
-        exchange.round("ready", True)  # nobody leaves before the first round of calls has gone through
+        _start(agent, names, exchange, options)
     except BaseException:
         with contextlib.suppress(Exception):
-            _engine.finish()
+            _engine.finish(agent, PATIENCE)
         raise
-    options.exchange, options.peers = exchange, found.to_peers
+    options.exchange, options.peers = exchange, found.calls
     return agent
+
+
+def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
+    """Start the agent and wait until all have; with a secret, nobody can connect to it after that.
+
+    Raises:
+        AuthenticationError: the store leads to others than those who have proven that they know the secret.
+    """
+    before = _listeners.listening()
+    _engine.set_agent(agent)
+    doors = _listeners.listening() - before
+    is_safe = options.secret is not None
+    if is_safe:
+        _check_names(agent, names)
+    try:
+        _engine.first_calls(names if is_safe else names[:1], options.start_timeout)
+    except RuntimeError as e:
+        if "was refused" in str(e):
+            raise AuthenticationError(f"the first calls to the other workers have failed: {e}") from e
+        raise
+    exchange.round("ready", True)  # nobody leaves, or closes the doors, before the first calls have gone through
+    if is_safe:
+        _listeners.close(doors)
+
+
+def _check_names(agent: Any, names: list[str]) -> None:
+    """Check that torch's agent has the names that the workers have signed: it takes them from the store as they are."""
+    found = {info.id: info.name for info in agent.get_worker_infos()}
+    if found != dict(enumerate(names)):
+        raise AuthenticationError(f"the store says that the workers are {found}, and they say that they are {names}")
 
 
 class _Teller:

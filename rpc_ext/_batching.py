@@ -2,28 +2,35 @@
 
 A batch has one message under way at most. Calls that are made meanwhile wait, and go in the next one: so they start in
 order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.)
+
+A message has the caller's rank, a table of functions, and for each call a pair: the place of the function in the table,
+and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In the answer
+there is for each call the value alone, where it is a plain one, or a payload and the number of its tensors.
 """
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, TracebackType
 from typing import Any
 
 import torch
 
 from rpc_ext import _staging
 from rpc_ext._call import Call
-from rpc_ext._codec import Encoded, Kind, decode, encode, kind_of
+from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, kind_of
 from rpc_ext._destination import Destination
 from rpc_ext.session import current
 
-__all__ = ["batch", "open_to"]
+__all__ = ["batch", "flush", "open_to"]
 
 FEWEST_CALLS = 32
 """calls that are worth a message, where none is under way: others may follow"""
 MOST_CALLS = 256
 """calls in one message"""
+MOST_FUNCTIONS = 64
+"""places in the table"""
 MOST_BYTES = 1 << 20
 """bytes of payload in one message, beside the call that exceeds them"""
 
@@ -42,6 +49,12 @@ def open_to(destination: Destination) -> batch | None:
     return batches.get(destination) if batches else None
 
 
+def flush() -> None:
+    """Send what waits in the batches that this thread has opened: it is going to wait for some of it."""
+    for batch in _open.batches.values():
+        batch.flush()
+
+
 class batch:  # a context manager
     """A context in which this thread's calls to one worker travel together, in few messages.
 
@@ -55,14 +68,22 @@ class batch:  # a context manager
     Raises:
         InvalidStateError: RPC has not begun.
         ValueError: no such worker.
+
+    >>> from rpc_ext import rpc_async
+    >>> with batch("me"):
+    ...     squares = [rpc_async("me", pow, (i, 2)) for i in range(4)]
+    >>> [square.wait() for square in squares]
+    [0, 1, 4, 9]
     """
 
     def __init__(self, to: Any) -> None:
         self._session = current()
         self._destination = self._session.destination(to)
         self._outer: batch | None = None
+        self.functions: list[Any] = []  # the table
+        self._places: dict[Any, int] = {}  # in the table
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._calls: list[tuple[Call, Encoded]] = []
+        self._calls: list[tuple[Call, Encoded | Direct]] = []
         self._bytes = 0
         self._under_way = False
         self._wanted = False  # whether what waits is to be sent as soon as it may
@@ -79,16 +100,42 @@ class batch:  # a context manager
             _open.batches[self._destination] = self._outer
         self.flush()
 
-    def add(self, call: Call, encoded: Encoded) -> None:
+    def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
+        """Return how a call can travel without a payload of its own, if it can."""
+        if kwargs:
+            return None
+        for arg in args:
+            if type(arg) not in ATOMS:
+                return None
+        if type(fn) is not FunctionType and type(fn) is not BuiltinFunctionType:
+            return None
+        place = self._places.get(fn)
+        if place is None:
+            if len(self.functions) == MOST_FUNCTIONS:
+                return None
+            encode(Kind.VALUE, fn)  # raises here what it would raise later
+            place = self._places[fn] = len(self.functions)
+            self.functions.append(fn)
+        return Direct(place, tuple(args))
+
+    def add(self, call: Call, how: Encoded | Direct) -> None:
         """Let a call travel with the others."""
         with self._lock:
-            self._calls.append((call, encoded))
-            self._bytes += len(encoded.payload)
+            self._calls.append((call, how))
+            self._bytes += how.size
             message = self._next() if self._are_worth_a_message() else None
         self._send(message)
 
     def flush(self) -> None:
-        """Send what waits, or see to it that it is sent as soon as the message under way is answered."""
+        """Send what waits, or see to it that it is sent as soon as the message under way is answered.
+
+        >>> from rpc_ext import rpc_async
+        >>> with batch("me") as calls:
+        ...     power = rpc_async("me", pow, (2, 10))
+        ...     calls.flush()
+        ...     power.wait()
+        1024
+        """
         with self._lock:
             self._wanted = True
             message = self._next()
@@ -109,11 +156,11 @@ class batch:  # a context manager
             return None
         timeout = self._calls[0][0].timeout
         count = size = 0
-        for call, encoded in self._calls[:MOST_CALLS]:
+        for call, how in self._calls[:MOST_CALLS]:
             if call.timeout != timeout or size >= MOST_BYTES:
                 break
             count += 1
-            size += len(encoded.payload)
+            size += how.size
         taken, self._calls = self._calls[:count], self._calls[count:]
         self._bytes -= size
         self._wanted = self._wanted and bool(self._calls)
@@ -122,29 +169,30 @@ class batch:  # a context manager
 
     def _send(self, message: _Message | None) -> None:
         if message is not None:
-            message.send(self._session.agent, self._destination)
+            message.send(self._session.agent, self._session.rank, self._destination)
 
 
 class _Message:
     """Calls that travel together; the agent tells it of the answer."""
 
-    def __init__(self, of: batch, calls: list[tuple[Call, Encoded]]) -> None:
+    def __init__(self, of: batch, calls: list[tuple[Call, Encoded | Direct]]) -> None:
         self._of = of
         self._calls = [call for call, _ in calls]
-        self._encoded = [encoded for _, encoded in calls]
+        self._how = [how for _, how in calls]
 
-    def send(self, agent: Any, destination: Destination) -> None:
-        parts = [(encoded.payload, len(encoded.tensors)) for encoded in self._encoded]
-        payload = encode(Kind.BATCH, parts).payload
-        tensors = [tensor for encoded in self._encoded for tensor in encoded.tensors]
-        targets = [t for e in self._encoded for t in e.targets or [None] * len(e.tensors)]
+    def send(self, agent: Any, rank: int, destination: Destination) -> None:
+        parts = [(h.index, h.args) if isinstance(h, Direct) else (h.payload, len(h.tensors)) for h in self._how]
+        payload = encode(Kind.BATCH, (rank, self._of.functions, parts)).payload
+        encoded = [how for how in self._how if isinstance(how, Encoded)]
+        tensors = [tensor for e in encoded for tensor in e.tensors]
+        targets = [t for e in encoded for t in e.targets or [None] * len(e.tensors)]
 
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
             if tensors is None:
                 assert error is not None
                 self._fail(error)
                 return
-            remaining = self._calls[0].remaining()
+            remaining = self._calls[-1].remaining()  # made last: none fails before its time
             if remaining < 0:
                 self.on_error(1, "")
                 return
@@ -175,6 +223,10 @@ class _Message:
                 call.on_reply(payload, tensors)
             return
         at = 0
-        for call, (part, count) in zip(self._calls, decode(payload, []), strict=True):
-            call.on_reply(part, tensors[at : at + count] if count else [])
+        for call, part in zip(self._calls, decode(payload, []), strict=True):
+            if type(part) is not tuple:
+                call.on_value(part)
+                continue
+            payload, count = part
+            call.on_reply(payload, tensors[at : at + count] if count else [])
             at += count

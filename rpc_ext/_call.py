@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +20,14 @@ from rpc_ext import _C, _failure, _staging
 from rpc_ext._codec import Encoded, Kind, decode, kind_of, targets_of
 from rpc_ext._destination import Destination
 
-__all__ = ["Call", "size_of"]
+__all__ = ["LONGEST_TIMEOUT", "SHORTEST_TIMEOUT", "Call"]
 
-
-def size_of(encoded: Encoded) -> int:
-    """Return the bytes that a message takes."""
-    size = len(encoded.payload)
-    for tensor in encoded.tensors:
-        size += tensor.nbytes
-    return size
+# The engine counts milliseconds, as a 32-bit int, of which 0 means no limit.
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 2e6
 
 
 class Call:
-    """A call, from the moment that it was admitted. What it fails with names the function and the worker."""
+    """A call, from the moment that it was made. What it fails with names the function and the worker."""
 
     __slots__ = ("_agent", "_destination", "_size", "_started", "future", "name", "priority", "timeout")
 
@@ -48,10 +42,13 @@ class Call:
         )
         self._started = time.perf_counter_ns()
 
-    def send(self, encoded: Encoded) -> None:
-        """Send the call; its tensors on devices that the agent cannot carry are copied to the host first."""
+    def send(self, encoded: Encoded, timeout: float) -> None:
+        """Send the call; its tensors on devices that the agent cannot carry are copied to the host first.
+
+        `timeout` is what is left of the call's own, or that.
+        """
         if encoded.targets is None:
-            self._send(encoded.payload, encoded.tensors, self.timeout)
+            self._send(encoded.payload, encoded.tensors, timeout)
         else:
             _staging.to_host(encoded.tensors, encoded.targets, self.priority, self._staged(encoded))
 
@@ -73,7 +70,7 @@ class Call:
         try:
             self._agent.call(self._destination.rank, payload, tensors, timeout, self)
         except Exception as e:  # what the engine itself refuses: a dead pipe, a tensor that it cannot carry
-            self.fail(_failure.of_engine(0, str(e), self.name, self._destination.name, self.timeout))
+            self.on_error(0, str(e))
 
     # ---- called by the agent, once
 
@@ -85,26 +82,35 @@ class Call:
         received = len(payload)
         for tensor in tensors:
             received += tensor.nbytes
-        self._destination.finish(self._size, self._started, received, kind_of(payload) == Kind.FAILURE)
         try:
             targets = targets_of(payload)
             if targets is None:
-                self._complete(payload, tensors)
+                self._complete(*_read(payload, tensors), received)
             else:
-                _staging.to_devices(tensors, targets, self.priority, self._arrived(payload))
+                with _staging.streams_for(targets, self.priority):
+                    tensors = _staging.to_devices(tensors, targets, self.priority)
+                    self._complete(*_read(payload, tensors), received)
         except BaseException as e:
-            self._set_exception(e)
+            self._complete(None, _failure.of_answer(e, self.name, self._destination.name), received)
+
+    def on_value(self, value: Any) -> None:
+        """Take an answer that came among others: a plain value."""
+        self._complete(value, None, 8)
 
     def on_error(self, kind: int, message: str) -> None:
         """Take what the engine says."""
-        self.fail(_failure.of_engine(kind, message, self.name, self._destination.name, self.timeout))
+        worker = self._destination.name
+        if self._destination.is_closed:
+            self.fail(InvalidStateError(f"RPC was shut down before worker '{worker}' had answered {self.name}"))
+        else:
+            self.fail(_failure.of_engine(kind, message, self.name, worker, self.timeout))
 
     def remaining(self) -> float:
         """Return the seconds that are left of the timeout: 0 where there is none, less where they are over."""
         if not self.timeout:
             return 0
         left = self.timeout - (time.perf_counter_ns() - self._started) * 1e-9
-        return left if left > 0 else -1
+        return max(left, SHORTEST_TIMEOUT) if left > 0 else -1
 
     def _ask_again(self, payload: bytes) -> None:
         """Ask for the answer to a call of a batch that was not there with the others."""
@@ -116,30 +122,15 @@ class Call:
 
     # ---- the future
 
-    def _arrived(self, payload: bytes) -> _staging.Staged:
-        def arrived(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            if tensors is None:
-                assert error is not None
-                self._set_exception(error)
-                return
+    def _complete(self, value: Any, error: BaseException | None, received: int) -> None:
+        self._destination.finish(self._size, self._started, received, error is not None)
+        if error is None:
             try:
-                self._complete(payload, tensors)
+                self.future.set_result(value)
             except BaseException as e:
-                self._set_exception(e)
-
-        return arrived
-
-    def _complete(self, payload: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        value = decode(payload, list(tensors))
-        if kind_of(payload) == Kind.FAILURE:
-            self._set_exception(_failure.rebuild(_failure.Failure(*value)))
-            return
-        try:
-            self.future.set_result(value)
-        except InvalidStateError:
-            if not self.future.done():
-                raise
-            # it was cancelled: its answer is dropped
+                error = e
+        if error is not None:
+            self._set_exception(error)
 
     def fail(self, error: BaseException) -> None:
         """Fail with what kept the call from being sent."""
@@ -152,3 +143,12 @@ class Call:
         except InvalidStateError:
             if not self.future.done():
                 raise
+            # it was cancelled: its answer is dropped
+
+
+def _read(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, BaseException | None]:
+    """Return what has come: a value, or an error."""
+    value = decode(payload, tensors)
+    if kind_of(payload) == Kind.FAILURE:
+        return None, _failure.rebuild(_failure.Failure(*value))
+    return value, None

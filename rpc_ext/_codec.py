@@ -25,8 +25,10 @@ from rpc_ext import _C
 from rpc_ext._engine import PyRRef, RRef
 
 __all__ = [
+    "ATOMS",
     "NO_DEVICES",
     "DeviceMap",
+    "Direct",
     "Encoded",
     "Kind",
     "decode",
@@ -44,8 +46,9 @@ class Kind:
     CALL = 1  # caller's rank, function, arguments
     VALUE = 2  # what it returned
     FAILURE = 3  # what it raised
-    BATCH = 4  # payloads, each with the number of its tensors: calls, or their answers
+    BATCH = 4  # many calls, or their answers; see _batching
     LATER = 5  # a number: the answer to a call of a batch is not there yet; or: send it when it is
+    KEEP = 6  # a ticket, and the payload of a call whose outcome stays on the callee, for who has the ticket
 
 
 _HAS_RREFS = 1
@@ -53,7 +56,7 @@ _HAS_TARGETS = 2
 _LENGTH = struct.Struct("<I")
 _HEADER = len(_C.MAGIC) + 2
 _KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
-_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.LATER + 1))]
+_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.KEEP + 1))]
 _LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
 
 
@@ -62,11 +65,14 @@ class DeviceMap:
     """Where tensors go: `native` are the devices that the agent carries, `staged` those that go through the host."""
 
     peer: str
-    native: frozenset[torch.device]
+    native: Mapping[torch.device, torch.device]
     staged: Mapping[torch.device, torch.device]
 
 
-NO_DEVICES = DeviceMap("", frozenset(), {})
+NO_DEVICES = DeviceMap("", {}, {})
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+"""types of values that pickle as themselves and cannot change: several of them may be pickled together"""
 _HOST = torch.device("cpu")
 
 
@@ -77,6 +83,24 @@ class Encoded:
 
     def __init__(self, payload: bytes, tensors: list[torch.Tensor], targets: list[str | None] | None) -> None:
         self.payload, self.tensors, self.targets = payload, tensors, targets
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes, with its tensors."""
+        return len(self.payload) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Direct:
+    """A call in a batch, with plain values for arguments: the calls of a message are pickled together."""
+
+    __slots__ = ("args", "index", "size")
+
+    def __init__(self, index: int, args: tuple[Any, ...]) -> None:
+        self.index, self.args = index, args
+        self.size = 8 * (len(args) + 1)
+        for arg in args:
+            if type(arg) is str or type(arg) is bytes:
+                self.size += len(arg)
 
 
 class _Pickler(pickle.Pickler):
@@ -105,14 +129,16 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
-        if cls is torch.Tensor:
-            return self._tensor(obj)
+        if cls is torch.Tensor and obj.layout is torch.strided and not obj.is_nested:
+            return self._tensor(obj)  # torch reduces others to such ones
         if cls is PyRRef or cls is RRef:
             self.rrefs = True
             return _rref, (obj._serialize(),)
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_quantized:
+            tensor.qscheme()  # without one torch's engine would end the process
         target = None
         device = tensor.device
         if device != _HOST and device not in self.devices.native:
@@ -125,10 +151,11 @@ class _Pickler(pickle.Pickler):
     def _target(self, device: torch.device) -> torch.device:
         target = self.devices.staged.get(device)
         if target is None:
-            known = ", ".join(map(str, self.devices.staged)) or "none"
+            pairs = {**self.devices.native, **self.devices.staged}.items()
+            known = ", ".join(f"{here} to {there}" for here, there in pairs) or "nothing"
             raise ValueError(
                 f"a tensor on {device} cannot be sent to worker '{self.devices.peer}': no device there is its target "
-                f"(mapped are: {known}); copy it to the host first, or give init_rpc device_maps"
+                f"(mapped: {known}); copy it to the host first, or give init_rpc device_maps"
             )
         return target
 

@@ -19,6 +19,7 @@ class _Waiter:
     def __init__(self, calls: int, size: int) -> None:
         self.calls, self.size = calls, size
         self.admitted = threading.Event()
+        self.refused = False
 
 
 class Destination:
@@ -60,19 +61,22 @@ class Destination:
             if not self._waiters and self._fits(1, size):
                 self._take(1, size)
                 return
+            if self._closed:  # nobody would admit it any more
+                raise self._ended()
             self._waiters.append(waiter)
         try:
             admitted = waiter.admitted.wait(timeout or None)
         except BaseException:
-            self._give_up(waiter)
+            if not self._give_up(waiter) and not waiter.refused:
+                self._give_back(size)
             raise
         if not admitted and self._give_up(waiter):
             raise TimeoutError(
                 f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
                 f"{self._bytes} bytes are under way"
             )
-        if self._closed:
-            raise InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
+        if waiter.refused:
+            raise self._ended()
 
     def would_block(self) -> BlockingIOError:
         """Return the error of a call that may not wait."""
@@ -81,6 +85,9 @@ class Destination:
             f"{self._calls} calls and {self._bytes} bytes are under way to worker '{self.name}' "
             f"(at most {self._max_calls} and {self._max_bytes})",
         )
+
+    def _ended(self) -> InvalidStateError:
+        return InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
 
     def _fits(self, calls: int, size: int) -> bool:
         if self._calls == 0:
@@ -94,13 +101,21 @@ class Destination:
         self._sent += size
 
     def _give_up(self, waiter: _Waiter) -> bool:
-        """Leave the queue; false where the waiter was admitted after all, which is undone."""
+        """Leave the queue; false where the waiter was admitted after all."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
                 self._admit_waiters()
                 return True
             return False
+
+    def _give_back(self, size: int) -> None:
+        """Undo the admission of a call that is not made."""
+        with self._lock:
+            self._take(-1, -size)
+            self._admit_waiters()
+            if self._calls == 0:
+                self._idle.notify_all()
 
     def _admit_waiters(self) -> None:
         while self._waiters and self._fits(self._waiters[0].calls, self._waiters[0].size):
@@ -124,17 +139,29 @@ class Destination:
             elif self._calls == 0:
                 self._idle.notify_all()
 
-    def wait_until_idle(self) -> None:
-        """Wait until no call is under way."""
+    def wait_until_idle(self, timeout: float) -> None:
+        """Wait until no call is under way.
+
+        Raises:
+            TimeoutError: some still are after `timeout` seconds.
+        """
         with self._idle:
-            self._idle.wait_for(lambda: self._calls == 0 and not self._waiters)
+            if not self._idle.wait_for(lambda: self._calls == 0 and not self._waiters, timeout):
+                raise TimeoutError(f"worker '{self.name}' has not answered {self._calls} calls within {timeout:g} s")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether RPC was shut down: calls that are under way have no answer any more."""
+        return self._closed
 
     def close(self) -> None:
         """Let whoever waits for room go, with an error."""
         with self._lock:
             self._closed = True
             while self._waiters:
-                self._waiters.popleft().admitted.set()
+                waiter = self._waiters.popleft()
+                waiter.refused = True
+                waiter.admitted.set()
 
     def statistics(self) -> DestinationStatistics:
         """Return what was counted so far."""

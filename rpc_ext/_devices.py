@@ -15,6 +15,8 @@ __all__ = ["DeviceMaps", "Plan", "as_json", "local_devices", "plan"]
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 """for each worker by name: a device here -> the device there"""
 
+Devices = dict[torch.device, torch.device]
+
 _NATIVE = "cuda"  # what TensorPipe carries by itself
 
 
@@ -38,11 +40,12 @@ def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The maps of one worker, checked."""
+    """The maps of one worker, checked. Calls go as its own maps say; an answer the way back that its caller's says."""
 
-    to_peers: list[DeviceMap]  # by rank
-    native: dict[str, dict[torch.device, torch.device]]  # for TensorPipe, by worker
-    native_reverse: dict[str, dict[torch.device, torch.device]]
+    calls: list[DeviceMap]  # by rank
+    answers: list[DeviceMap]  # by rank
+    native: dict[str, Devices]  # for TensorPipe, by worker
+    native_reverse: dict[str, Devices]
     native_devices: list[torch.device]
 
 
@@ -53,28 +56,28 @@ def plan(rank: int, names: list[str], counts: list[dict[str, int]], maps: list[A
         ValueError: a map names a worker or a device that is not there, or one device twice.
     """
     full = [[_map(names, counts, maps[a], a, b) for b in range(len(names))] for a in range(len(names))]
-    native = {names[b]: _native(full[rank][b]) for b in range(len(names))}
-    reverse = {names[a]: {there: here for here, there in _native(full[a][rank]).items()} for a in range(len(names))}
-    devices = {d for of in (*native.values(), *reverse.values()) for d in of}
-    to_peers = []
-    for b, name in enumerate(names):
-        # An answer to worker b goes back the way that its own map says.
-        back = {there: here for here, there in full[b][rank].items()}
-        staged = {h: t for h, t in {**back, **full[rank][b]}.items() if h.type != _NATIVE}
-        to_peers.append(DeviceMap(name, frozenset(native[name]) | frozenset(reverse[name]), staged))
+    there = {name: full[rank][b] for b, name in enumerate(names)}
+    back = {name: {t: h for h, t in full[a][rank].items()} for a, name in enumerate(names)}
+    native, reverse = ({name: _native(of) for name, of in maps.items()} for maps in (there, back))
     return Plan(
-        to_peers,
+        [_device_map(name, of) for name, of in there.items()],
+        [_device_map(name, of) for name, of in back.items()],
         {worker: of for worker, of in native.items() if of},
         {worker: of for worker, of in reverse.items() if of},
-        sorted(devices, key=lambda d: d.index),
+        sorted({d for of in (*native.values(), *reverse.values()) for d in of}, key=lambda d: d.index),
     )
 
 
-def _native(of: dict[torch.device, torch.device]) -> dict[torch.device, torch.device]:
+def _device_map(peer: str, of: Devices) -> DeviceMap:
+    native = _native(of)
+    return DeviceMap(peer, native, {here: there for here, there in of.items() if here not in native})
+
+
+def _native(of: Devices) -> Devices:
     return {here: there for here, there in of.items() if here.type == _NATIVE and there.type == _NATIVE}
 
 
-def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: int) -> dict[torch.device, torch.device]:
+def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: int) -> Devices:
     if maps is None:
         return {}
     if maps == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,15 +11,19 @@ import torch.distributed.rpc
 from torch._C import _distributed_rpc
 from torch.distributed.rpc import api, backend_registry, constants
 
+from rpc_ext import _C
+
 __all__ = [
     "DEFAULT_RPC_TIMEOUT",
     "DEFAULT_WORKER_THREADS",
     "PrefixStore",
     "PyRRef",
     "RRef",
+    "StoreError",
+    "async_execution",
     "current_agent",
     "finish",
-    "first_round_of_calls",
+    "first_calls",
     "forget_users",
     "init_agent",
     "init_distributed_autograd",
@@ -40,11 +45,13 @@ DEFAULT_RPC_TIMEOUT: float = constants.DEFAULT_RPC_TIMEOUT_SEC
 DEFAULT_WORKER_THREADS: int = constants.DEFAULT_NUM_WORKER_THREADS
 
 PrefixStore: Any = _distributed.PrefixStore
+StoreError: Any = _distributed.DistError
 rendezvous: Any = _distributed.rendezvous
 PyRRef: Any = _rpc.PyRRef
 RRef: Any = _rpc.RRef
 rpc_async: Any = _rpc.rpc_async
 remote: Any = _rpc.remote
+async_execution: Any = _rpc.functions.async_execution
 current_agent: Any = _native._get_current_rpc_agent
 
 
@@ -69,18 +76,30 @@ def init_agent(backend: Any, store: Any, name: str, rank: int, world_size: int, 
 def set_agent(agent: Any) -> None:
     """Make an agent this process's, and start it."""
     _api._init_rpc_states(agent)
+    _C.renew_references()
 
 
-def first_round_of_calls(timeout: float) -> None:
-    """Make a call between each worker and the first, so that their connections stand."""
-    _api._all_gather(None, timeout=timeout)
+def first_calls(workers: list[str], timeout: float) -> None:
+    """Call workers, so that connections to them stand, those for tensors too, and their agents are known to answer."""
+    probe = torch.zeros(1024, device="cpu")
+    torch.futures.wait_all([_rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers])
 
 
-def forget_users() -> None:
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def forget_users(timeout: float) -> None:
     """Delete this worker's references to others' values, and wait until the owners know."""
-    _native._delete_all_user_and_unforked_owner_rrefs()
+    _native._delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=timeout))
 
 
-def finish() -> None:
-    """Stop this process's agent, and forget it."""
-    _api._finalize_shutdown()
+def finish(agent: Any, patience: float) -> bool:
+    """Stop this process's agent, and forget it; False where functions still run here that others have called."""
+    try:
+        _native._destroy_rref_context(_api._ignore_rref_leak)
+    finally:
+        stopped: bool = agent.stop(patience)
+        _native._cleanup_python_rpc_handler()
+        _native._reset_current_rpc_agent()
+    return stopped

@@ -13,7 +13,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from cudafuture.errors import AuthenticationError
@@ -49,21 +49,21 @@ class Exchange:
 
     def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._key = secret
+        self._secret = self._key = secret  # what "hello", and what the rest is signed with
         self._shown: dict[str, bytes] = {}  # key in the store -> what this worker has put there
+        self.names: list[str] = []
+        """of the workers, by rank, for messages; once they are known"""
         self.passed_over = 0
         """records that were not as they should be"""
 
     def begin(self, value: object) -> tuple[list[Any], bytes]:
         """Show `value`; return what each showed, by rank, and the key of the session: empty without a secret."""
-        nonce = secrets.token_hex(32)
-        shown = self.round("hello", {"nonce": nonce, "value": value}, _is_hello)
-        if self._key is not None:
-            transcript = json.dumps([self._world_size, shown], sort_keys=True).encode()
-            self._key = hmac.digest(self._key, b"cudafuture session" + hashlib.sha256(transcript).digest(), "sha256")
-            self.round("proof", "proof")
-        key = b"" if self._key is None else hmac.digest(self._key, b"cudafuture messages", "sha256")
-        return [one["value"] for one in shown], key
+        hellos = self.round("hello", {"nonce": secrets.token_hex(32), "value": value}, _is_hello)
+        key = b""
+        if self._secret is not None:
+            session = self._prove(self._secret, hellos)
+            key = hmac.digest(session, b"cudafuture messages", "sha256")
+        return [hello["value"] for hello in hellos], key
 
     def round(self, step: str, value: object, is_valid: Callable[[Any], bool] = lambda _: True) -> list[Any]:
         """Show `value` under a name that all workers use; return what each showed, by rank.
@@ -72,80 +72,138 @@ class Exchange:
             TimeoutError: some worker has shown nothing.
             AuthenticationError: what is there in its name is not signed with the same secret.
         """
-        self._shown[self._place(step, self._rank)] = self._signed(step, self._rank, value)
-        found: dict[int, Any] = {}
-        wrong: dict[int, bytes] = {}
-        deadline = time.monotonic() + self._timeout
-        pause = _FIRST_PAUSE
-        while True:
-            self._put_back()
-            for rank in set(range(self._world_size)) - set(found):
-                self._look(step, rank, is_valid, found, wrong)
-            if len(found) == self._world_size:
-                return [found[rank] for rank in range(self._world_size)]
-            if time.monotonic() > deadline:
-                raise self._missing(step, sorted(set(range(self._world_size)) - set(found)), set(wrong))
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._show(step, value)
+        # One's own is not read back: there may be an older one, signed with the same secret.
+        seen = _Seen(step, self._world_size, {self._rank: json.loads(json.dumps(value))})
+        for _ in self._looks():
+            for rank in seen.missing():
+                self._look(seen, rank, is_valid)
+            if not seen.missing():
+                return [seen.found[rank] for rank in range(self._world_size)]
+        raise seen.error(self._timeout, self.names)
 
     def meet(self, step: str, timeout: float) -> None:
         """Wait until all workers are here, `timeout` seconds at most; for errors see ``round``."""
         self._timeout = timeout
         self.round(step, True)
 
-    def _look(
-        self, step: str, rank: int, is_valid: Callable[[Any], bool], found: dict[int, Any], wrong: dict[int, bytes]
-    ) -> None:
-        place = self._place(step, rank)
-        if not self._store.check([place]):
+    def _prove(self, secret: bytes, hellos: list[Any]) -> bytes:
+        """Show that this worker knows the secret and has seen `hellos`; return the key of those that all have seen.
+
+        They change where one was of an older session, signed with the same secret, until its worker came.
+        """
+        seen = _Seen("proof", self._world_size, {self._rank: "proof"})
+        shown: list[Any] = []
+        for _ in self._looks():
+            for rank in seen.missing():
+                hello = self._opened("hello", rank, self._read("hello", rank))
+                hellos[rank] = hello if _is_hello(hello) else hellos[rank]
+            if shown != hellos:
+                shown = list(hellos)
+                transcript = json.dumps([self._world_size, shown], sort_keys=True).encode()
+                self._key = hmac.digest(secret, b"cudafuture session" + hashlib.sha256(transcript).digest(), "sha256")
+                self._show("proof", "proof")
+                seen.found = {self._rank: "proof"}
+            for rank in seen.missing():
+                self._look(seen, rank, lambda value: bool(value == "proof"))
+            if not seen.missing():
+                assert self._key is not None
+                return self._key
+        raise seen.error(self._timeout, self.names)
+
+    def _looks(self) -> Iterator[None]:
+        """Pause between two looks at what the others show, until the time is over."""
+        deadline = time.monotonic() + self._timeout
+        pause = _FIRST_PAUSE
+        while True:
+            self._put_back()
+            yield
+            if time.monotonic() > deadline:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look(self, seen: _Seen, rank: int, is_valid: Callable[[Any], bool]) -> None:
+        record = self._read(seen.step, rank)
+        if record is None:
             return
-        record = self._store.get(place)
-        value = self._opened(step, rank, record)
+        value = self._opened(seen.step, rank, record)
         if value is not None and is_valid(value):
-            found[rank] = value
-        elif wrong.get(rank) != record:
-            wrong[rank] = record
-            self.passed_over += 1
+            seen.found[rank] = value
+            return
+        self.passed_over += seen.wrong.get(rank) != record
+        if rank not in seen.wrong:
             _logger.warning(
-                "what the store holds in the name of worker %d (%s) was not written by one who knows the secret, or is "
-                "damaged; it is passed over",
+                "what the store holds in the name of worker %d (%s) was not written by one who knows the secret, is of "
+                "another session, or is damaged; it is passed over",
                 rank,
-                step,
+                seen.step,
             )
+        seen.wrong[rank] = record
 
-    def _missing(self, step: str, ranks: list[int], wrong: set[int]) -> Exception:
-        which = ", ".join(map(str, ranks))
-        if wrong:
-            return AuthenticationError(
-                f"worker {which} of {self._world_size} has not proven within {self._timeout:g} s that it knows the "
-                f"secret ({step}): give all workers the same one"
-            )
-        return TimeoutError(f"worker {which} of {self._world_size} has not come within {self._timeout:g} s ({step})")
-
-    def _place(self, step: str, rank: int) -> str:
-        return f"{step}/{rank}"
+    def _show(self, step: str, value: object) -> None:
+        self._shown[self._place(step, self._rank)] = self._signed(step, self._rank, value)
+        self._put_back()
 
     def _put_back(self) -> None:
         for place, record in self._shown.items():
             if not self._store.check([place]) or self._store.get(place) != record:
                 self._store.set(place, record.decode())
 
+    def _place(self, step: str, rank: int) -> str:
+        return f"{step}/{rank}"
+
+    def _read(self, step: str, rank: int) -> bytes | None:
+        place = self._place(step, rank)
+        return self._store.get(place) if self._store.check([place]) else None
+
     def _signed(self, step: str, rank: int, value: object) -> bytes:
         body = json.dumps({"value": value}, sort_keys=True)
         return f"{self._mac(step, rank, body)} {body}".encode()
 
-    def _opened(self, step: str, rank: int, record: bytes) -> Any:
+    def _opened(self, step: str, rank: int, record: bytes | None) -> Any:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            mac, _, body = record.decode().partition(" ")
+            mac, _, body = (record or b"").decode().partition(" ")
             if hmac.compare_digest(mac, self._mac(step, rank, body)):
                 return json.loads(body)["value"]
         return None
 
     def _mac(self, step: str, rank: int, body: str) -> str:
-        if self._key is None:
+        key = self._secret if step == "hello" else self._key
+        if key is None:
             return "unsigned"
         message = f"cudafuture exchange\0{step}\0{rank}\0{self._world_size}\0{body}".encode()
-        return hmac.digest(self._key, message, "sha256").hex()
+        return hmac.digest(key, message, "sha256").hex()
+
+
+class _Seen:
+    """What one worker has seen of the others in one round."""
+
+    def __init__(self, step: str, world_size: int, found: dict[int, Any]) -> None:
+        self.step, self._world_size, self.found = step, world_size, found
+        self.wrong: dict[int, bytes] = {}  # what was last passed over
+
+    def missing(self) -> set[int]:
+        return set(range(self._world_size)) - set(self.found)
+
+    def error(self, timeout: float, names: list[str]) -> Exception:
+        """Return what to raise when the time is over."""
+        unproven = sorted(self.missing() & set(self.wrong))
+        absent = sorted(self.missing() - set(self.wrong))
+        parts = []
+        if unproven:
+            parts.append(
+                f"worker {_listed(unproven, names)} of {self._world_size} has not proven within {timeout:g} s that it knows "
+                "the secret: give all workers the same one"
+            )
+        if absent:
+            parts.append(f"worker {_listed(absent, names)} of {self._world_size} has not come within {timeout:g} s")
+        text = f"{'; '.join(parts)} ({self.step})"
+        return AuthenticationError(text) if unproven else TimeoutError(text)
+
+
+def _listed(ranks: list[int], names: list[str]) -> str:
+    return ", ".join(f"{rank} ('{names[rank]}')" if names else str(rank) for rank in ranks)
 
 
 def _is_hello(value: Any) -> bool:

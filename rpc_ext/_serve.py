@@ -16,21 +16,25 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, pool_stream, use_streams
+from cudafuture import CUDAFuture, current_streams, use_streams
 from cudafuture.errors import InvalidStateError, NotFoundError
 from rpc_ext import _C, _failure, _staging
-from rpc_ext._codec import NO_DEVICES, DeviceMap, Kind, decode, encode, has_rrefs, is_plain, kind_of, targets_of
+from rpc_ext._codec import ATOMS, NO_DEVICES, DeviceMap, Kind, decode, encode, has_rrefs, is_plain, kind_of, targets_of
+from rpc_ext._promises import Promises
 
 __all__ = ["Server", "async_execution", "expect_free_thread", "is_async"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bytes, "list[torch.Tensor]"]
 """The payload of an answer, and its tensors, which the agent can carry."""
+
+_KEPT = 600.0  # seconds: a caller asks again at once, or has died
 
 
 def async_execution(fn: F) -> F:
@@ -69,11 +73,12 @@ class Server:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
+        self.promises = Promises()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._begun = self._answered = self._blocked = 0
-        self._later: dict[int, CUDAFuture[Answer]] = {}  # of batched calls, until the caller asks again
+        self._later: dict[int, tuple[float, CUDAFuture[Answer]]] = {}  # of batched calls, until the caller asks again
         self._numbers = itertools.count()
 
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
@@ -99,6 +104,8 @@ class Server:
                 answer = self._answer(payload, tensors)
             elif kind == Kind.BATCH:
                 answer = self._answer_batch(decode(payload, []), tensors)
+            elif kind == Kind.KEEP:
+                answer = self._keep(payload, tensors)
             else:
                 answer = self._kept(decode(payload, []))
         except BaseException as e:
@@ -115,22 +122,52 @@ class Server:
     def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
         """Run a call whose outcome stays here."""
         try:
-            _, outcome, is_future = self._run(payload, tensors)
+            with self._in_this_thread(), _streams_of(payload):
+                _, outcome, is_future = self._run(payload, tensors)
+                return outcome if is_future else CUDAFuture.completed(outcome)
         except BaseException as e:
             return CUDAFuture.failed(e)
-        return outcome if is_future else CUDAFuture.completed(outcome)
+
+    def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
+        """Run a function that torch has called."""
+        try:
+            with self._in_this_thread():
+                _, outcome, is_future = _call((-1, fn, args, kwargs))
+                return outcome if is_future else CUDAFuture.completed(outcome)
+        except BaseException as e:
+            return CUDAFuture.failed(e)
+
+    @contextlib.contextmanager
+    def _in_this_thread(self) -> Iterator[None]:
+        outer, _threads.server = _threads.server, self
+        try:
+            yield
+        finally:
+            _threads.server = outer
+
+    def _keep(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer:
+        ticket, call = decode(payload, [])
+        self.promises.keep(ticket, self.evaluate(call, tensors))
+        return encode(Kind.VALUE, None).payload, []
 
     def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
         """Run a call and return what its caller gets, or a future of that."""
         with self._lock:
             self._begun += 1
         try:
-            caller, outcome, is_future = self._run(payload, tensors)
-            answer = (
-                outcome.then_async(functools.partial(self._later_answer, caller))
-                if is_future
-                else (self._packed(outcome, caller))
-            )
+            with _streams_of(payload):  # the answer's tensors are read on them, too
+                caller, outcome, is_future = self._run(payload, tensors)
+                return self._answer_with(outcome, is_future, caller)
+        except BaseException as e:
+            return self._answer_with(CUDAFuture.failed(e), True, -1)
+
+    def _answer_with(self, outcome: Any, is_future: bool, caller: int) -> Answer | CUDAFuture[Answer]:
+        answer: Answer | CUDAFuture[Answer]
+        try:
+            if is_future:
+                answer = outcome.then_async(functools.partial(self._later_answer, caller))
+            else:
+                answer = self._packed(outcome, caller)
         except BaseException as e:
             answer = self._failed(e)
         if isinstance(answer, CUDAFuture):
@@ -143,13 +180,12 @@ class Server:
         """Return the caller, and what the function has returned: a value, or a future."""
         if is_plain(payload):
             return _call(decode(payload, tensors))
-        targets = targets_of(payload) or []
-        with use_streams(*(pool_stream(device) for device in {t for t in targets if t is not None})):
-            if targets:
-                tensors = _staging.wait_on_devices(tensors, targets)
-            if not has_rrefs(payload):
-                return _call(decode(payload, tensors))
-            return self._run_when_confirmed(payload, tensors)
+        targets = targets_of(payload)
+        if targets is not None:
+            tensors = _staging.to_devices(tensors, targets)
+        if not has_rrefs(payload):
+            return _call(decode(payload, tensors))
+        return self._run_when_confirmed(payload, tensors)
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
@@ -161,17 +197,19 @@ class Server:
             raise
         confirmed: CUDAFuture[None] = CUDAFuture()
         _C.when_rrefs_are_confirmed(lambda: confirmed.set_result(None))
+        streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
         def run(_: CUDAFuture[None]) -> CUDAFuture[Any]:
             outer, _threads.server = _threads.server, self
             try:
-                outcome, is_future = _call(call)[1:]
+                with use_streams(*streams):
+                    outcome, is_future = _call(call)[1:]
+                    return outcome if is_future else CUDAFuture.completed(outcome)
             finally:
                 _threads.server = outer
-            return outcome if is_future else CUDAFuture.completed(outcome)
 
         caller: int = call[0]
-        return caller, confirmed.then_async(run, stream="caller"), True
+        return caller, confirmed.then_async(run), True
 
     def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
         try:
@@ -208,34 +246,55 @@ class Server:
 
     # ---- batches
 
-    def _answer_batch(self, calls: list[tuple[bytes, int]], tensors: list[torch.Tensor]) -> Answer:
-        answers = []
+    def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer:
+        """Run the calls of a message one after the other; for its form see _batching."""
+        caller, functions, calls = message
+        answers: list[Any] = []
         at = 0
-        for payload, count in calls:
-            answers.append(self._answer(payload, tensors[at : at + count] if count else []))
-            at += count
-        parts: list[tuple[bytes, int]] = []
+        for how, what in calls:
+            if type(how) is int:
+                answers.append(self._answer_direct(caller, functions[how], what))
+            else:
+                answers.append(self._answer(how, tensors[at : at + what] if what else []))
+                at += what
         replied: list[torch.Tensor] = []
-        for answer in answers:
+        for i, answer in enumerate(answers):
+            if type(answer) in ATOMS:
+                continue
             payload, part = self._now_or_later(answer) if isinstance(answer, CUDAFuture) else answer
-            parts.append((payload, len(part)))
+            answers[i] = payload, len(part)
             replied += part
-        return encode(Kind.BATCH, parts).payload, replied
+        return encode(Kind.BATCH, answers).payload, replied
+
+    def _answer_direct(self, caller: int, fn: Any, args: tuple[Any, ...]) -> Any:
+        """Run a call of plain values; a plain value is its own answer."""
+        with self._lock:
+            self._begun += 1
+        try:
+            _, outcome, is_future = _call((caller, fn, args, {}))
+            if type(outcome) in ATOMS:
+                self._count_answer()
+                return outcome
+        except BaseException as e:
+            outcome, is_future = CUDAFuture.failed(e), True
+        return self._answer_with(outcome, is_future, caller)
 
     def _now_or_later(self, answer: CUDAFuture[Answer]) -> Answer:
         if answer.done() and not answer.devices:
             return answer.value()
-        number = next(self._numbers)
+        number, now = next(self._numbers), time.monotonic()
         with self._lock:
-            self._later[number] = answer
+            self._later[number] = now, answer
+            while now - next(iter(self._later.values()))[0] > _KEPT:  # the oldest
+                del self._later[next(iter(self._later))]
         return encode(Kind.LATER, number).payload, []
 
     def _kept(self, number: int) -> CUDAFuture[Answer]:
         with self._lock:
-            answer = self._later.pop(number, None)
-        if answer is None:
+            kept = self._later.pop(number, None)
+        if kept is None:
             raise NotFoundError(f"no answer is kept under number {number}")
-        return answer
+        return kept[1]
 
     # ---- threads
 
@@ -255,6 +314,15 @@ class Server:
         finally:
             with self._lock:
                 self._blocked -= 1
+
+
+_NO_STREAMS = contextlib.nullcontext()
+
+
+def _streams_of(payload: bytes) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a call runs: with streams of its own, where its tensors go to devices."""
+    targets = None if is_plain(payload) else targets_of(payload)
+    return _NO_STREAMS if targets is None else _staging.streams_for(targets)
 
 
 def _call(call: Any) -> tuple[int, Any, bool]:

@@ -1,18 +1,18 @@
-"""Calling functions on other workers."""
+"""Calling functions on other workers. A ``Worker`` is named by its name, its rank, or torch's WorkerInfo of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, collect_all
 from cudafuture.errors import CallsFailedError
-from rpc_ext import _C, _batching, _engine
-from rpc_ext._call import Call, size_of
-from rpc_ext._codec import Kind, encode
+from rpc_ext import _C, _batching, _engine, _failure
+from rpc_ext._call import Call
+from rpc_ext._codec import Direct, Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
@@ -84,6 +84,12 @@ def rpc_async(
         TypeError: `fn` cannot be called.
         TimeoutError: no room within `timeout`.
         Exception: whatever arguments raise that cannot be pickled.
+
+    >>> pair = rpc_async("me", divmod, (7, 2))
+    >>> pair.then(lambda done: sum(done.value())).wait()
+    4
+    >>> rpc_async("me", sorted, ([2, 3, 1],), {"reverse": True}).wait()
+    [3, 2, 1]
     """
     session = current()
     if not callable(fn):
@@ -92,9 +98,13 @@ def rpc_async(
     seconds = session.timeout(timeout)
     if isinstance(fn, torch.jit.ScriptFunction) or _C.in_distributed_autograd():
         return _through_torch(destination, fn, args, kwargs, seconds)
-    encoded = encode(Kind.CALL, (session.rank, fn, tuple(args), kwargs or {}), destination.devices)
-    size = size_of(encoded)
     batch = _batching.open_to(destination)
+    how: Encoded | Direct | None = None if batch is None else batch.direct(fn, args, kwargs)
+    if how is None:
+        how = encode(Kind.CALL, (session.rank, fn, tuple(args), kwargs or {}), destination.devices)
+    size = how.size
+    # Made before there is room for it: where its arguments are wrong none is taken, and waiting is of its time.
+    call = Call(session.agent, destination, name_of(fn), size, seconds, priority)
     if not destination.try_admit(size):
         if non_blocking:
             raise destination.would_block()
@@ -102,11 +112,12 @@ def rpc_async(
             batch.flush()
         with expect_free_thread("a call that has to wait for room"):
             destination.admit(size, seconds)
-    call = Call(session.agent, destination, _name_of(fn), size, seconds, priority)
+        seconds = call.remaining()
     if batch is not None:
-        batch.add(call, encoded)
+        batch.add(call, how)
     else:
-        call.send(encoded)
+        assert isinstance(how, Encoded)
+        call.send(how, seconds)
     return call.future
 
 
@@ -148,42 +159,95 @@ def rpc_sync(
         InvalidStateError: no thread would be left for the answer. Return a future, and decorate the function with
             ``async_execution``.
         Exception: what the future fails with.
+
+    >>> rpc_sync("me", divmod, (7, 2))
+    (3, 1)
     """
     with expect_free_thread("rpc_sync()"):
-        return rpc_async(to, fn, args, kwargs, timeout=timeout, priority=priority).wait()
+        future = rpc_async(to, fn, args, kwargs, timeout=timeout, priority=priority)
+        _batching.flush()
+        return future.wait()
 
 
+@overload
+def broadcast_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., CUDAFuture[T]],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> CUDAFuture[list[T]]: ...
+@overload
 def broadcast_call(
     workers: Iterable[Worker],
     fn: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> CUDAFuture[list[T]]: ...
+def broadcast_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
-) -> CUDAFuture[list[T]]:
+) -> CUDAFuture[list[Any]]:
     """Make the same call to several workers; the future has what each returned, in their order.
 
     It completes when all are done. When some have failed, it fails with a CallsFailedError that has the errors, and the
     values of the others, by worker. For the arguments see ``rpc_async``.
+
+    >>> broadcast_call(["me"], divmod, (7, 2)).wait()
+    [(3, 1)]
     """
     every = list(workers)
     return map_call(every, fn, [args] * len(every), kwargs, timeout=timeout, priority=priority)
 
 
+@overload
+def map_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., CUDAFuture[T]],
+    args_per_worker: Iterable[Sequence[Any]],
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> CUDAFuture[list[T]]: ...
+@overload
 def map_call(
     workers: Iterable[Worker],
     fn: Callable[..., T],
+    args_per_worker: Iterable[Sequence[Any]],
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+    priority: int = ...,
+) -> CUDAFuture[list[T]]: ...
+def map_call(
+    workers: Iterable[Worker],
+    fn: Callable[..., Any],
     args_per_worker: Iterable[Sequence[Any]],
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
-) -> CUDAFuture[list[T]]:
+) -> CUDAFuture[list[Any]]:
     """Call `fn` on several workers, on each with arguments of its own; see ``broadcast_call``.
 
     Raises:
         ValueError: not as many `args_per_worker` as `workers`.
+
+    >>> map_call(["me", "me"], divmod, [(7, 2), (9, 4)]).wait()
+    [(3, 1), (2, 1)]
+    >>> map_call(["me"], divmod, [(7, 0)]).exception().failures
+    {'me': ZeroDivisionError(...)}
     """
     pairs = list(zip(workers, args_per_worker, strict=True))
     session = current()
@@ -208,10 +272,45 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
 def _through_torch(
     destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, seconds: float
 ) -> CUDAFuture[Any]:
-    call = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)
-    return CUDAFuture.from_torch(call)
+    name = name_of(fn)
+    if isinstance(fn, torch.jit.ScriptFunction):
+        call = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)
+    else:
+        call = _engine.rpc_async(destination.name, _run, (fn, tuple(args), dict(kwargs or {})), None, seconds)
+
+    def outcome(done: CUDAFuture[Any]) -> Any:
+        try:
+            answer = done.value()
+        except Exception as e:
+            raise _failure.of_torch(e, name, destination.name, seconds) from None
+        if not isinstance(answer, _Answer):
+            return answer
+        if answer.failure is not None:
+            raise _failure.rebuild(answer.failure)
+        return answer.value
+
+    return CUDAFuture.from_torch(call).then(outcome)
 
 
-def _name_of(fn: Any) -> str:
+class _Answer(NamedTuple):
+    value: Any
+    failure: _failure.Failure | None
+
+
+@_engine.async_execution  # type: ignore[untyped-decorator]
+def _run(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call that torch has made, where it was made to."""
+    server = current().server
+
+    def answer(done: CUDAFuture[Any]) -> _Answer:
+        try:
+            return _Answer(done.value(), None)
+        except BaseException as e:
+            return _Answer(None, _failure.describe(e, server.name))
+
+    return server.run(fn, args, kwargs).then(answer).to_torch()
+
+
+def name_of(fn: Any) -> str:
     name = getattr(fn, "__qualname__", None)
     return name if isinstance(name, str) and name.isascii() else type(fn).__qualname__

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import CUDAFuture, copy
-from rpc_ext import _C, _engine
-from rpc_ext._codec import Kind, encode
+from cudafuture import CUDAFuture, collect_all, gather
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _C, _batching, _engine, _failure
+from rpc_ext._call import Call
+from rpc_ext._codec import Encoded, Kind, encode
+from rpc_ext._destination import Destination
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
-from rpc_ext.calls import Worker, rpc_async, rpc_sync
+from rpc_ext.calls import Worker, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
@@ -34,7 +39,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T) -> None:
         current()
-        self._rref: Any = _engine.RRef(CUDAFuture.completed(value))
+        self._rref: Any = _engine.RRef(_Kept(CUDAFuture.completed(value)))
 
     @classmethod
     def _of(cls, rref: Any) -> RRef[Any]:
@@ -46,67 +51,140 @@ class RRef(Generic[T]):
         return RRef._of, (self._rref,)
 
     def __repr__(self) -> str:
-        return f"<RRef owned by '{self.owner_name()}'>"
+        try:
+            return f"<RRef owned by '{self.owner_name()}'>"
+        except RuntimeError:
+            return "<RRef of a session that has ended>"
 
     def owner(self) -> WorkerInfo:
-        """Return torch's WorkerInfo of the owner."""
+        """Return torch's WorkerInfo of the owner.
+
+        >>> RRef(1).owner().id
+        0
+        """
         return self._rref.owner()  # type: ignore[no-any-return]
 
     def owner_name(self) -> str:
-        """Return the name of the owner."""
+        """Return the name of the owner.
+
+        >>> RRef(1).owner_name()
+        'me'
+        """
         return self._rref.owner_name()  # type: ignore[no-any-return]
 
     def is_owner(self) -> bool:
-        """Say whether the value lives in this process."""
+        """Say whether the value lives in this process.
+
+        >>> RRef(1).is_owner()
+        True
+        """
         return self._rref.is_owner()  # type: ignore[no-any-return]
 
     def confirmed_by_owner(self) -> bool:
-        """Say whether the owner is known to have this reference."""
+        """Say whether the owner is known to have this reference.
+
+        >>> RRef(1).confirmed_by_owner()
+        True
+        """
         return self._rref.confirmed_by_owner()  # type: ignore[no-any-return]
 
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
         """Return a future of the value, copied here from its owner; on the owner, of the value itself.
 
         It fails with what the function has raised that was to make the value.
+
+        >>> remote("me", divmod, (7, 2)).get_future().then(lambda done: sum(done.value())).wait()
+        4
         """
         if self.is_owner():
             return self._value()
         return rpc_async(self.owner_name(), _fetch, (self,), timeout=timeout, priority=priority)
 
     def to_here(self, timeout: float | None = None) -> T:
-        """Wait for the value, copied here from its owner: ``get_future().wait()``."""
+        """Wait for the value, copied here from its owner: ``get_future().wait()``.
+
+        >>> remote("me", divmod, (7, 2)).to_here()
+        (3, 1)
+        """
+        if self.is_owner() and (value := self._made()) is not None and value.done():
+            return value.wait()
         with expect_free_thread("RRef.to_here()"):
-            return self.get_future(timeout=timeout).wait()
+            future = self.get_future(timeout=timeout)
+            _batching.flush()
+            return future.wait()
 
     def local_value(self) -> T:
         """Return the value, on its owner, when it is there.
 
         Raises:
             RuntimeError: this worker is not the owner.
+
+        >>> RRef([1, 2]).local_value()
+        [1, 2]
         """
-        future: CUDAFuture[T] = self._rref.local_value()
-        return future.wait(non_blocking=True)
+        kept: _Kept = self._rref.local_value()
+        value: T = kept.future.wait(non_blocking=True)
+        return value
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """Return a proxy: its methods are the value's, called on the owner, and return futures.
 
         ``rref.rpc_async().method(1)`` is like ``rpc_async(rref.owner(), method of the value, (1,))``.
+
+        >>> counts = RRef([3, 1, 3])
+        >>> counts.rpc_async().count(3).wait()
+        2
         """
         return _Proxy(self, lambda *call: rpc_async(self.owner_name(), _invoke, call, timeout=timeout))
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
-        """Return a proxy like that of ``rpc_async``, which waits and returns values."""
+        """Return a proxy like that of ``rpc_async``, which waits and returns values.
+
+        >>> RRef([3, 1, 3]).rpc_sync().count(3)
+        2
+        """
         return _Proxy(self, lambda *call: rpc_sync(self.owner_name(), _invoke, call, timeout=timeout))
 
     def remote(self, timeout: float | None = None) -> Any:
-        """Return a proxy like that of ``rpc_async``, which returns RRefs to what the methods return."""
+        """Return a proxy like that of ``rpc_async``, which returns RRefs to what the methods return.
+
+        >>> RRef([3, 1, 3]).remote().count(3).to_here()
+        2
+        """
         return _Proxy(self, lambda *call: remote(self.owner_name(), _invoke, call, timeout=timeout))
+
+    def _made(self) -> CUDAFuture[T] | None:
+        """Return what the owner holds, if it does already."""
+        there: list[bool] = []
+        _C.when_owned(self._rref, lambda: there.append(True))
+        return self._rref.local_value().future if there else None
 
     def _value(self) -> CUDAFuture[T]:
         """Return a future of the value, on its owner; it may still have to be made."""
         there: CUDAFuture[None] = CUDAFuture()
-        _C.when_owned(self._rref, lambda: there.set_result(None))
-        return there.then_async(lambda _: self._rref.local_value())
+
+        def come() -> None:
+            with contextlib.suppress(InvalidStateError):  # RPC was shut down meanwhile
+                there.set_result(None)
+
+        _C.when_owned(self._rref, come)
+        if not there.done():
+            awaited = current().awaited
+            awaited.add(there)
+            there.add_done_callback(awaited.discard)
+        return there.then_async(lambda _: self._rref.local_value().future)
+
+
+class _Kept:
+    """What torch holds on the owner. Its agent looks for tensors in there by pickling, and is to find none."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: CUDAFuture[Any]) -> None:
+        self.future = future
+
+    def __reduce__(self) -> Any:
+        return tuple, ()
 
 
 class _Proxy:
@@ -121,18 +199,41 @@ class _Proxy:
         return lambda *args, **kwargs: self._call(self._rref, method, args, kwargs)
 
 
+@overload
+def remote(
+    to: Worker,
+    fn: Callable[..., CUDAFuture[T]],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+) -> RRef[T]: ...
+@overload
 def remote(
     to: Worker,
     fn: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    timeout: float | None = ...,
+) -> RRef[T]: ...
+def remote(
+    to: Worker,
+    fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
-) -> RRef[T]:
+) -> RRef[Any]:
     """Call ``fn(*args, **kwargs)`` on another worker, which keeps what it returns; return a reference to that at once.
 
     For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
-    Arguments on devices that TensorPipe cannot carry are waited for.
+
+    >>> there = remote("me", sorted, ([3, 1, 2],))
+    >>> there
+    <RRef owned by 'me'>
+    >>> there.to_here()
+    [1, 2, 3]
     """
     session = current()
     if not callable(fn):
@@ -140,16 +241,53 @@ def remote(
     destination = session.destination(to)
     call = (session.rank, fn, tuple(args), kwargs or {})
     encoded = encode(Kind.CALL, call, destination.devices)
-    tensors = encoded.tensors
+    seconds = session.timeout(timeout)
     if encoded.targets is not None:
-        tensors = copy(tensors, "cpu").wait()
-    made = _engine.remote(destination.name, _make, (encoded.payload, tensors), timeout=session.timeout(timeout))
-    return RRef._of(made)
+        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds))
+    return RRef._of(_engine.remote(destination.name, _make, (encoded.payload, encoded.tensors), timeout=seconds))
 
 
-def _make(payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
+def _make(payload: bytes, tensors: list[torch.Tensor]) -> _Kept:
     """Make the value of an RRef, on its owner: torch keeps the future."""
-    return current().server.evaluate(payload, tensors)
+    return _Kept(current().server.evaluate(payload, tensors))
+
+
+# ---- where arguments go through the host: the owner hears of the RRef before they have come
+
+_numbers = itertools.count()
+
+
+def _made_later(destination: Destination, call: Encoded, name: str, timeout: float) -> Any:
+    session = current()
+    ticket = session.rank, next(_numbers)
+    payload = encode(Kind.KEEP, (ticket, call.payload)).payload
+    given = Encoded(payload, call.tensors, call.targets)
+    size = given.size
+    sent = Call(session.agent, destination, name, size, timeout, 0)
+    with expect_free_thread("a call that has to wait for room"):
+        destination.admit(size, timeout)
+    sent.send(given, sent.remaining())
+    made = _engine.remote(destination.name, _promise, (ticket,), timeout=timeout)
+
+    def tell(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:
+        error = done.value()[1].exception()
+        if error is not None:
+            with contextlib.suppress(Exception):  # of an owner that cannot be reached
+                _engine.rpc_async(destination.name, _give_up, (ticket, _failure.describe(error, session.name)))
+
+    collect_all([CUDAFuture.from_torch(made._get_future()), sent.future]).add_done_callback(tell)
+    return made
+
+
+def _promise(ticket: tuple[int, int]) -> _Kept:
+    return _Kept(current().server.promises.take(ticket))
+
+
+def _give_up(ticket: tuple[int, int], failure: _failure.Failure) -> None:
+    current().server.promises.give_up(ticket, _failure.rebuild(failure))
+
+
+# ---- methods of the value
 
 
 @async_execution
@@ -159,11 +297,15 @@ def _fetch(rref: RRef[T]) -> CUDAFuture[T]:
 
 @async_execution
 def _invoke(rref: RRef[Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
-    def call(value: CUDAFuture[Any]) -> CUDAFuture[Any]:
-        bound = getattr(value.value(), method)
-        outcome = bound(*args, **kwargs)
-        if not is_async(bound):
-            return CUDAFuture.completed(outcome)
-        return CUDAFuture.from_torch(outcome)  # a CUDAFuture stays what it is
+    given = CUDAFuture.completed((args, kwargs))  # on the streams of this call; the value has its own
 
-    return rref._value().then_async(call)
+    def call(both: CUDAFuture[list[Any]]) -> CUDAFuture[Any]:
+        return _outcome(getattr(both.value()[0], method), args, kwargs)
+
+    return gather(rref._value(), given).then_async(call)
+
+
+def _outcome(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
+    """Call the function; return a future of what its caller is to get, on the streams that are current."""
+    outcome = fn(*args, **kwargs)
+    return CUDAFuture.from_torch(outcome) if is_async(fn) else CUDAFuture.completed(outcome)

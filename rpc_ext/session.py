@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ipaddress
-import math
+import logging
 import os
 import threading
+import time
 import warnings
 from datetime import timedelta
 from types import TracebackType
@@ -14,9 +16,11 @@ from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _engine
-from rpc_ext._backend import Options, backend
+from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError, WorkerLostError
+from rpc_ext import _C, _engine, _listeners
+from rpc_ext._backend import PATIENCE, Options, backend
+from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps
 from rpc_ext._secret import read_secret
@@ -25,8 +29,10 @@ from rpc_ext._statistics import Statistics
 
 __all__ = ["Session", "current", "init_rpc", "shutdown", "statistics"]
 
-_lock = threading.Lock()  # guards _session and _warned while they change
+_logger = logging.getLogger("rpc_ext.session")
+_lock = threading.Lock()  # guards what follows while it changes
 _session: Session | None = None
+_beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
 _warned = False
 
 
@@ -37,7 +43,7 @@ class Session:
     """
 
     def __init__(
-        self, name: str, rank: int, agent: _C.Agent, options: Options, destinations: list[Destination]
+        self, name: str, rank: int, store: Any, agent: _C.Agent, options: Options, destinations: list[Destination]
     ) -> None:
         assert options.exchange is not None
         assert options.server is not None
@@ -45,13 +51,20 @@ class Session:
         self.rpc_timeout = options.rpc_timeout
         self.agent, self.server = agent, options.server
         self.destinations = destinations
-        self._exchange = options.exchange
-        self._pid = os.getpid()
+        self._store, self._exchange = store, options.exchange
+        self.is_of_this_process = True  # not in a child that it forks
+        self.is_ending = False
+        self.awaited: set[CUDAFuture[Any]] = set()
+        """of values that RRefs of this worker are to have; they fail when it ends"""
         self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
 
     @property
     def workers(self) -> list[str]:
-        """The names of all workers, by rank."""
+        """The names of all workers, by rank.
+
+        >>> current().workers
+        ['me']
+        """
         return [destination.name for destination in self.destinations]
 
     def destination(self, to: Any) -> Destination:
@@ -61,13 +74,13 @@ class Session:
             ValueError: there is no such worker.
             TypeError: `to` is something else.
         """
-        found = self._by_key.get(to) if type(to) in (str, int) else None
-        if found is not None:
-            return found
+        if isinstance(to, (str, int)) and not isinstance(to, bool):
+            found = self._by_key.get(to)
+            if found is not None:
+                return found
+            raise ValueError(f"there is no worker {to!r}; the workers are {', '.join(self.workers)}")
         if isinstance(to, WorkerInfo):
             return self.destination(to.name)
-        if isinstance(to, (str, int)) and not isinstance(to, bool):
-            raise ValueError(f"there is no worker {to!r}; the workers are {', '.join(self.workers)}")
         raise TypeError(f"a worker is named by a str, an int (its rank) or a WorkerInfo, not by {to!r}")
 
     def timeout(self, timeout: float | None) -> float:
@@ -76,11 +89,7 @@ class Session:
         Raises:
             ValueError: a negative number, or nan.
         """
-        if timeout is None:
-            return self.rpc_timeout
-        if not timeout >= 0:
-            raise ValueError(f"timeout is a number of seconds, 0 or inf for no limit, not {timeout!r}")
-        return 0.0 if math.isinf(timeout) else float(timeout)
+        return self.rpc_timeout if timeout is None else _limit(timeout)
 
     def __enter__(self) -> Session:
         return self
@@ -91,25 +100,40 @@ class Session:
 
     def end(self, graceful: bool, timeout: float) -> None:
         """Leave the job; see ``shutdown``."""
+        deadline = time.monotonic() + timeout
         try:
             if graceful:
                 for destination in self.destinations:
-                    destination.wait_until_idle()
-                self._exchange.meet("shutdown", timeout)
-                _engine.forget_users()
-                self.agent.join(shutdown=True, timeout=timeout)
+                    destination.wait_until_idle(max(0.0, deadline - time.monotonic()))
+                self._leave(deadline)
         finally:
             for destination in self.destinations:
                 destination.close()
-            _engine.finish()
+            for future in list(self.awaited):
+                _fail(future, "RPC was shut down before the value of an RRef was there")
+            if not _engine.finish(self.agent, PATIENCE):
+                _logger.warning("functions that other workers have called still run here; they are left to themselves")
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether this is the process that began it, not a child that it forked."""
-        return os.getpid() == self._pid
+    def _leave(self, deadline: float) -> None:
+        """Wait until all workers are here, let go of their values, and wait until none has calls under way."""
+        try:
+            self._exchange.meet("shutdown", max(0.0, deadline - time.monotonic()))
+        except _engine.StoreError as e:
+            raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
+        left = max(1.0, deadline - time.monotonic())
+        self._store.set_timeout(timedelta(seconds=left))
+        try:
+            _engine.forget_users(left)
+            self.agent.join(shutdown=True, timeout=left)
+        except RuntimeError as e:  # of the store, or of the calls that delete references
+            raise TimeoutError(f"a worker was lost in the midst of shutdown, or has not left in time: {e}") from e
 
     def statistics(self) -> Statistics:
-        """Return what was counted so far."""
+        """Return what was counted so far.
+
+        >>> current().statistics().worker
+        'me'
+        """
         refused = {self.workers[sender] if sender >= 0 else "": n for sender, n in self.agent.refused().items()}
         return Statistics(
             worker=self.name,
@@ -125,13 +149,27 @@ def current() -> Session:
 
     Raises:
         InvalidStateError: there is none, or it is another process's.
+
+    >>> current().name
+    'me'
     """
     session = _session
+    if session is None and _beginning is not None and _beginning != (os.getpid(), threading.get_ident()):
+        session = _after_beginning()
     if session is None:
         raise InvalidStateError("RPC has not begun, or has ended: call rpc_ext.init_rpc() first")
     if not session.is_of_this_process:
         raise InvalidStateError("RPC was begun before this process was forked; begin it in the process that uses it")
     return session
+
+
+def _after_beginning() -> Session | None:
+    """Wait until ``init_rpc`` returns in another thread: workers that have returned from theirs may call this one."""
+    beginning = _beginning
+    if beginning is not None and beginning[0] == os.getpid():
+        with _lock:
+            return _session
+    return None
 
 
 def init_rpc(
@@ -177,38 +215,47 @@ def init_rpc(
             does not fit; a secret that is too short.
         AuthenticationError: a worker that does not know the secret.
         TimeoutError: not all workers have come in time.
+
+    >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0") as session:
+    ...     session.workers
+    ['me']
     """
-    global _session
+    global _session, _beginning
     rank = _from_environment("rank", rank, "RANK")
     world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
     _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
     name = f"worker{rank}" if name is None else name
     with _lock:
         if _session is not None:
+            current()
             raise InvalidStateError("RPC has begun in this process already; rpc_ext.shutdown() ends it")
-        options = Options(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout=rpc_timeout,
-            init_method=init_method or "env://",
-            secret=read_secret(secret),
-            device_maps=device_maps,
-            start_timeout=start_timeout,
-            server=Server(name, num_worker_threads),
-        )
-        if options.secret is None:
-            _warn_of_strangers()
-        store = _store(options.init_method, rank, world_size, start_timeout)
-        _engine.init_distributed_autograd(rank)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", category=FutureWarning)
-            _engine.init_agent(backend(), store, name, rank, world_size, options)
-        agent: Any = _engine.current_agent()
-        destinations = [
-            Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
-            for peer, devices in enumerate(options.peers)
-        ]
-        _session = Session(name, rank, agent, options, destinations)
-        return _session
+        _beginning = os.getpid(), threading.get_ident()
+        try:
+            options = Options(
+                num_worker_threads=num_worker_threads,
+                rpc_timeout=_limit(rpc_timeout),
+                init_method=init_method or "env://",
+                secret=read_secret(secret),
+                device_maps=device_maps,
+                start_timeout=start_timeout,
+                server=Server(name, num_worker_threads),
+            )
+            if options.secret is None:
+                _warn_of_strangers()
+            store = _store(options.init_method, rank, world_size, start_timeout)
+            _engine.init_distributed_autograd(rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", category=FutureWarning)
+                _engine.init_agent(backend(), store, name, rank, world_size, options)
+            agent: Any = _engine.current_agent()
+            destinations = [
+                Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
+                for peer, devices in enumerate(options.peers)
+            ]
+            _session = Session(name, rank, store, agent, options, destinations)
+            return _session
+        finally:
+            _beginning = None
 
 
 def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
@@ -216,17 +263,26 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
 
     Args:
         graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
-            come here, and until none has calls under way. False: at once; the futures of calls under way fail.
+            come here, and until none has calls under way. False: at once; the futures of calls under way fail, and
+            functions that others have called here are waited for, for five seconds at most.
         timeout: seconds that a graceful end waits for the others; default: 300.
 
     A process that ends without is shut down at once, as with ``graceful=False``.
 
     Raises:
-        TimeoutError: not all workers have come in time; RPC has ended here nonetheless.
+        TimeoutError: a worker has not answered all calls, or has not come, in time; RPC has ended here nonetheless.
+        WorkerLostError: the same, of the worker that held the store where they meet.
         InvalidStateError: it has not begun.
+
+    >>> session = init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+    >>> shutdown()
     """
     global _session
     session = current()
+    with _lock:
+        if session.is_ending:
+            raise InvalidStateError("RPC is being shut down by another thread")
+        session.is_ending = True
     try:
         session.end(graceful, timeout)
     finally:
@@ -239,8 +295,24 @@ def statistics() -> Statistics:
 
     Raises:
         InvalidStateError: RPC has not begun.
+
+    >>> statistics().destinations["me"].in_flight
+    0
     """
     return current().statistics()
+
+
+def _fail(future: CUDAFuture[Any], message: str) -> None:
+    with contextlib.suppress(InvalidStateError):  # it has completed
+        future.set_exception(InvalidStateError(message))
+
+
+def _limit(timeout: float) -> float:
+    if not timeout >= 0:
+        raise ValueError(f"a timeout is a number of seconds, 0 or inf for no limit, not {timeout!r}")
+    if timeout == 0 or timeout > LONGEST_TIMEOUT:
+        return 0.0
+    return max(float(timeout), SHORTEST_TIMEOUT)
 
 
 def _from_environment(what: str, given: int | None, variable: str) -> int:
@@ -270,15 +342,23 @@ def _check(
 
 def _store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
     """Return a store for this session alone, however often each process has begun RPC before."""
-    store, _, _ = next(_engine.rendezvous(init_method, rank=rank, world_size=world_size))
-    store.set_timeout(timedelta(seconds=timeout))
-    generation = store.add(f"cudafuture_rpc/{rank}", 1)
-    return _engine.PrefixStore(f"cudafuture_rpc/{generation}", store)
+    # The host of a TCPStore would wait for the others right here, and could not say who is missing.
+    expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
+    try:
+        store, _, _ = next(
+            _engine.rendezvous(init_method, rank=rank, world_size=expected, timeout=timedelta(seconds=timeout))
+        )
+        store.set_timeout(timedelta(seconds=timeout))
+        # The workers of a job of this size are always the same ranks: they have met as often.
+        generation = store.add(f"cudafuture_rpc/{world_size}/{rank}", 1)
+    except _engine.StoreError as e:
+        raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
+    return _engine.PrefixStore(f"cudafuture_rpc/{world_size}/{generation}", store)
 
 
 def _warn_of_strangers() -> None:
     global _warned
-    address = _C.listening_address().rpartition(":")[0].strip("[]")
+    address = _listeners.host()
     if _warned or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return
     _warned = True
@@ -290,7 +370,15 @@ def _warn_of_strangers() -> None:
     )
 
 
+def _note_fork() -> None:
+    if _session is not None:
+        _session.is_of_this_process = False
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @atexit.register
 def _end_at_exit() -> None:
-    if _session is not None and _session.is_of_this_process:
+    if _session is not None and _session.is_of_this_process and not _session.is_ending:
         shutdown(graceful=False)

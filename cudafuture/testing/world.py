@@ -91,7 +91,8 @@ class World:
                 worker.begin(job)
             run.collect()
             if run.succeeded and run.release():
-                self._pool.give_back(workers)
+                # The last is taken first: each has the same rank again, as some of torch's states outlive a group.
+                self._pool.give_back(reversed(workers))
                 workers = []
             return run.values()
         finally:

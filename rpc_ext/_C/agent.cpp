@@ -2,6 +2,9 @@
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <future>
+#include <thread>
+
 namespace rpc_ext {
 namespace {
 
@@ -25,12 +28,14 @@ void deliver(Held& listener, rpc::JitFuture& future) {
   const Gil gil;
   if (!gil) return;
   try {
-    const py::handle to(listener.get());
     if (future.hasError()) {
-      to.attr("on_error")(static_cast<int>(kind_of(future)), future.tryRetrieveErrorMessage());
+      const std::string message = future.tryRetrieveErrorMessage();  // of whatever bytes
+      call_python(listener.get().attr("on_error"), py::int_(static_cast<int>(kind_of(future))),
+                  py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
     } else {
       const auto reply = future.constValue().toCustomClass<rpc::Message>();
-      to.attr("on_reply")(py::bytes(reply->payload().data(), reply->payload().size()), reply->tensors());
+      call_python(listener.get().attr("on_reply"), py::bytes(reply->payload().data(), reply->payload().size()),
+                  py::cast(reply->tensors()));
     }
   } catch (py::error_already_set& e) {
     e.discard_as_unraisable("rpc_ext: completing a call");
@@ -90,12 +95,23 @@ c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::i
 
 void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
                  std::shared_ptr<Held> listener) {
+  expect_storages(tensors);
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_CALL);
   const rpc::WorkerInfo& callee = getWorkerInfo(static_cast<rpc::worker_id_t>(to));
   send(callee, std::move(message), timeout_seconds, {})->addCallback([listener](rpc::JitFuture& future) {
     deliver(*listener, future);
   });
+}
+
+bool Agent::stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience) {
+  std::promise<void> done;
+  const std::future<void> stopped = done.get_future();
+  std::thread([agent = std::move(agent), done = std::move(done)]() mutable {
+    agent->shutdown();
+    done.set_value();
+  }).detach();
+  return stopped.wait_for(patience) == std::future_status::ready;
 }
 
 }  // namespace rpc_ext

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <string>
@@ -39,6 +40,10 @@ class Agent final : public rpc::TensorPipeAgent {
   // by a thread of the agent or by this one. Called without the GIL.
   void call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
             std::shared_ptr<Held> listener);
+
+  // Closes all connections, fails the calls that are under way, and waits for the functions that run here, as long as
+  // `patience`. False where some still run: what they use lives on. Called without the GIL.
+  static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
   std::map<int, std::uint64_t> refused() const { return refusals_->counts(); }
 

@@ -29,7 +29,7 @@ void Refusals::add(const Refused& refused) {
   const Gil gil;
   if (!gil) return;
   try {
-    py::handle(tell_.get())(refused.sender, refused.reason);
+    call_python(tell_.get(), py::int_(refused.sender), py::str(refused.reason));
   } catch (py::error_already_set& e) {
     e.discard_as_unraisable("rpc_ext: telling of a message that was refused");
   }
@@ -90,7 +90,8 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& re
   if (!gil) return failed("the worker is ending");
   try {
     const Bytes& payload = request.payload();
-    py::handle(serve_.get())(py::bytes(payload.data() + from, payload.size() - from), request.tensors(), reply);
+    call_python(serve_.get(), py::bytes(payload.data() + from, payload.size() - from), py::cast(request.tensors()),
+                py::cast(reply));
   } catch (const std::exception& e) {
     return failed(e.what());
   }

@@ -5,6 +5,7 @@
 
 #include "agent.h"
 #include "python.h"
+#include "references.h"
 #include "reply.h"
 
 namespace rpc_ext {
@@ -19,7 +20,7 @@ void call(Agent& self, int to, const py::bytes& payload, std::vector<at::Tensor>
           py::object listener) {
   Bytes bytes = bytes_from(payload);
   auto held = std::make_shared<Held>(std::move(listener));
-  const py::gil_scoped_release without_gil;  // torch's locks are taken while others wait for the GIL under them
+  const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
   self.call(to, std::move(bytes), std::move(tensors), timeout, std::move(held));
 }
 
@@ -27,21 +28,26 @@ void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors
   Bytes bytes = bytes_from(payload);
   bool first;
   {
-    const py::gil_scoped_release without_gil;
+    const WithoutGil without_gil;
     first = self.send(std::move(bytes), std::move(tensors));
   }
   if (!first) throw std::runtime_error("the call was answered already");
 }
 
+bool stop(const std::shared_ptr<Agent>& self, double patience) {
+  const WithoutGil without_gil;
+  return Agent::stop(self, std::chrono::duration<double>(patience));
+}
+
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
   auto held = std::make_shared<Held>(std::move(fn));
-  const py::gil_scoped_release without_gil;
+  const WithoutGil without_gil;
   future->addCallback([held](rpc::JitFuture&) {
     const Gil gil;
     if (!gil) return;
     try {
-      py::handle(held->get())();
+      call_python(held->get());
     } catch (py::error_already_set& e) {
       e.discard_as_unraisable("rpc_ext: a call with RRefs");
     }
@@ -65,8 +71,11 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
 
 PYBIND11_MODULE(_C, m) {
   py::module_::import("torch.distributed.rpc");  // whose classes ours derives from
+  remember_main_thread();
 
-  py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent")
+  // Its destructor joins threads, which take the GIL to end.
+  py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent",
+                                                                  py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int world_size,
                        const rpc::TensorPipeRpcBackendOptions& options,
                        const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
@@ -79,6 +88,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("reverse_device_maps"), py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("serve"),
            py::arg("tell"))
       .def("call", call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"), py::arg("listener"))
+      .def("stop", stop, py::arg("patience"))
       .def("refused", &Agent::refused);
 
   py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply")
@@ -91,6 +101,10 @@ PYBIND11_MODULE(_C, m) {
         [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });
   m.def("record_rrefs", [] { rpc::RRefContext::getInstance().recordThreadLocalPendingRRefs(); });
   m.def("forget_rrefs", [] { rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError(); });
+  m.def("renew_references", [] {
+    const WithoutGil without_gil;
+    renew_references();
+  });
   m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
 }

@@ -23,6 +23,18 @@ class Gil {
   PyGILState_STATE state_{};
 };
 
+// Releases the GIL.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 // A Python object that C++ threads hold without the GIL. Leaked where Python is going away.
 class Held {
  public:
@@ -31,11 +43,25 @@ class Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
 
-  PyObject* get() const { return object_; }
+  py::handle get() const { return object_; }
   void drop();
 
  private:
   PyObject* object_;
 };
+
+// Calls Python, from a thread of the agent's, with the GIL; throws py::error_already_set. A thread that may not come
+// back, since Python goes away meanwhile, stays inside: before 3.14 Python would unwind its stack, and torch ends the
+// process over that.
+void call_python(py::handle callable, const PyObject* const* arguments, std::size_t count);
+
+template <class... Arguments>
+void call_python(py::handle callable, const Arguments&... arguments) {
+  const PyObject* const given[] = {arguments.ptr()..., nullptr};
+  call_python(callable, given, sizeof...(arguments));
+}
+
+// Remembers which thread is Python's main one, the last to use Python.
+void remember_main_thread();
 
 }  // namespace rpc_ext

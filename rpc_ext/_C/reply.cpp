@@ -4,6 +4,10 @@
 
 namespace rpc_ext {
 
+void expect_storages(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) tensor.storage();
+}
+
 Reply::Reply(int sender, const std::vector<c10::Device>& devices)
     : sender_(sender), future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), devices)) {}
 
@@ -14,6 +18,7 @@ Reply::~Reply() {
 }
 
 bool Reply::send(Bytes payload, std::vector<at::Tensor> tensors) {
+  expect_storages(tensors);
   if (given_.exchange(true)) return false;
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_RET);

@@ -11,6 +11,10 @@ namespace rpc_ext {
 
 namespace rpc = torch::distributed::rpc;
 
+// Throws where torch's engine, as it serialises a message, would end the process: over a tensor that has no storage,
+// such as those inside of vmap().
+void expect_storages(const std::vector<at::Tensor>& tensors);
+
 // The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error.
 class Reply {
  public:
@@ -24,7 +28,7 @@ class Reply {
   // What the agent sends when it completes.
   const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
 
-  // False where it was given before.
+  // False where it was given before. Throws, and is not given, where a tensor cannot be sent.
   bool send(Bytes payload, std::vector<at::Tensor> tensors);
 
  private:

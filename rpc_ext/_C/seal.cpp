@@ -35,12 +35,31 @@ std::string described(const std::vector<at::Tensor>& tensors) {
   std::string description;
   append<std::uint64_t>(description, tensors.size());
   for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) {
+      append<std::int32_t>(description, -1);
+      continue;
+    }
     append<std::int32_t>(description, static_cast<int>(tensor.scalar_type()));
     append<std::int32_t>(description, static_cast<int>(tensor.device().type()));
     append<std::uint64_t>(description, tensor.dim());
     for (const std::int64_t size : tensor.sizes()) append(description, size);
   }
   return description;
+}
+
+// Strides and offsets are not signed, since the engine may change them; it makes a tensor of whatever it is told.
+bool is_within_its_storage(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return true;
+  std::int64_t last = tensor.storage_offset();
+  if (last < 0) return false;
+  for (std::int64_t i = 0; i < tensor.dim(); i++) {
+    std::int64_t reach = 0;
+    if (tensor.stride(i) < 0 || __builtin_mul_overflow(tensor.size(i) - 1, tensor.stride(i), &reach) ||
+        __builtin_add_overflow(last, reach, &last)) {
+      return false;
+    }
+  }
+  return static_cast<std::uint64_t>(last) < tensor.storage().nbytes() / tensor.itemsize();
 }
 
 Header header_of(const Bytes& frame) {
@@ -94,6 +113,9 @@ void Sealer::check_mac(const Bytes& frame, const std::vector<at::Tensor>& tensor
   const Digest mac =
       key_.of({view(frame, 0, mac_at), described(tensors), view(frame, header_size, frame.size() - header_size)});
   if (!HmacKey::same(mac, view(frame, mac_at, mac.size()))) throw Refused{"its signature is wrong", sender};
+  for (const at::Tensor& tensor : tensors) {
+    if (!is_within_its_storage(tensor)) throw Refused{"a tensor reaches beyond its memory", sender};
+  }
 }
 
 Sealer::Opened Sealer::open_request(int type, const Bytes& frame, const std::vector<at::Tensor>& tensors) {

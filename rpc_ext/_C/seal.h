@@ -36,7 +36,7 @@ struct Refused {
 //                            (their number; of each dtype, sizes, and the type of device), and of the payload
 //    56  payload
 //
-// What the tensors contain is not signed.
+// What the tensors contain is not signed. One that reaches beyond its memory is refused.
 class Sealer {
  public:
   static constexpr std::size_t header_size = 56;

@@ -17,14 +17,14 @@ torch's PrivateUse1; ``torch.Stream``, ``torch.Event`` and ``torch.accelerator``
 There are no threads: device work runs inside the calls of the host, and the schedule says when. So a program with one
 host thread does the same thing each time that it is given the same seed. A ``Schedule`` is one of these words:
 
-=========  =========================================================================================================
-schedule   when device work runs
-=========  =========================================================================================================
-``free``   as early as streams and events allow: as on a device that is faster than the host
-``lazy``   as late as possible: when the host waits, and then only what it waits for. Whoever forgot to wait reads
-           NaN, which fresh memory is filled with
-``jitter`` in between: at each call a choice, made by the seed, of how much of which stream
-=========  =========================================================================================================
+==========  =========================================================================================================
+schedule    when device work runs
+==========  =========================================================================================================
+``free``    as early as streams and events allow: as on a device that is faster than the host
+``lazy``    as late as possible: when the host waits, and then only what it waits for. Whoever forgot to wait reads
+            NaN, which fresh memory is filled with
+``jitter``  in between: at each call a choice, made by the seed, of how much of which stream
+==========  =========================================================================================================
 
 Races are found when work is enqueued, from what waits for what (vector clocks, as in FastTrack by Flanagan and Freund,
 2009), so they show under every schedule. ``clock()`` is a virtual clock: with it the overlap of copies and kernels can

@@ -1,0 +1,101 @@
+"""The sockets on which an agent listens, and how they are closed behind its back.
+
+TensorPipe takes what comes there apart before anything of it can be checked, and a few wrong bytes end the process. Its
+agents connect once and never again; so when all are connected, nobody who may come needs these sockets any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from rpc_ext import _C
+
+__all__ = ["close", "host", "listening"]
+
+_SELF = Path("/proc/self")
+
+
+def host() -> str:
+    """Return the address on which agents of this process listen."""
+    return _C.listening_address().rpartition(":")[0].strip("[]")
+
+
+def listening() -> set[int]:
+    """Return the sockets on which this process listens at that address, or for its own machine alone, by inode.
+
+    None where the system does not say.
+    """
+    here = host()
+    return {inode for fd, inode in _listening() if _is_at(fd, here)}
+
+
+def close(inodes: set[int]) -> None:
+    """Close these sockets for whoever would connect.
+
+    Their descriptors stay: the engine closes them in the end, and would fail were they gone. Behind each of them comes
+    something on which nothing ever happens.
+    """
+    nothing = os.eventfd(0)
+    try:
+        for fd, inode in list(_listening()):
+            if inode in inodes:
+                watchers = list(_watchers(fd))
+                os.dup2(nothing, fd, inheritable=False)
+                for watcher in watchers:  # who watched the socket will want to stop that
+                    with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(watcher)) as epoll:
+                        epoll.register(fd, 0)
+    finally:
+        os.close(nothing)
+
+
+def _descriptors() -> Iterator[int]:
+    if _SELF.is_dir():
+        yield from [int(entry.name) for entry in (_SELF / "fd").iterdir()]
+
+
+def _listening() -> Iterator[tuple[int, int]]:
+    """Yield descriptors and inodes."""
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode) and _accepts(fd):
+                yield fd, status.st_ino
+
+
+def _accepts(fd: int) -> bool:
+    with _socket(fd) as this:
+        return this.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def _is_at(fd: int, address: str) -> bool:
+    with _socket(fd) as this:
+        if this.family == socket.AF_UNIX:
+            return True
+        here: str = this.getsockname()[0]
+        return here.partition("%")[0] == address.partition("%")[0]  # without an interface's name
+
+
+@contextlib.contextmanager
+def _socket(fd: int) -> Iterator[socket.socket]:
+    this = socket.socket(fileno=fd)
+    try:
+        yield this
+    finally:
+        this.detach()
+
+
+def _watchers(fd: int) -> Iterator[int]:
+    """Yield the epoll instances that watch a descriptor."""
+    for watcher in _descriptors():
+        with contextlib.suppress(OSError):
+            if str((_SELF / "fd" / str(watcher)).readlink()) == "anon_inode:[eventpoll]":
+                info = (_SELF / "fdinfo" / str(watcher)).read_text()
+                if re.search(rf"^tfd:\s+{fd}\s", info, re.MULTILINE):
+                    yield watcher
