@@ -1,7 +1,7 @@
 """Python ends at ``bind/``: nothing below it sees a Python header, not even through another header.
 
-There are two native modules, and neither includes from the other. The simulated accelerator's ``runtime/`` does not
-even see torch.
+There are three native modules, and none includes from another. The simulated accelerator's ``runtime/`` does not even
+see torch. The module of ``rpc_ext`` is small: it has no folders, and each header with its source is a layer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import NATIVE, SIM, cpp_files, include_root, includes, sim_files
+from layout.tree import NATIVE, ROOT, RPC_NATIVE, SIM, cpp_files, include_root, includes, rpc_files, sim_files
 
-# Which folders a folder may include from, besides itself.
+# Which folders a folder may include from, besides itself; in rpc_ext, which headers.
 LAYERS = {
     NATIVE: {"core": set(), "storage": {"core"}, "bind": {"core", "storage"}},
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
+    RPC_NATIVE: {
+        "counters": set(),
+        "hmac": set(),
+        "seal": {"counters", "hmac"},
+        "reply": {"seal"},
+        "references": set(),
+        "python": set(),
+        "callback": {"python", "reply", "seal"},
+        "agent": {"callback", "python", "seal"},
+        "module": {"agent", "python", "references", "reply"},
+    },
 }
+RPC_WITHOUT_PYTHON = {"counters", "hmac", "seal", "reply", "references"}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(
@@ -34,19 +46,21 @@ PYTHON_HEADER = re.compile(
 
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
 
-FILES = [*cpp_files(), *sim_files()]
-BELOW_BIND = [*cpp_files("core", "storage"), *sim_files("runtime", "device", "ops")]
+FILES = [*cpp_files(), *sim_files(), *rpc_files()]
+CORE_AND_SIM = [*cpp_files("core", "storage"), *sim_files("runtime", "device", "ops")]
+BELOW_BIND = [*CORE_AND_SIM, *(f for f in rpc_files() if f.stem in RPC_WITHOUT_PYTHON)]
 
-# The files of ops/ that only register operators offer nothing to include.
-HAVE_HEADERS = [f for f in BELOW_BIND if f.relative_to(include_root(f)).parts[0] != "ops"]
+# The files of ops/ that only register operators offer nothing to include, and neither does the one that makes a module.
+HAVE_HEADERS = [f for f in [*CORE_AND_SIM, *rpc_files()] if f.parent.name != "ops" and f.stem != "module"]
 
 
 def ids(file: Path) -> str:
-    return str(file.relative_to(include_root(file).parent))
+    return str(file.relative_to(ROOT))
 
 
 def folder(file: Path) -> str:
-    return file.relative_to(include_root(file)).parts[0]
+    """Return the layer that a file is in: the name of its folder, or its own where there are none."""
+    return Path(file.relative_to(include_root(file)).parts[0]).stem
 
 
 def reached(file: Path) -> dict[str, str]:
@@ -72,7 +86,7 @@ def test_every_folder_has_a_layer(file: Path) -> None:
 @pytest.mark.parametrize("file", BELOW_BIND, ids=ids)
 def test_no_python_header_below_bind(file: Path) -> None:
     for header, by in reached(file).items():
-        assert not PYTHON_HEADER.fullmatch(header), f"{header} is included by {by}; Python belongs into bind/"
+        assert not PYTHON_HEADER.fullmatch(header), f"{header} is included by {by}; Python does not belong there"
 
 
 @pytest.mark.parametrize("file", sim_files("runtime"), ids=ids)
@@ -109,3 +123,4 @@ def test_every_source_has_its_header(file: Path) -> None:
 def test_there_are_sources_to_look_at() -> None:
     assert cpp_files()
     assert sim_files("runtime")
+    assert {f.stem for f in rpc_files()} == LAYERS[RPC_NATIVE].keys()

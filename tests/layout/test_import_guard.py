@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import PACKAGE
+from layout.tree import PACKAGE, RPC
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Return a folder with an unbuilt copy of the package and a torch that is only a version."""
+    """Return a folder with an unbuilt copy of the packages and a torch that is only a version."""
     ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
-    shutil.copytree(PACKAGE, tmp_path / "cudafuture", ignore=ignored)
+    for package in (PACKAGE, RPC):
+        shutil.copytree(package, tmp_path / package.name, ignore=ignored)
     # Whoever writes the front door imports the guard first; what comes after it needs more than a fake torch.
     (tmp_path / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
     return tmp_path
@@ -36,8 +37,9 @@ def error_of(checkout: Path, statement: str = "import cudafuture") -> str:
     return run.stderr.strip().splitlines()[-1] if run.returncode else ""
 
 
-def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path) -> None:
-    error = error_of(checkout)
+@pytest.mark.parametrize("package", [PACKAGE, RPC], ids=lambda package: package.name)
+def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path, package: Path) -> None:
+    error = error_of(checkout, f"import {package.name}")
     assert error.startswith("ImportError: ")
     assert "not built" in error
     assert "make setup" in error

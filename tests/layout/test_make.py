@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import PACKAGE, ROOT
+from layout.tree import PACKAGE, ROOT, RPC
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
@@ -22,7 +22,8 @@ def checkout(tmp_path: Path) -> Path:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)  # type: ignore[operator]
     ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
-    shutil.copytree(PACKAGE, tmp_path / "cudafuture", ignore=ignored)
+    for package in (PACKAGE, RPC):
+        shutil.copytree(package, tmp_path / package.name, ignore=ignored)
     return tmp_path
 
 
@@ -74,9 +75,11 @@ def test_what_has_been_set_up_is_not_set_up_again(checkout: Path, command: str) 
     ("changed", "does"),
     [
         ("cudafuture/_C/core/future.cpp", ["pip install"]),
+        ("rpc_ext/_C/seal.cpp", ["pip install"]),
         ("pyproject.toml", ["environment.py build", "pip install"]),
         ("README.md", []),
         ("cudafuture/combine.py", []),  # the installation is an editable one
+        ("rpc_ext/calls.py", []),
     ],
 )
 def test_what_has_changed_decides_what_is_done_again(checkout: Path, changed: str, does: list[str]) -> None:

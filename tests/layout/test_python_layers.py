@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_name, python_files
 
 # Lowest first. The modules of one row do not import each other.
-ROWS = (
+CUDAFUTURE = (
     ("errors", "config", "_build_info", "_log", "_tensors"),
     ("_native",),
     ("_C",),
@@ -24,22 +25,39 @@ ROWS = (
     ("testing",),
     ("cli",),
 )
-ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+RPC_EXT = (
+    ("_C",),
+    ("_engine", "_exchange", "_failure", "_histogram", "_listeners", "_promises", "_secret", "_staging", "_statistics"),
+    ("_codec",),
+    ("_destination", "_devices", "_serve"),
+    ("_backend", "_call"),
+    ("session",),
+    ("_batching",),
+    ("calls",),
+    ("rref",),
+)
+PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
+ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
 
 # What the native module imports by name while it runs. No arrow, as long as these know nothing of what is above.
 CALLED_BY_NATIVE = {"errors", "_log", "_tensors", "_await", "_work"}
 
-FILES = python_files("cudafuture")
-BELOW_THE_FRONT_DOOR = [f for f in FILES if f != PACKAGE / "__init__.py"]
+FILES = python_files(*PACKAGES)
+BELOW_THE_FRONT_DOOR = [f for f in FILES if module_name(f) not in PACKAGES]
 
 
 def room(module: str) -> str:
-    """Return the part of a module's name that has a row: ``storage`` for ``cudafuture.storage.engine``."""
-    return module.split(".")[1]
+    """Return the part of a module's name that has a row: ``cudafuture.storage`` for ``cudafuture.storage.engine``."""
+    return ".".join(module.split(".")[:2])
 
 
 def own_imports(file: Path) -> list[str]:
-    return sorted(i for i in imports(file) if i.split(".")[0] == "cudafuture")
+    """Return what a file imports of its own package."""
+    return sorted(i for i in imports(file) if i.split(".")[0] == module_name(file).split(".")[0])
+
+
+def rows_used(file: Path) -> set[str]:
+    return {room(i) for i in imports(file) if i.split(".")[0] in PACKAGES and i not in PACKAGES}
 
 
 def ids(file: Path) -> str:
@@ -55,7 +73,7 @@ def test_every_module_has_a_row(file: Path) -> None:
 def test_imports_point_down(file: Path) -> None:
     here = room(module_name(file))
     for target in own_imports(file):
-        assert target != "cudafuture", "import the module that has the name, not the front door, which imports it all"
+        assert target not in PACKAGES, "import the module that has the name, not the front door, which imports it all"
         there = room(target)
         assert there == here or ROW_OF[there] < ROW_OF[here], f"{target} is not below {module_name(file)}"
 
@@ -68,9 +86,12 @@ def test_the_native_module_calls_what_it_may(file: Path) -> None:
 
 
 def test_the_front_door_imports_no_tool() -> None:
-    door = PACKAGE / "__init__.py"
-    rooms = {room(i) for i in own_imports(door) if i != "cudafuture"} if door.exists() else set()
-    assert not rooms & {"testing", "cli"}
+    assert not rows_used(PACKAGE / "__init__.py") & {"cudafuture.testing", "cudafuture.cli"}
+
+
+@pytest.mark.parametrize("file", python_files("cudafuture"), ids=ids)
+def test_nothing_below_knows_rpc_ext(file: Path) -> None:
+    assert not any(room.startswith("rpc_ext.") for room in rows_used(file))
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
@@ -80,14 +101,18 @@ def test_private_modules_stay_in_their_folder(file: Path) -> None:
         parts = target.split(".")
         for depth, part in enumerate(parts):
             folder = ".".join(parts[:depth])
-            if part.startswith("_") and folder != "cudafuture":
+            if part.startswith("_") and folder not in PACKAGES:
                 assert (importer + ".").startswith(folder + "."), f"{target} is private to {folder}"
 
 
 @pytest.mark.parametrize("file", python_files("rpc_ext"), ids=ids)
 def test_rpc_ext_uses_the_public_api_only(file: Path) -> None:
-    for target in own_imports(file):
-        assert not any(part.startswith("_") for part in target.split(".")), f"{target} is private to cudafuture"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cudafuture":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            assert not any(name.startswith("_") for name in names), f"{'.'.join(names)} is private to cudafuture"
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "cudafuture" for alias in node.names), "import names from it"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
@@ -96,8 +121,8 @@ def test_importing_needs_the_declared_dependencies_only(file: Path) -> None:
     declared = re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     assert declared is not None
     allowed = {re.match(r"\w+", d)[0] for d in re.findall(r'"([^"]+)"', declared[1])}  # type: ignore[index]
-    if file != PACKAGE / "__init__.py" and room(module_name(file)) == "testing":
+    if room(module_name(file)) == "cudafuture.testing":
         allowed |= {"pytest"}  # the plugin's host
     for target in imports(file, top_level_only=True):
         top = target.split(".")[0]
-        assert top in allowed | {"cudafuture"} or top in sys.stdlib_module_names, f"{top} is not in dependencies"
+        assert top in allowed | PACKAGES.keys() or top in sys.stdlib_module_names, f"{top} is not in dependencies"

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cudafuture"
 NATIVE = PACKAGE / "_C"
 SIM = PACKAGE / "testing" / "_sim"
+RPC = ROOT / "rpc_ext"
+RPC_NATIVE = RPC / "_C"
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -30,9 +32,14 @@ def sim_files(*folders: str) -> list[Path]:
     return _cpp_files(SIM, folders)
 
 
+def rpc_files() -> list[Path]:
+    """Return the C++ files of rpc_ext/_C."""
+    return _cpp_files(RPC_NATIVE, ())
+
+
 def include_root(file: Path) -> Path:
     """Return the folder that a C++ file's own headers are named from: each native module has one."""
-    return SIM if file.is_relative_to(SIM) else NATIVE
+    return next((root for root in (SIM, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
 
 
 def _cpp_files(root: Path, folders: tuple[str, ...]) -> list[Path]:
@@ -50,7 +57,7 @@ def is_module(name: str) -> bool:
     """Say whether a dotted name is a module of this checkout; the native one is, built or not."""
     path = ROOT.joinpath(*name.split("."))
     return (
-        name in {"cudafuture._C", "cudafuture._build_info"}
+        name in {"cudafuture._C", "cudafuture._build_info", "rpc_ext._C"}
         or path.with_suffix(".py").is_file()
         or (path / "__init__.py").is_file()
     )

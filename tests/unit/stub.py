@@ -1,6 +1,7 @@
 """What a stub file says a native module offers, what the module itself says, and where the two differ.
 
-nanobind keeps a function's signature as text, in ``__nb_signature__``; both sides are therefore read as Python source.
+nanobind keeps a function's signature as text, in ``__nb_signature__``, and pybind11 in a line of its docstring; both
+sides are therefore read as Python source.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def _may_return(stub: str, real: str) -> bool:
         return stub == real or stub.startswith("Literal['")
     if real in ("list", "dict", "tuple"):
         return stub.startswith(real + "[")
+    if real.startswith(("list[", "dict[", "tuple[")):
+        return stub == real
     return True
 
 
@@ -116,6 +119,8 @@ def _stub_scope(body: list[ast.stmt]) -> Scope:
     scope = Scope()
     for node in body:
         name = getattr(node, "name", "")
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+            continue  # what a function takes has no class in the module
         if isinstance(node, ast.ClassDef) and not name.startswith("_"):
             inner = _stub_scope(node.body)
             inner.others["(class)"] = "final class" if _decorators(node) & {"final"} else "derivable class"
@@ -143,7 +148,7 @@ def _module_scope(module: ModuleType) -> Scope:
             continue
         if isinstance(found, type):
             scope.classes[name] = _class_scope(found)
-        elif hasattr(found, "__nb_signature__"):
+        elif _is_native(found):
             scope.functions[name] = _native_functions(found, "function")
         else:
             scope.others[name] = f"value of {type(found).__name__}"
@@ -157,7 +162,7 @@ def _class_scope(cls: type) -> Scope:
             continue
         if isinstance(found, property):
             scope.others[name] = "property" if found.fset is None else "property that can be set"
-        elif hasattr(found, "__nb_signature__"):
+        elif _is_native(found):
             what = "static method" if type(found).__name__ == "nb_func" else "function"
             scope.functions[name] = _native_functions(found, what)
         elif name != "__init__":  # one that is not nanobind's refuses to construct
@@ -173,9 +178,23 @@ def _is_final(cls: type) -> bool:
     return False
 
 
+def _is_native(found: Any) -> bool:
+    return hasattr(found, "__nb_signature__") or bool(_lines_of_pybind(found))
+
+
+def _lines_of_pybind(function: Any) -> list[str]:
+    """Return the lines in which pybind11 shows the signatures of a function, or none where it is another's."""
+    if type(function).__name__ not in ("builtin_function_or_method", "instancemethod"):
+        return []
+    return re.findall(rf"^(?:\d+\. )?({function.__name__}\(.*\) -> .*)$", function.__doc__ or "", re.MULTILINE)
+
+
 def _native_functions(function: Any, what: str) -> list[Function]:
     found = []
-    for text, _, defaults in function.__nb_signature__:
+    texts = getattr(function, "__nb_signature__", None) or [
+        (f"def {line}", "", ()) for line in _lines_of_pybind(function)
+    ]
+    for text, _, defaults in texts:
         source = re.sub(r"\\(\d+)", r"__default_\1", text)
         (node,) = ast.parse(source + ": ...").body
         assert isinstance(node, ast.FunctionDef)

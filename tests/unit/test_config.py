@@ -1,5 +1,6 @@
 """The CUDAFUTURE_* variables."""
 
+import pickle
 import re
 
 import pytest
@@ -13,10 +14,17 @@ def test_defaults_hold_where_nothing_is_set():
     assert settings.watcher_longest_pause == pytest.approx(5000e-6)
     assert 1 <= settings.submit_threads <= 32
     assert not settings.debug_order
+    assert settings.rpc_secret_file is None
 
 
 def test_variables_are_read():
-    settings = config.read({"CUDAFUTURE_WATCHER_FIRST_PAUSE_US": "20", "CUDAFUTURE_SUBMIT_THREADS": "3"})
+    environment = {
+        "CUDAFUTURE_WATCHER_FIRST_PAUSE_US": "20",
+        "CUDAFUTURE_SUBMIT_THREADS": "3",
+        "CUDAFUTURE_RPC_SECRET_FILE": "/run/secrets/job",
+    }
+    settings = config.read(environment)
+    assert settings.rpc_secret_file == "/run/secrets/job"
     assert settings.watcher_first_pause == pytest.approx(20e-6)
     assert settings.submit_threads == 3
 
@@ -62,3 +70,32 @@ def test_storage_errors_carry_where_and_how_much():
     assert (error.errno, error.path, error.offset, error.wanted, error.got) == (5, "/x", 1, 3, 2)
     assert str(error) == "short read"
     assert str(errors.NotFoundError("no such key: 'k'")) == "no such key: 'k'"
+
+
+def test_an_empty_name_of_a_secret_file_is_none():
+    assert config.read({"CUDAFUTURE_RPC_SECRET_FILE": ""}).rpc_secret_file is None
+
+
+def test_a_lost_worker_is_a_connection_error_that_has_its_name():
+    error = errors.WorkerLostError("worker 'b' was lost", worker="b")
+    assert isinstance(error, errors.RemoteError)
+    assert isinstance(error, ConnectionError)
+    assert error.worker == "b"
+    assert str(error) == "worker 'b' was lost", "not OSError's idea of arguments"
+    assert (error.type_name, error.remote_traceback) == ("", "")
+
+
+def test_failed_calls_carry_the_errors_and_the_other_results_by_worker():
+    error = errors.CallsFailedError("1 of 2 calls has failed", {"a": KeyError("k")}, {"b": 3})
+    assert error.failures["a"].args == ("k",)
+    assert error.results == {"b": 3}
+    assert str(error) == "1 of 2 calls has failed\n  a: KeyError: 'k'"
+    assert str(errors.CallsFailedError("no call was made")) == "no call was made"
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_survives_pickling(name):
+    error = getattr(errors, name)("a message")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == "a message"

@@ -14,7 +14,7 @@ import pytest
 from soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "cmake", "cudafuture")
+PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "cmake", "cudafuture", "rpc_ext")
 
 USE = """
 import sys
@@ -23,6 +23,9 @@ import cudafuture
 from cudafuture import CUDAFuture, submit
 assert CUDAFuture.completed(1).then(lambda f: f.value() + 1).wait() == 2
 assert submit(divmod, 7, 2).wait() == (3, 1)
+import rpc_ext
+with rpc_ext.init_rpc("alone", rank=0, world_size=1, init_method="tcp://127.0.0.1:0"):
+    assert rpc_ext.rpc_sync("alone", divmod, (7, 2)) == (3, 1)
 print(cudafuture.__file__)
 """
 

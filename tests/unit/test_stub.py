@@ -1,4 +1,4 @@
-"""The stub of the native module says what was built, no more and no less."""
+"""The stubs of the native modules say what was built, no more and no less."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from pathlib import Path
 import pytest
 
 import cudafuture
+import rpc_ext
 from cudafuture import _C
+from rpc_ext import _C as rpc_C
 from unit.stub import differences
 
 STUB = Path(cudafuture.__file__).with_name("_C.pyi").read_text(encoding="utf-8")
+RPC_STUB = Path(rpc_ext.__file__).with_name("_C.pyi").read_text(encoding="utf-8")
 
 
 def test_the_stub_is_what_was_built() -> None:
     assert differences(STUB, _C) == []
+
+
+def test_the_stub_of_rpc_ext_is_what_was_built() -> None:
+    assert differences(RPC_STUB, rpc_C) == []
 
 
 DOCTORED = {
@@ -102,6 +109,26 @@ DOCTORED = {
 def test_a_stub_that_is_wrong_is_found_out(wanted: str, doctored: str, complaint: str) -> None:
     assert wanted in STUB, "the stub has changed: doctor something that it still says"
     found = differences(STUB.replace(wanted, doctored), _C)
+    assert any(complaint in difference for difference in found), found
+
+
+DOCTORED_RPC = {
+    "a method is missing": ("    def refused(self) -> dict[int, int]: ...\n", "", "refused is in the module but"),
+    "a function too many": ("def record_rrefs", "def more() -> None: ...\ndef record_rrefs", "more is in the stub"),
+    "a class is missing": ("class Reply:", "class Replies:", "Reply is in the module but not in the stub"),
+    "a value of another type": ("MAGIC: bytes", "MAGIC: str", "MAGIC is a value of str in the stub"),
+    "a parameter has another name": ("to: int, payload", "worker: int, payload", "call takes (any worker"),
+    "a parameter is missing": ("        name: str,\n", "", "Agent.__init__ takes (any store, any rank"),
+    "by keyword is by place": ("        *,\n        key", "        key", "any key, any serve, any tell) in the stub"),
+    "a property is a method": ("    @property\n    def sender", "    def sender", "sender is a function in"),
+    "another return type": ("-> dict[int, int]", "-> dict[str, int]", "refused returns dict[str, int] in"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "doctored", "complaint"), DOCTORED_RPC.values(), ids=DOCTORED_RPC.keys())
+def test_a_stub_of_rpc_ext_that_is_wrong_is_found_out(wanted: str, doctored: str, complaint: str) -> None:
+    assert wanted in RPC_STUB, "the stub has changed: doctor something that it still says"
+    found = differences(RPC_STUB.replace(wanted, doctored), rpc_C)
     assert any(complaint in difference for difference in found), found
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors
+from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors, submit
 
 
 def test_a_callback_gets_the_future_and_makes_the_child():
@@ -314,6 +314,37 @@ def test_the_librarys_own_executors():
     elsewhere = future.then(lambda _: threading.get_ident(), executor=executors.callback_thread)
     assert elsewhere.wait() != here
     assert repr(executors.inline) == "<cudafuture.executors.inline>"
+
+
+def test_a_producer_says_where_callbacks_run_that_name_no_executor():
+    here, library = threading.get_ident(), submit(threading.get_ident, executor=executors.callback_thread).wait()
+    future = CUDAFuture(executor=executors.callback_thread)
+    ran = []
+    future.add_done_callback(lambda _: ran.append(threading.get_ident()))
+    before = future.then(lambda _: threading.get_ident())
+    further = future.then(lambda _: None).then(lambda _: threading.get_ident())
+    inline = future.then(lambda _: threading.get_ident(), executor=executors.inline)
+    asynchronous = future.then_async(lambda _: CUDAFuture.completed(threading.get_ident()))
+    future.set_result(None)
+    late = future.then(lambda _: threading.get_ident())
+    assert before.wait() == further.wait() == asynchronous.wait() == late.wait() == library
+    assert ran == [library]
+    assert inline.wait() == here, "who names one gets it"
+
+
+@pytest.mark.parametrize("executor", [None, executors.inline])
+def test_where_the_producer_names_none_or_inline_callbacks_run_where_the_future_completes(executor):
+    future = CUDAFuture(executor=executor)
+    child = future.then(lambda _: threading.get_ident())
+    future.set_result(None)
+    assert child.value() == threading.get_ident()
+
+
+def test_a_producers_executor_is_one_of_the_librarys():
+    with ThreadPoolExecutor(1) as pool:
+        for wrong in (pool, "inline", 1, executors):
+            with pytest.raises(TypeError, match=r"CUDAFuture\(executor=\) is cudafuture.executors.inline"):
+                CUDAFuture(executor=wrong)
 
 
 def test_an_executor_that_was_shut_down_fails_the_child():
