@@ -1,0 +1,66 @@
+"""Quantiles of latencies, next to the exact ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc_ext._histogram import Histogram
+
+DURATIONS = st.integers(8, 1 << 49)  # of which a float has every nanosecond
+
+
+def histogram_of(durations: list[int]) -> Histogram:
+    histogram = Histogram()
+    for ns in durations:
+        histogram.add(ns)
+    return histogram
+
+
+@given(st.lists(DURATIONS, min_size=1, max_size=200), st.floats(0, 1))
+def test_a_quantile_is_at_most_a_bucket_above_the_exact_one(durations: list[int], q: float) -> None:
+    exact = sorted(durations)[max(0, math.ceil(q * len(durations)) - 1)] * 1e-9
+    found = histogram_of(durations).quantile(q)
+    assert exact <= found * (1 + 1e-9)
+    assert found <= exact * (1 + 1 / 8) * (1 + 1e-9) + 1e-9  # a bucket is an eighth of a power of two wide
+
+
+@given(st.lists(DURATIONS, max_size=100))
+def test_buckets_hold_all_in_order_and_no_empty_ones(durations: list[int]) -> None:
+    histogram = histogram_of(durations)
+    buckets = histogram.buckets()
+    assert sum(count for _, count in buckets) == histogram.total == len(durations)
+    assert all(count for _, count in buckets)
+    uppers = [upper for upper, _ in buckets]
+    assert uppers == sorted(set(uppers))
+    for upper, _ in buckets:  # whatever is below a bucket's end is in it or in an earlier one
+        below = sum(count for end, count in buckets if end <= upper)
+        assert below == sum(ns < round(upper * 1e9) for ns in durations)
+
+
+@given(st.lists(DURATIONS, min_size=1, max_size=50))
+def test_quantiles_grow(durations: list[int]) -> None:
+    histogram = histogram_of(durations)
+    quantiles = [histogram.quantile(i / 20) for i in range(21)]
+    assert quantiles == sorted(quantiles)
+
+
+def test_none_is_not_a_number() -> None:
+    assert math.isnan(Histogram().quantile(0.5))
+    assert Histogram().buckets() == []
+
+
+@pytest.mark.parametrize("ns", [-5, 0, 1, 7])
+def test_what_is_shorter_than_the_first_bucket_is_in_it(ns: int) -> None:
+    assert histogram_of([ns]).buckets() == [(pytest.approx(9e-9), 1)]
+
+
+def test_of_a_hundred_the_p99_is_the_last_but_one() -> None:
+    durations = [1000] * 98 + [1_000_000, 1_000_000_000]
+    histogram = histogram_of(durations)
+    assert 1e-6 <= histogram.quantile(0.98) < 1.2e-6
+    assert 1e-3 <= histogram.quantile(0.99) < 1.2e-3
+    assert 1 <= histogram.quantile(1) < 1.2

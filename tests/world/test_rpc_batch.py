@@ -1,0 +1,369 @@
+"""Calls that travel together: each has its own future, they start in order, and none holds up another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rpc_ext
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
+from cudafuture.testing import World
+from rpc_ext import async_execution, batch, remote, rpc_async, rpc_sync
+from soak import soak_count
+from world.rpc_callees import (
+    ME,
+    PATIENCE,
+    Adder,
+    Gate,
+    add,
+    alone,
+    pending,
+    raises,
+    same,
+    sees,
+    working,
+)
+
+pytestmark = pytest.mark.xdist_group("rpc-batch")
+
+ONES = torch.ones(2, 2)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
+    """Give the worker one thread: a call that held it up would be noticed."""
+    with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
+        yield session
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
+    gate = Gate(request.node.name)
+    yield gate
+    gate.open()
+
+
+def calls_in_a_batch(calls: int) -> None:
+    with batch(ME):
+        futures = [rpc_async(ME, add, (i, 1)) for i in range(calls)]
+    assert wait_all(futures, timeout=PATIENCE) == list(range(1, calls + 1))
+
+
+# ---- each call is a call
+
+
+def test_each_call_has_its_own_future_value_and_error(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        futures = [
+            rpc_async(ME, add, (1, 2)),
+            rpc_async(ME, raises, (LookupError("expected"),)),
+            rpc_async(ME, same, (ONES,)),
+            rpc_async(ME, same, ([ONES * 2, {"a": ONES * 3}],)),
+            rpc_async(ME, raises, (SystemExit(3),)),
+            rpc_async(ME, lambda_maker),
+            rpc_async(ME, same, (Unreadable(),)),
+            rpc_async(ME, same, (ONES.to_sparse(),)),
+            rpc_async(ME, add, (3, 4), {"c": 5}),
+        ]
+    done = collect_all(futures).wait(timeout=PATIENCE)
+    assert done[0].value() == 3
+    assert torch.equal(done[2].value(), ONES)
+    assert torch.equal(done[3].value()[0], ONES * 2)
+    assert torch.equal(done[3].value()[1]["a"], ONES * 3)
+    assert torch.equal(done[7].value().to_dense(), ONES)
+    assert done[8].value() == 12
+    assert [type(done[i].exception()).__name__ for i in (1, 4, 6)] == ["LookupError", "RemoteError", "KeyError"]
+    assert "pickle" in str(done[5].exception())
+    assert "raised on worker 'me'" in "".join(done[1].exception().__notes__)  # type: ignore[union-attr]
+    statistics = rpc_ext.statistics()
+    assert (statistics.destinations[ME].calls, statistics.destinations[ME].failed) == (9, 4)
+    assert statistics.destinations[ME].in_flight == 0
+    assert statistics.served == 9
+
+
+def lambda_maker() -> Any:
+    return lambda: 1
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return raises, (KeyError("not here"),)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 255, 256, 257, 1000])
+def test_any_number_of_calls(worker: rpc_ext.Session, count: int) -> None:
+    calls_in_a_batch(count)
+    calls_in_a_batch(count)
+
+
+def test_calls_start_in_order(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        futures = [rpc_async(ME, sees, (gate, i)) for i in range(600)]
+    wait_all(futures, timeout=PATIENCE)
+    assert gate.seen == list(range(600))
+
+
+def test_large_payloads_and_tensors_travel_in_messages_of_their_own_and_in_order(
+    worker: rpc_ext.Session, gate: Gate
+) -> None:
+    large = [bytes([i]) * (1 << 19) for i in range(8)]
+    with batch(ME):
+        futures: list[Any] = [rpc_async(ME, sees, (gate, value)) for value in large]
+        futures += [rpc_async(ME, same, (torch.full((1 << 18,), float(i)),)) for i in range(8)]
+    for i, future in enumerate(futures):
+        value = future.wait(timeout=PATIENCE)
+        assert value == large[i] if i < 8 else value.eq(i - 8).all()
+    assert gate.seen == large
+
+
+def test_nothing_is_sent_before_it_is_worth_a_message_or_the_body_ends(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        future = rpc_async(ME, same, (1,))
+        rpc_ext.statistics()
+        assert rpc_ext.statistics().served == 0
+        assert rpc_ext.statistics().destinations[ME].in_flight == 1
+    assert future.wait(timeout=PATIENCE) == 1
+
+
+# ---- nothing holds up anything
+
+
+@async_execution
+def completes_the_first(gate: Gate, value: Any) -> CUDAFuture[Any]:
+    gate.futures[0].set_result(value)
+    return CUDAFuture.completed("second")
+
+
+def test_a_call_may_depend_on_a_later_one_of_the_same_batch(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        first, second = rpc_async(ME, pending, (gate,)), rpc_async(ME, completes_the_first, (gate, ONES))
+    assert torch.equal(first.wait(timeout=PATIENCE), ONES)
+    assert second.wait(timeout=PATIENCE) == "second"
+
+
+def test_a_future_that_is_late_holds_up_neither_the_others_nor_the_next_message(
+    worker: rpc_ext.Session, gate: Gate
+) -> None:
+    with batch(ME):
+        late = [rpc_async(ME, pending, (gate,)) for _ in range(5)]
+        prompt = [rpc_async(ME, same, (i,)) for i in range(500)]
+    assert wait_all(prompt, timeout=PATIENCE) == list(range(500))
+    assert not any(future.done() for future in late)
+    gate.futures[3].set_exception(LookupError("late"))
+    for i in (4, 2, 1, 0):
+        gate.futures[i].set_result([i, ONES])
+    assert isinstance(late[3].exception(timeout=PATIENCE), LookupError)
+    assert [late[i].wait(timeout=PATIENCE)[0] for i in (0, 1, 2, 4)] == [0, 1, 2, 4]
+    statistics = rpc_ext.statistics().destinations[ME]
+    assert (statistics.calls, statistics.failed, statistics.in_flight) == (505, 1, 0)
+
+
+def test_waiting_inside_for_what_was_asked_inside(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        first = rpc_async(ME, add, (1, 2))
+        assert rpc_sync(ME, add, (3, 4)) == 7
+        assert first.wait(timeout=PATIENCE) == 3  # it went first
+        rref: Any = remote(ME, Adder, (1,))
+        assert rref.to_here().value == 1
+        assert rref.rpc_sync().add(1) == 2
+
+
+def test_a_full_destination_sends_what_the_batch_holds(tmp_path: Path) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=10):
+        calls_in_a_batch(100)
+
+
+# ---- timeouts, cancelling
+
+
+def test_each_call_has_its_own_timeout(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        futures = [
+            rpc_async(ME, pending, (gate,), timeout=0.1),
+            rpc_async(ME, same, (1,), timeout=PATIENCE),
+            rpc_async(ME, pending, (gate,), timeout=PATIENCE),
+            rpc_async(ME, pending, (gate,), timeout=0),
+            rpc_async(ME, same, (2,), timeout=0.2),
+        ]
+    with pytest.raises(TimeoutError, match=r"pending on worker 'me' has not answered within 0.1 s"):
+        futures[0].wait(timeout=PATIENCE)
+    assert futures[1].wait(timeout=PATIENCE) == 1
+    for future in gate.futures:
+        future.set_result(3)
+    assert [f.wait(timeout=PATIENCE) for f in futures[2:4]] == [3, 3]
+
+
+@pytest.mark.slow
+def test_a_call_that_was_made_last_has_all_of_its_time(worker: rpc_ext.Session) -> None:
+    never: CUDAFuture[Any] = CUDAFuture()
+    with batch(ME):
+        rpc_async(ME, same, (1,), timeout=3)
+        with pytest.raises(TimeoutError):
+            never.wait(timeout=3.1)  # the time of the first is over before it is sent
+        last = rpc_async(ME, same, (2,), timeout=3)
+    assert last.wait(timeout=PATIENCE) == 2
+
+
+def test_calls_of_many_timeouts_that_cannot_be_sent_all_fail(worker: rpc_ext.Session) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with batch(ME):  # none of them can be sent
+            futures.extend(rpc_async(ME, same, (x,), timeout=10 + i % 2) for i in range(2000))
+        return x
+
+    futures: list[CUDAFuture[Any]] = []
+    torch.func.vmap(body)(torch.ones(2, 2))
+    errors = [future.exception(timeout=PATIENCE) for future in futures]
+    assert all("storage" in str(error) for error in errors)
+    assert rpc_ext.statistics().destinations[ME].in_flight == 0
+    assert rpc_sync(ME, same, (1,)) == 1
+
+
+def test_the_answers_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        before = rpc_async(ME, same, (1,))
+        assert before.cancel()
+        late, after = rpc_async(ME, pending, (gate,)), rpc_async(ME, same, (2,))
+    assert after.wait(timeout=PATIENCE) == 2
+    assert late.cancel()
+    gate.futures[0].set_result(1)
+    with pytest.raises(CancelledError):
+        before.wait()
+    assert rpc_sync(ME, same, (3,)) == 3
+    assert rpc_ext.statistics().destinations[ME].failed == 0
+
+
+# ---- bodies
+
+
+def test_an_error_in_the_body_leaves_what_was_called(worker: rpc_ext.Session) -> None:
+    futures = []
+
+    def body() -> None:
+        with batch(ME):
+            futures.append(rpc_async(ME, same, (1,)))
+            raise LookupError("body")
+
+    with pytest.raises(LookupError, match="body"):
+        body()
+    assert futures[0].wait(timeout=PATIENCE) == 1
+    assert rpc_async(ME, same, (2,)).wait(timeout=PATIENCE) == 2
+
+
+def test_batches_are_nested(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        first = rpc_async(ME, sees, (gate, "outer"))
+        with batch(0):
+            inner = [rpc_async(ME, sees, (gate, i)) for i in range(3)]
+        assert wait_all(inner, timeout=PATIENCE) == [0, 1, 2]
+        last = rpc_async(ME, sees, (gate, "outer again"))
+    assert wait_all([first, last], timeout=PATIENCE) == ["outer", "outer again"]
+
+
+def test_a_batch_is_used_again(worker: rpc_ext.Session) -> None:
+    again = batch(ME)
+    for i in range(3):
+        with again:
+            future = rpc_async(ME, same, (i,))
+        assert future.wait(timeout=PATIENCE) == i
+
+
+def test_a_batch_of_nobody_is_refused(worker: rpc_ext.Session) -> None:
+    with pytest.raises(ValueError, match="nobody"):
+        batch("nobody")
+
+
+def test_a_batch_before_there_is_rpc_is_refused() -> None:
+    with pytest.raises(InvalidStateError):
+        batch(ME)
+
+
+def test_a_batch_is_its_threads_own(worker: rpc_ext.Session) -> None:
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        found.append(rpc_async(ME, same, (1,)).wait(timeout=PATIENCE))
+
+    with batch(ME):
+        kept = rpc_async(ME, same, (2,))
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(PATIENCE)
+        assert found == [1]
+        assert not kept.done()
+    assert kept.wait(timeout=PATIENCE) == 2
+
+
+def test_callbacks_make_calls_of_their_own(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        chains = [
+            rpc_async(ME, add, (i, 1)).then_async(lambda f: rpc_async(ME, add, (f.value(), 1))) for i in range(50)
+        ]
+        direct = [rpc_async(ME, add, (i, 1)).then(lambda f: rpc_sync(ME, add, (f.value(), 2))) for i in range(50)]
+    assert wait_all(chains, timeout=PATIENCE) == list(range(2, 52))
+    assert wait_all(direct, timeout=PATIENCE) == list(range(3, 53))
+
+
+@async_execution
+def batched_in_callee(count: int) -> CUDAFuture[Any]:
+    with batch(ME):
+        futures = [rpc_async(ME, add, (i, 1)) for i in range(count)]
+    return collect_all(futures).then(lambda f: sum(part.value() for part in f.value()))
+
+
+def test_a_callee_makes_a_batch_of_its_own(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        futures = [rpc_async(ME, batched_in_callee, (n,)) for n in range(20)]
+    assert wait_all(futures, timeout=PATIENCE) == [n * (n + 1) // 2 for n in range(20)]
+
+
+@pytest.mark.soak
+def test_from_several_threads_at_once(worker: rpc_ext.Session) -> None:
+    rounds = soak_count(100)
+    failures: list[BaseException] = []
+
+    def use(thread: int) -> None:
+        try:
+            for _ in range(rounds):
+                with batch(ME):
+                    futures = [rpc_async(ME, add, (thread, i)) for i in range(100)]
+                assert wait_all(futures, timeout=PATIENCE) == [thread + i for i in range(100)]
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# ---- between workers
+
+
+def to_each_other(file: str, secret: str | None) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with working(f"w{rank}", rank, size, file, num_worker_threads=1, secret=secret):
+        others = [i for i in range(size) if i != rank]
+        for _ in range(5):
+            with batch(others[0]), batch(others[1]):
+                futures = [(i, to, rpc_async(to, add, (torch.full((3,), i), to))) for i in range(300) for to in others]
+            for i, to, future in futures:
+                assert future.wait(timeout=PATIENCE).eq(i + to).all()
+        counted = rpc_ext.statistics()
+        assert [counted.destinations[f"w{to}"].calls for to in others] == [1500, 1500]
+        dist.barrier()
+        assert rpc_ext.statistics().served == 1500 * len(others)
+
+
+@pytest.mark.slow
+@pytest.mark.world(3)
+@pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])
+def test_batches_to_several_workers_at_once(world: World, tmp_path: Path, secret: str | None) -> None:
+    world.run(to_each_other, str(tmp_path / "rendezvous"), secret)

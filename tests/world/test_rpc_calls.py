@@ -1,0 +1,540 @@
+"""Calls of functions and their futures: arguments, results, timeouts, callbacks. One worker that calls itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import functools
+import math
+import operator
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc as torch_rpc
+
+import rpc_ext
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, executors, submit, wait_all
+from cudafuture.errors import CallsFailedError, RemoteError
+from rpc_ext import broadcast_call, map_call, rpc_async, rpc_sync
+from unit.parity import answers
+from world.comparison import DTYPES, bits, values
+from world.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, forwarded, raises, same, waits
+
+pytestmark = pytest.mark.xdist_group("rpc-calls")
+
+ONES = torch.ones(2, 2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
+    with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=4) as session:
+        yield session
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
+    gate = Gate(request.node.name)
+    yield gate
+    gate.open()
+
+
+# ---- who is called
+
+
+@answers("test_send_to_rank", "test_self_add", "test_add", "test_add_with_id", "test_int_callee", "test_worker_id")
+def test_a_worker_is_meant_by_its_name_its_rank_or_its_info(worker: rpc_ext.Session) -> None:
+    assert worker.workers == [ME]
+    for to in (ME, 0, torch_rpc.get_worker_info(), torch_rpc.get_worker_info(ME)):
+        assert rpc_sync(to, add, (1, 2)) == 3
+        assert rpc_async(to, add, (1, 2)).wait() == 3
+        assert rpc_ext.remote(to, add, (1, 2)).to_here() == 3
+
+
+@answers("test_expected_src", "test_wrong_types")
+@pytest.mark.parametrize("call", [rpc_async, rpc_sync, rpc_ext.remote])
+@pytest.mark.parametrize(
+    ("to", "error"), [("you", ValueError), (1, ValueError), (-1, ValueError), (0.5, TypeError), (None, TypeError)]
+)
+def test_a_worker_that_is_not_there_is_refused(call: Any, to: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="worker"):
+        call(to, add, (1, 2))
+
+
+@pytest.mark.parametrize("to", [True, False])
+def test_a_bool_is_no_rank(to: Any) -> None:
+    with pytest.raises(TypeError, match="rank"):
+        rpc_async(to, add, (1, 2))
+
+
+@answers("test_op_with_invalid_args")
+def test_wrong_arguments_take_no_room(worker: rpc_ext.Session) -> None:
+    before = rpc_ext.statistics().destinations[ME]
+    with pytest.raises(TypeError, match="callable"):
+        rpc_async(ME, 3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        rpc_async(ME, add, 3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        rpc_async(ME, add, (1,), priority="high")  # type: ignore[call-overload]
+    for timeout in (-1, math.nan):
+        with pytest.raises(ValueError, match="seconds"):
+            rpc_async(ME, add, (1,), timeout=timeout)
+    with pytest.raises(Exception, match=r"pickle|local"):
+        rpc_async(ME, add, (lambda: 1,))
+    assert rpc_ext.statistics().destinations[ME] == before
+    with pytest.raises(TypeError, match="add"):
+        rpc_sync(ME, add, (1,), {"d": 1})
+
+
+# ---- what travels
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Boxed:
+    tensor: torch.Tensor
+    name: str = "box"
+
+
+@answers("test_py_built_in", "test_py_user_defined", "test_scalar_add", "test_py_no_return_result")
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        2.5,
+        1 + 2j,
+        "text",
+        "\udcff\0",
+        b"\0" * 100_000,
+        [],
+        {},
+        {1: (2, [3, {4}])},
+        Point(1, "y"),
+        Adder,
+        1 << 99,
+    ],
+    ids=lambda v: type(v).__name__ + str(len(str(v))),
+)
+def test_values_arrive_as_they_are(value: Any) -> None:
+    returned = rpc_sync(ME, same, (value,))
+    assert returned == value
+    assert type(returned) is type(value)
+    assert rpc_sync(ME, same, kwargs={"value": value}) == value
+
+
+@answers("test_py_tensors", "test_py_tensors_in_container", "test_py_nested_pickle", "test_async_add", "test_nonzero")
+def test_tensors_arrive_wherever_they_stand() -> None:
+    one = torch.randn(3, 4)
+    array = np.arange(6.0).reshape(2, 3)
+    sent = {"a": [one, (one + 1, {"b": one * 2})], "p": Point(one, array), "box": Boxed(one)}
+    got = rpc_sync(ME, same, (sent,))
+    assert torch.equal(got["a"][0], one)
+    assert torch.equal(got["a"][1][0], one + 1)
+    assert torch.equal(got["a"][1][1]["b"], one * 2)
+    assert np.array_equal(got["p"].y, array)
+    assert torch.equal(got["box"].tensor, one)
+    # What was one object is one object there, and another one than here.
+    assert got["a"][0] is got["p"].x is got["box"].tensor
+    got["a"][0].zero_()
+    assert one.any()
+    assert [t.tolist() for t in rpc_sync(ME, torch.nonzero, (torch.eye(2),))] == [[0, 0], [1, 1]]
+
+
+def test_every_dtype_arrives_or_is_refused_before_it_is_sent() -> None:
+    refused = []
+    for dtype in DTYPES:
+        tensor = values(dtype, 5, 3)
+        try:
+            got = rpc_sync(ME, same, (tensor,))
+        except RuntimeError:
+            refused.append(dtype)
+        else:
+            assert got.dtype == dtype
+            assert torch.equal(bits(got), bits(tensor)), dtype
+    assert all(str(dtype).startswith("torch.q") for dtype in refused)  # memory alone says nothing without a scale
+
+
+def test_quantized_tensors_arrive() -> None:
+    for tensor in (
+        torch.quantize_per_tensor(ONES, 0.5, 1, torch.qint8),
+        torch.quantize_per_channel(ONES, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.quint8),
+    ):
+        got = rpc_sync(ME, same, (tensor,))
+        assert torch.equal(got, tensor)
+        assert got.qscheme() == tensor.qscheme()
+
+
+@answers("test_non_cont_tensors", "test_tensor_view_as_return_value")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.empty(2, 0, 3),
+        torch.arange(20).view(4, 5).narrow(1, 2, 2),
+        torch.arange(20).view(4, 5).t(),
+        torch.arange(5)[1:4],
+        torch.ones(1).expand(1000, 1000),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.randn(1 << 21),
+    ],
+    ids=["scalar", "empty", "zero", "narrow", "t", "slice", "expanded", "channels", "conj", "neg", "8MiB"],
+)
+def test_views_and_strange_shapes_arrive(tensor: torch.Tensor) -> None:
+    for got in (rpc_sync(ME, same, (tensor,)), rpc_ext.remote(ME, same, (tensor,)).to_here()):
+        assert got.shape == tensor.shape
+        assert torch.equal(got, tensor)
+
+
+def coo() -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3), check_invariants=True)
+
+
+@answers(
+    "test_send_to_rank_sparse",
+    "test_py_sparse_tensors_in_container",
+    "test_self_py_udf_remote_sparse",
+    "test_world_size_one_sparse",
+    "test_multi_rpc_sparse",
+    "test_builtin_remote_ret_sparse",
+    "test_builtin_remote_self_sparse",
+    "test_multi_builtin_remote_ret_sparse",
+    "test_multi_py_udf_remote_sparse",
+)
+@pytest.mark.filterwarnings("ignore:.*CSR.*:UserWarning", "ignore:.*prototype.*:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [coo, lambda: coo().coalesce(), lambda: coo().to_sparse_csr(), lambda: coo().to_sparse_csc()],
+    ids=["coo", "coalesced", "csr", "csc"],
+)
+def test_sparse_tensors_arrive(make: Any) -> None:
+    tensor = make()
+    for got in (
+        *rpc_sync(ME, same, ([tensor],)),
+        rpc_ext.remote(ME, same, (tensor,)).to_here(),
+        rpc_sync(ME, torch.mul, (tensor, 1)),
+    ):
+        assert got.layout == tensor.layout
+        assert got.layout != torch.sparse_coo or got.is_coalesced() == tensor.is_coalesced()
+        assert torch.equal(got.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype.*:UserWarning", "ignore:.*deprecat.*")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_arrive(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=layout)
+    got = rpc_sync(ME, same, (nested,))
+    assert got.layout == layout
+    assert [t.tolist() for t in got.unbind()] == [[1, 1], [0, 1, 2]]
+
+
+def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    got, leaf, of_graph = rpc_sync(ME, same, ((parameter, torch.ones(1, requires_grad=True), parameter * 2),))
+    assert isinstance(got, torch.nn.Parameter)
+    assert (got.requires_grad, leaf.requires_grad, of_graph.requires_grad) == (True, True, True)
+    assert of_graph.is_leaf  # the graph stays here
+    model = torch.nn.Linear(2, 3)
+    assert torch.equal(rpc_sync(ME, model, (ONES,)), model(ONES))
+
+
+def test_a_tensor_without_storage_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        rpc_async(ME, same, (torch.ones(2, device="meta"),))
+    with pytest.raises(ValueError, match="meta"):
+        rpc_sync(ME, torch.ones, (2,), {"device": "meta"})
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_a_tensor_inside_of_a_transform_is_refused(transform: Any) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RemoteError, match=r"same on worker 'me' .*storage"):
+            rpc_sync(ME, same, (x,))
+        return x
+
+    transform(body)(torch.ones(3, 2))
+
+
+def test_tensors_of_inference_mode_and_no_grad_arrive() -> None:
+    with torch.inference_mode():
+        assert torch.equal(rpc_sync(ME, add, (ONES, 1)), ONES + 1)
+    with torch.no_grad():
+        assert rpc_async(ME, add, (ONES, 1)).then(lambda f: torch.is_grad_enabled()).wait() is False
+
+
+# ---- what is called
+
+
+@answers(
+    "test_py_class_constructor",
+    "test_py_class_instance_method",
+    "test_py_class_method",
+    "test_py_class_static_method",
+    "test_py_function_exception",
+)
+def test_whatever_pickles_is_called() -> None:
+    assert rpc_sync(ME, Adder, (4,)).get() == 4
+    assert rpc_sync(ME, Adder(4).add, (3,)) == 7
+    assert rpc_sync(ME, Adder(4), (3,)) == 7
+    assert rpc_sync(ME, Adder.of, (4,)).value == 4
+    assert rpc_sync(ME, Adder.double, (4,)) == 8
+    assert rpc_sync(ME, functools.partial(add, 1, c=3), (2,)) == 6
+    assert rpc_sync(ME, len, ([1, 2],)) == 2
+    assert rpc_sync(ME, operator.itemgetter(1), ("abc",)) == "b"
+    assert torch.equal(rpc_sync(ME, torch.add, (ONES, ONES), {"alpha": 2}), ONES * 3)
+    assert torch.equal(rpc_sync(ME, torch.Tensor.add, (ONES, 1)), ONES * 2)
+    with pytest.raises(TypeError, match="same"):
+        rpc_sync(ME, same, (1, 2, 3))
+
+
+def negative_is_refused(a: torch.Tensor, b: int) -> torch.Tensor:
+    if b < 0:
+        raise ValueError("expected")
+    return a + b
+
+
+@answers("test_stress_heavy_rpc_torchscript", "test_wait_all_exit_early_script_function")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_torchscript_function_is_called() -> None:
+    scripted = torch.jit.script(negative_is_refused)
+    assert torch.equal(rpc_sync(ME, scripted, (ONES, 3)), ONES + 3)
+    assert torch.equal(rpc_async(ME, scripted, kwargs={"a": ONES, "b": 3}).wait(), ONES + 3)
+    with pytest.raises(RuntimeError, match="expected"):
+        rpc_sync(ME, scripted, (ONES, -1))
+
+
+@answers("test_multi_rpc", "test_py_multi_async_call", "test_py_tensors_multi_async_call", "test_world_size_one")
+def test_many_calls_at_once_are_answered_each_with_its_own() -> None:
+    futures = [rpc_async(ME, add, (torch.full((i,), i), 1)) for i in range(200)]
+    for i, value in enumerate(wait_all(futures, timeout=PATIENCE)):
+        assert torch.equal(value, torch.full((i,), i + 1))
+
+
+# ---- distributed autograd
+
+
+@answers("test_owner_rref_backward", "test_user_rref_backward", "test_profiler_with_autograd_context")
+def test_gradients_go_back_through_calls() -> None:
+    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        product = rpc_sync(ME, torch.mul, (a, b))
+        nested = rpc_async(ME, forwarded, (ME, torch.mul, product, b)).wait()
+        dist_autograd.backward(context, [nested.sum()])
+        gradients = dist_autograd.get_gradients(context)
+    assert torch.allclose(gradients[a], (b * b).detach())
+    assert torch.allclose(gradients[b], (2 * a * b).detach())
+
+
+def test_calls_that_autograd_records_fail_as_others_do(gate: Gate) -> None:
+    with dist_autograd.context():
+        with pytest.raises(KeyError, match="expected") as caught:
+            rpc_sync(ME, raises, (KeyError("expected"),))
+        assert caught.value.worker == ME  # type: ignore[attr-defined]
+        with pytest.raises(LookupError, match="later"):
+            rpc_sync(ME, forwarded, (ME, raises, LookupError("later")))
+        with pytest.raises(TimeoutError, match=r"waits on worker 'me'"):
+            rpc_sync(ME, waits, (gate,), timeout=0.05)
+        future = rpc_async(ME, waits, (gate, 1))
+        assert future.cancel()
+
+
+# ---- the future
+
+
+@answers("test_future_done", "test_future_wait_twice", "test_mark_future_twice", "test_future_done_exception")
+def test_the_future_is_an_ordinary_one() -> None:
+    future = rpc_async(ME, add, (ONES, 1), priority=-1)
+    assert future.wait() is future.wait() is future.value()
+    assert future.done()
+    assert (future.priority, future.name) == (-1, "add on me")
+    with pytest.raises(InvalidStateError):
+        future.set_result(1)
+    failed = rpc_async(ME, raises, (ValueError("expected"),))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected"):
+            failed.wait()
+    assert failed.done()
+
+
+@answers("test_callback_simple", "test_callback_chain", "test_callback_multi", "test_add_done_callback")
+def test_callbacks_run_in_order_on_the_librarys_callback_thread(gate: Gate) -> None:
+    callback_thread = CUDAFuture[None]()
+    callback_thread.set_result(None)
+    expected = callback_thread.then(lambda _: threading.get_ident(), executor=executors.callback_thread).wait()
+    seen: list[Any] = []
+    future = rpc_async(ME, waits, (gate, 1))
+    last = future
+    for i in range(20):
+        future.add_done_callback(lambda f, i=i: seen.append((i, threading.get_ident())))  # type: ignore[misc]
+        last = last.then(lambda f: f.value() + 1)
+    ran = future.then(lambda _: threading.get_ident())
+    served = rpc_async(ME, threading.get_ident)
+    gate.open()
+    assert last.wait(timeout=PATIENCE) == 21
+    assert ran.wait(timeout=PATIENCE) == expected
+    assert seen == [(i, expected) for i in range(20)]
+    assert served.wait() not in {expected, threading.get_ident()}  # functions are the agent's threads'
+
+
+def test_a_callback_runs_where_its_executor_says(gate: Gate) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_ident).result()
+        future = rpc_async(ME, waits, (gate, 1))
+        child = future.then(lambda _: threading.get_ident(), executor=pool)
+        gate.open()
+        assert child.wait(timeout=PATIENCE) == thread
+
+
+@answers("test_callback_in_rpc", "test_callback_with_ret", "test_future_in_rpc", "test_future_nested_callback")
+def test_a_callback_makes_calls_and_waits_for_them() -> None:
+    nested = rpc_async(ME, add, (ONES, 1)).then_async(lambda f: rpc_async(ME, add, (f.value(), 1)))
+    waited = rpc_async(ME, add, (ONES, 1)).then(lambda f: rpc_sync(ME, add, (f.value(), 2)))
+    assert torch.equal(nested.wait(timeout=PATIENCE), ONES + 2)
+    assert torch.equal(waited.wait(timeout=PATIENCE), ONES + 3)
+
+
+@answers(
+    "test_callback_with_error", "test_callback_wrong_arg_num", "test_callback_wrong_arg_type", "test_callback_none"
+)
+def test_what_goes_wrong_in_a_callback_is_its_own() -> None:
+    future = rpc_async(ME, raises, (ValueError("expected"),))
+
+    def look(f: CUDAFuture[Any]) -> None:
+        with pytest.raises(ValueError, match="expected"):
+            f.wait()
+        raise RuntimeError("another")
+
+    children: list[tuple[CUDAFuture[Any], type[Exception], str]] = [
+        (future.then(look), RuntimeError, "another"),
+        (future.then(add), TypeError, r"unsupported operand"),
+        (future.then(lambda: 1), TypeError, "positional"),  # type: ignore[misc,arg-type]
+    ]
+    for child, error, text in children:
+        with pytest.raises(error, match=text):
+            child.wait(timeout=PATIENCE)
+    with pytest.raises(TypeError):
+        future.then(None)  # type: ignore[arg-type]
+    assert isinstance(future.exception(), ValueError)
+
+
+@answers("test_wait_all", "test_wait_all_multiple_call", "test_wait_all_with_exception")
+def test_futures_of_calls_are_combined_with_those_of_anything() -> None:
+    mixed = [rpc_async(ME, add, (i, 1)) for i in range(5)] + [submit(add, 5, 1), CUDAFuture.completed(7)]
+    assert wait_all(mixed, timeout=PATIENCE) == [1, 2, 3, 4, 5, 6, 7]
+    done = collect_all([*mixed, rpc_async(ME, raises, (KeyError(1),))]).wait(timeout=PATIENCE)
+    assert [type(f.exception()) for f in done[-2:]] == [type(None), KeyError]
+
+
+@answers("test_wait_all_exit_early_python", "test_wait_all_exit_early_builtin", "test_wait_all_with_partial_exception")
+def test_wait_all_need_not_wait_for_what_hangs_once_one_has_failed(gate: Gate) -> None:
+    hanging = rpc_async(ME, waits, (gate,))
+    with pytest.raises(ValueError, match="expected"):
+        wait_all([hanging, rpc_async(ME, raises, (ValueError("expected"),))], timeout=PATIENCE)
+    assert not hanging.done()
+
+
+def test_calls_are_awaited() -> None:
+    async def main() -> Any:
+        first, second = await asyncio.gather(rpc_async(ME, add, (1, 2)), rpc_async(ME, add, (ONES, 2)))
+        with pytest.raises(KeyError):
+            await rpc_async(ME, raises, (KeyError("x"),))
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert first == 3
+    assert torch.equal(second, ONES + 2)
+
+
+def test_a_callback_has_its_callers_context(gate: Gate) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    child = rpc_async(ME, waits, (gate,)).then(lambda _: variable.get())
+    gate.open()
+    assert child.wait(timeout=PATIENCE) == 7
+
+
+# ---- timeouts
+
+
+@answers("test_rpc_timeouts", "test_wait_all_timeout", "test_tensorpipe_options_throw_on_timedelta_timeout")
+@pytest.mark.parametrize("timeout", [0.05, 0.0001])  # the engine counts in milliseconds
+def test_a_call_that_takes_too_long_says_which_and_where(gate: Gate, timeout: float) -> None:
+    future = rpc_async(ME, waits, (gate,), timeout=timeout)
+    with pytest.raises(TimeoutError, match=r"waits on worker 'me' has not answered within"):
+        future.wait(timeout=PATIENCE)
+    with pytest.raises(TimeoutError, match="waits"):
+        rpc_sync(ME, waits, (gate,), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, math.inf, 1e8, 1e300])
+def test_no_limit_and_a_very_long_one_are_none(timeout: float, gate: Gate) -> None:
+    future = rpc_async(ME, waits, (gate, 1), timeout=timeout)
+    assert gate.reached.wait(PATIENCE)
+    assert not future.done()
+    gate.open()
+    assert future.wait(timeout=PATIENCE) == 1
+
+
+def test_the_calls_of_torch_under_a_session_still_work() -> None:
+    assert torch.equal(torch_rpc.rpc_sync(ME, torch.add, (ONES, 1)), ONES + 1)
+    assert torch_rpc.rpc_async(ME, add, (1, 2)).wait() == 3
+    assert torch_rpc.remote(ME, add, (1, 2)).to_here() == 3
+    with pytest.raises(ValueError, match="expected"):
+        torch_rpc.rpc_sync(ME, raises, (ValueError("expected"),))
+
+
+# ---- cancelling
+
+
+def test_the_answer_to_a_cancelled_call_is_dropped(
+    gate: Gate, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = rpc_ext.statistics().destinations[ME]
+    good, bad = rpc_async(ME, waits, (gate, ONES)), rpc_async(ME, waits, (gate,), timeout=PATIENCE)
+    child = good.then(lambda f: f.cancelled())
+    assert gate.reached.wait(PATIENCE)
+    assert good.cancel()
+    assert bad.cancel()
+    assert child.wait(timeout=PATIENCE) is True
+    with pytest.raises(CancelledError):
+        good.wait()
+    assert rpc_ext.statistics().destinations[ME].in_flight == before.in_flight + 2  # the functions run all the same
+    gate.open()
+    assert rpc_sync(ME, add, (1, 2)) == 3
+    assert good.cancelled()
+    assert not caplog.records
+    assert capfd.readouterr().err == ""
+
+
+# ---- several workers (one, several times)
+
+
+def test_broadcast_and_map_return_what_each_returned() -> None:
+    assert broadcast_call([ME, 0], add, (1,), {"b": 2}).wait(timeout=PATIENCE) == [3, 3]
+    assert map_call([ME, 0], add, [(1,), (2, 3)], {"c": 1}).wait(timeout=PATIENCE) == [2, 6]
+    assert broadcast_call([], add).wait(timeout=PATIENCE) == []
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        map_call([ME], add, [(1,), (2,)])
+    with pytest.raises(ValueError, match="nobody"):
+        broadcast_call([ME, "nobody"], add, (1,))
+
+
+def test_a_failed_broadcast_has_the_errors_by_worker(gate: Gate) -> None:
+    with pytest.raises(CallsFailedError, match=r"1 of 1 calls have failed\n  me: KeyError: 'x'") as caught:
+        broadcast_call([ME], raises, (KeyError("x"),)).wait(timeout=PATIENCE)
+    assert list(caught.value.failures) == [ME]
+    with pytest.raises(CallsFailedError, match="TimeoutError"):
+        broadcast_call([ME], waits, (gate,), timeout=0.05).wait(timeout=PATIENCE)

@@ -1,0 +1,343 @@
+"""References to values on other workers: made, read, passed on, called through, and let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc as torch_rpc
+
+import rpc_ext
+from cudafuture import CUDAFuture, InvalidStateError, wait_all
+from cudafuture.testing import World
+from rpc_ext import RRef, async_execution, remote, rpc_async, rpc_sync
+from unit.parity import answers
+from world.rpc_callees import (
+    ME,
+    PATIENCE,
+    Adder,
+    Gate,
+    add,
+    add_of,
+    alone,
+    collect_garbage,
+    is_confirmed,
+    local_value_of,
+    made_on,
+    passed_on,
+    pending,
+    raises,
+    references_to,
+    same,
+    sum_of,
+    waits,
+    working,
+)
+
+pytestmark = pytest.mark.xdist_group("rpc-rref")
+
+ONES = torch.ones(2, 2)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
+    with alone(tmp_path / "rendezvous", num_worker_threads=4) as session:
+        yield session
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
+    gate = Gate(request.node.name)
+    yield gate
+    gate.open()
+
+
+# ---- on one worker, which owns what it refers to
+
+
+@answers(
+    "test_local_rref_no_fork", "test_rref_str", "test_rref_type_owner_blocking", "test_rref_type_owner_non_blocking"
+)
+def test_a_reference_to_a_value_of_this_worker(worker: rpc_ext.Session) -> None:
+    value = [ONES]
+    rref = RRef(value)
+    assert rref.local_value() is value
+    assert rref.to_here() is value
+    assert rref.get_future().wait() is value
+    assert rref.is_owner()
+    assert rref.confirmed_by_owner()
+    assert (rref.owner_name(), rref.owner().id) == (ME, 0)
+    assert repr(rref) == "<RRef owned by 'me'>"
+
+
+@answers("test_owner_equality")
+def test_owners_are_compared_and_hashed(worker: rpc_ext.Session) -> None:
+    first, second = RRef(1), RRef(2)
+    assert first.owner() == second.owner() == torch_rpc.get_worker_info()
+    assert len({first.owner(): 1, second.owner(): 2}) == 1
+
+
+@answers(
+    "test_self_py_udf_remote",
+    "test_builtin_remote_self",
+    "test_builtin_remote_ret",
+    "test_remote_same_worker",
+    "test_rref_get_future",
+)
+def test_remote_returns_at_once_what_will_be_there(worker: rpc_ext.Session, gate: Gate) -> None:
+    rref = remote(ME, waits, (gate, ONES))
+    future = rref.get_future()
+    assert gate.reached.wait(PATIENCE)
+    assert not future.done()
+    gate.open()
+    assert torch.equal(future.wait(timeout=PATIENCE), ONES)
+    assert torch.equal(rref.to_here(), ONES)
+    assert torch.equal(rref.local_value(), ONES)
+    assert torch.equal(remote(ME, torch.add, (ONES, ONES), {"alpha": 2}).to_here(), ONES * 3)
+
+
+@answers(
+    "test_self_remote_rref_as_rpc_arg",
+    "test_self_remote_rref_as_self_rpc_arg",
+    "test_self_remote_rref_as_remote_arg",
+    "test_self_remote_rref_as_self_remote_arg",
+    "test_pass_local_rrefs",
+    "test_self_remote_rref_as_rpc_arg_sparse",
+    "test_self_remote_rref_as_self_rpc_arg_sparse",
+    "test_self_remote_rref_as_remote_arg_sparse",
+    "test_self_remote_rref_as_self_remote_arg_sparse",
+)
+def test_references_are_arguments_and_results(worker: rpc_ext.Session) -> None:
+    for rref in (RRef(ONES), remote(ME, same, (ONES,)), RRef(ONES.to_sparse())):
+        for value in (
+            rpc_sync(ME, sum_of, (rref, rref)),
+            rpc_async(ME, sum_of, (rref, rref)).wait(timeout=PATIENCE),
+            remote(ME, sum_of, (rref, rref)).to_here(),
+        ):
+            assert torch.equal(value.to_dense(), ONES * 2)
+    nested = {"a": [RRef(1), (RRef(2),)]}
+    got = rpc_sync(ME, same, (nested,))
+    assert (got["a"][0].to_here(), got["a"][1][0].to_here()) == (1, 2)
+    assert rpc_sync(ME, local_value_of, (RRef(5),)) == 5
+    assert remote(ME, references_to, ([1, 2],)).to_here()[1].to_here() == 2
+
+
+@answers("test_remote_with_exception", "test_rref_type_with_error_blocking", "test_rref_type_with_error_non_blocking")
+def test_what_the_function_raises_comes_out_of_the_reference(worker: rpc_ext.Session) -> None:
+    for rref in (
+        remote(ME, raises, (LookupError("expected"),)),
+        remote(ME, async_raises),
+        remote(ME, async_fails),
+        remote(ME, raises, (SystemExit("expected"),)),
+    ):
+        for _ in range(2):
+            with pytest.raises((LookupError, SystemExit, RuntimeError), match="expected"):
+                rref.to_here()
+        with pytest.raises((LookupError, SystemExit, RuntimeError), match="expected"):
+            rref.local_value()
+        with pytest.raises((LookupError, SystemExit, RuntimeError), match="expected"):
+            rref.rpc_sync().anything()
+    with pytest.raises(TypeError, match="positional"):
+        remote(ME, same, (1, 2, 3)).to_here()
+
+
+@async_execution
+def async_raises() -> CUDAFuture[Any]:
+    raise LookupError("expected")
+
+
+@async_execution
+def async_fails() -> CUDAFuture[Any]:
+    return CUDAFuture.failed(LookupError("expected"))
+
+
+@answers("test_rref_type_slow_init")
+def test_a_value_that_an_async_function_makes_is_awaited(worker: rpc_ext.Session, gate: Gate) -> None:
+    rref = remote(ME, pending, (gate,))
+    future, called = rref.get_future(), rref.rpc_async().upper()
+    assert gate.reached.wait(PATIENCE)
+    assert not future.done()
+    gate.futures[0].set_result("text")
+    assert future.wait(timeout=PATIENCE) == "text"
+    assert called.wait(timeout=PATIENCE) == "TEXT"
+    assert rref.local_value() == "text"
+
+
+@answers(
+    "test_rref_proxy_tensor_self",
+    "test_rref_proxy_class_self",
+    "test_rref_proxy_reuse",
+    "test_rref_proxy_non_exist",
+    "test_call_method_on_rref",
+)
+def test_methods_are_called_through_a_reference(worker: rpc_ext.Session) -> None:
+    rref: Any = remote(ME, Adder, (7,))
+    asynchronous, synchronous, referring = rref.rpc_async(), rref.rpc_sync(), rref.remote()
+    assert asynchronous.add(1).wait(timeout=PATIENCE) == 8
+    assert synchronous.add(by=2) == 10
+    assert referring.add(3).to_here() == 13
+    assert (asynchronous.get().wait(), synchronous.get(), referring.get().to_here()) == (13, 13, 13)
+    assert (synchronous.double(4), synchronous.of(5).value) == (8, 5)
+    assert synchronous.later(ME, 1) == 14
+    assert asynchronous.static_later(ME, 1, 2).wait(timeout=PATIENCE) == 3
+    assert referring.class_later(ME, 1, 2).to_here() == 4
+    tensor: Any = remote(ME, same, (ONES,))
+    assert tensor.rpc_sync().size() == ONES.size()
+    assert torch.equal(tensor.remote().view(1, 4).to_here(), ONES.view(1, 4))
+
+
+@answers("test_async_class_rref_proxy", "test_async_class_rref_proxy_async", "test_async_class_rref_proxy_remote")
+def test_errors_of_methods_come_through_a_reference(worker: rpc_ext.Session) -> None:
+    rref: Any = remote(ME, Adder, (7,))
+    for name, error in (("non_existent", AttributeError), ("fail", LookupError)):
+        with pytest.raises(error):
+            getattr(rref.rpc_sync(), name)()
+        with pytest.raises(error):
+            getattr(rref.rpc_async(), name)().wait(timeout=PATIENCE)
+        with pytest.raises(error):
+            getattr(rref.remote(), name)().to_here()
+    with pytest.raises(TypeError, match="future"):
+        remote(ME, Misdecorated).rpc_sync().method()
+
+
+class Misdecorated:
+    @async_execution
+    def method(self) -> Any:
+        return 3
+
+
+@answers("test_rref_timeout", "test_rref_proxy_timeout", "test_rref_get_type_timeout_blocking")
+def test_reading_and_calling_have_timeouts(worker: rpc_ext.Session, gate: Gate) -> None:
+    rref: Any = RRef(Waiting(gate))
+    with pytest.raises(TimeoutError, match=r"on worker 'me'"):
+        rref.rpc_async(timeout=0.05).method().wait(timeout=PATIENCE)
+    with pytest.raises(TimeoutError, match=r"on worker 'me'"):
+        rref.rpc_sync(timeout=0.05).method()
+    with pytest.raises(ValueError, match="seconds"):
+        remote(ME, same, (1,), timeout=-1)
+
+
+class Waiting:
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def method(self) -> None:
+        self.gate.wait()
+
+
+class Watched:
+    """A value of which somebody wants to know when it is gone."""
+
+    gone = threading.Event()
+
+    def __init__(self) -> None:
+        Watched.gone.clear()
+        weakref.finalize(self, Watched.gone.set)
+
+
+def test_a_value_that_nobody_refers_to_any_more_is_let_go(worker: rpc_ext.Session) -> None:
+    for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, made_on, (ME, Watched))):
+        rref: Any = make()
+        assert rpc_sync(ME, is_a, (rref,)) == "Watched"
+        gc.collect()
+        assert not Watched.gone.is_set()
+        del rref
+        while not Watched.gone.wait(0.01):
+            rpc_sync(ME, collect_garbage)  # the last reference goes with an answer, in some thread
+    assert Watched.gone.is_set()
+
+
+def is_a(rref: RRef[Any]) -> str:
+    return type(rref.local_value()).__name__
+
+
+@answers("test_use_rref_after_shutdown", "test_non_garbage_collected_user_rref_due_to_local_circular_dependency")
+def test_a_reference_outlives_its_session_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidStateError, match="init_rpc"):
+        RRef(1)
+    with alone(tmp_path / "rendezvous"):
+        rrefs: list[Any] = [RRef(1), remote(ME, same, (2,))]
+        rrefs.append(rrefs)  # a cycle
+    for use in (lambda: rpc_async(ME, same, (rrefs[1],)), lambda: rrefs[1].rpc_sync().bit_length()):
+        with pytest.raises((InvalidStateError, RuntimeError)):
+            use()
+    assert repr(rrefs[0]) == "<RRef of a session that has ended>"
+
+
+@answers("test_my_parameter_server", "test_rref_forward_chain")
+def test_one_worker_thread_is_enough_where_nobody_waits_on_it(tmp_path: Path) -> None:
+    with alone(tmp_path / "rendezvous", num_worker_threads=1):
+        rrefs = [remote(ME, add, (i, 1)) for i in range(50)]
+        assert wait_all([rref.get_future() for rref in rrefs], timeout=PATIENCE) == list(range(1, 51))
+        assert rpc_sync(ME, passed_on, ([], RRef(3))) == 3  # the value is there: nothing to wait for
+        assert rpc_sync(ME, local_value_of, (rrefs[3],)) == 4
+        shared = remote(ME, Adder, (0,))
+        wait_all([shared.rpc_async().add(1) for _ in range(50)], timeout=PATIENCE)
+        assert shared.rpc_sync().get() == 50
+
+
+# ---- three workers: an owner, one that has made the reference, one that it is passed on to
+
+
+def with_others(file: str, secret: str | None) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one, two = (rank + 1) % size, (rank + 2) % size
+    with working(f"w{rank}", rank, size, file, secret=secret):
+        value = torch.full((2,), float(rank))
+        made: Any = remote(one, add, (value, 1))
+        assert (made.is_owner(), made.owner_name()) == (False, f"w{one}")
+        assert torch.equal(made.to_here(), value + 1)
+        with pytest.raises(RuntimeError, match="owner"):
+            made.local_value()
+        # passed on, also before its owner has confirmed it
+        for _ in range(10):
+            assert torch.equal(rpc_sync(two, add_of, (remote(one, add, (value, 1)), 1)), value + 2)
+            assert torch.equal(remote(two, sum_of, (remote(one, same, (value,)), RRef(value))).to_here(), 2 * value)
+            assert rpc_sync(two, is_confirmed, (remote(one, same, (1,)),)) is True
+            assert remote(two, is_confirmed, (remote(one, same, (1,)),)).to_here() is True
+        assert torch.equal(rpc_sync(one, passed_on, ([two, rank, one, two], made)), value + 1)
+        # returned: by its owner, and by another
+        assert rpc_sync(one, made_on, (two, add, 1, 2)).to_here() == 3
+        assert remote(one, made_on, (two, add, 1, 2)).to_here().to_here() == 3
+        lists = rpc_sync(one, references_to, ([Adder(1), Adder(2)],))
+        assert [rref.rpc_sync().add(10) for rref in lists] == [11, 12]
+        assert [rpc_sync(rref.owner(), local_value_of, (rref,)).value for rref in lists] == [11, 12]
+        assert rpc_sync(two, passed_on, ([], lists[0])).value == 11
+        # failed
+        with pytest.raises(LookupError, match="expected"):
+            remote(one, raises, (LookupError("expected"),)).to_here()
+        with pytest.raises(LookupError, match="expected"):
+            rpc_sync(two, add_of, (remote(one, raises, (LookupError("expected"),)), 1))
+        dist.barrier()
+
+
+@answers(
+    "test_py_rref_args",
+    "test_py_rref_args_user_share",
+    "test_py_rpc_rref_args",
+    "test_nested_remote",
+    "test_nested_rref",
+    "test_nested_rref_stress",
+    "test_user_rrefs_confirmed",
+    "test_user_rrefs_confirmed_remote",
+    "test_rpc_return_rref",
+    "test_return_local_rrefs",
+    "test_local_value_not_on_owner",
+    "test_rref_proxy_tensor",
+    "test_rref_proxy_class",
+    "test_py_udf_remote",
+    "test_multi_py_udf_remote",
+    "test_multi_builtin_remote_ret",
+)
+@pytest.mark.slow
+@pytest.mark.world(3)
+@pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])
+def test_references_go_from_worker_to_worker(world: World, tmp_path: Path, secret: str | None) -> None:
+    world.run(with_others, str(tmp_path / "rendezvous"), secret)
