@@ -91,6 +91,7 @@ class batch:  # a context manager
     def __enter__(self) -> batch:
         self._outer = _open.batches.get(self._destination)
         _open.batches[self._destination] = self
+        self._destination.batches.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -98,6 +99,7 @@ class batch:  # a context manager
             del _open.batches[self._destination]
         else:
             _open.batches[self._destination] = self._outer
+        self._destination.batches.discard(self)
         self.flush()
 
     def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
@@ -119,7 +121,9 @@ class batch:  # a context manager
         return Direct(place, tuple(args))
 
     def add(self, call: Call, how: Encoded | Direct) -> None:
-        """Let a call travel with the others."""
+        """Let a call travel with the others, by whatever thread that sends them."""
+        if isinstance(how, Encoded) and how.tensors:
+            how.earlier = _staging.on_streams(how.tensors)
         with self._lock:
             self._calls.append((call, how))
             self._bytes += how.size
@@ -188,23 +192,31 @@ class _Message:
         targets = [t for e in encoded for t in e.targets or [None] * len(e.tensors)]
 
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            if tensors is None:
-                assert error is not None
-                self._fail(error)
-                return
             remaining = self._calls[-1].remaining()  # made last: none fails before its time
             if remaining < 0:
                 self.on_error(1, "")
-                return
-            try:
-                agent.call(destination.rank, payload, tensors, remaining, self)
-            except Exception as e:
-                self.on_error(0, str(e))
+            elif tensors is None:
+                assert error is not None
+                self._fail(error)
+            else:
+                try:
+                    agent.call(destination.rank, payload, tensors, remaining, self)
+                except Exception as e:
+                    self.on_error(0, str(e))
 
-        if any(targets):
-            _staging.to_host(tensors, targets, self._calls[0].priority, staged)
-        else:
+        earlier = [e.earlier for e in encoded if e.earlier is not None]
+        if not earlier:
             staged(tensors, None)
+            return
+        try:
+            with _staging.streams_after(earlier):
+                if any(targets):
+                    last = self._calls[-1]
+                    _staging.to_host(tensors, targets, last.priority, last.remaining(), staged)
+                else:
+                    staged(tensors, None)
+        except Exception as e:  # of a device that is lost, say
+            self._fail(e)
 
     def _fail(self, error: BaseException) -> None:
         for call in self._calls:

@@ -47,20 +47,22 @@ class Call:
 
         `timeout` is what is left of the call's own, or that.
         """
-        if encoded.targets is None:
+        if timeout < 0:
+            self.on_error(1, "")
+        elif encoded.targets is None:
             self._send(encoded.payload, encoded.tensors, timeout)
         else:
-            _staging.to_host(encoded.tensors, encoded.targets, self.priority, self._staged(encoded))
+            _staging.to_host(encoded.tensors, encoded.targets, self.priority, timeout, self._staged(encoded))
 
     def _staged(self, encoded: Encoded) -> _staging.Staged:
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            if tensors is None:
+            if (remaining := self.remaining()) < 0:
+                self.on_error(1, "")
+            elif tensors is None:
                 assert error is not None
                 self.fail(error)
             elif self.future.done():  # cancelled meanwhile
-                self._destination.finish(self._size, self._started, 0, True)
-            elif (remaining := self.remaining()) < 0:
-                self.on_error(1, "")
+                self._destination.finish(self._size, self._started, 0, False)
             else:
                 self._send(encoded.payload, tensors, remaining)
 

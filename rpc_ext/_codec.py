@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from cudafuture import CUDAFuture
 from rpc_ext import _C
 from rpc_ext._engine import PyRRef, RRef
 
@@ -79,10 +80,11 @@ _HOST = torch.device("cpu")
 class Encoded:
     """A payload and its tensors; where `targets` has a device, that tensor has still to be copied to the host."""
 
-    __slots__ = ("payload", "targets", "tensors")
+    __slots__ = ("earlier", "payload", "targets", "tensors")
 
     def __init__(self, payload: bytes, tensors: list[torch.Tensor], targets: list[str | None] | None) -> None:
         self.payload, self.tensors, self.targets = payload, tensors, targets
+        self.earlier: CUDAFuture[list[torch.Tensor]] | None = None  # of a message that is sent later: its tensors
 
     @property
     def size(self) -> int:

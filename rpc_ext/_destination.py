@@ -6,6 +6,7 @@ import collections
 import errno
 import threading
 import time
+from typing import Any
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext._codec import DeviceMap
@@ -31,6 +32,7 @@ class Destination:
     def __init__(self, name: str, rank: int, devices: DeviceMap, max_calls: int, max_bytes: int) -> None:
         self.name, self.rank, self.devices = name, rank, devices
         self._max_calls, self._max_bytes = max_calls, max_bytes
+        self.batches: set[Any] = set()  # that threads have opened
         self._lock = threading.Lock()  # guards all that follows; a leaf
         self._calls = self._bytes = 0  # under way
         self._waiters: collections.deque[_Waiter] = collections.deque()
@@ -138,6 +140,11 @@ class Destination:
                 self._admit_waiters()
             elif self._calls == 0:
                 self._idle.notify_all()
+
+    def flush(self) -> None:
+        """Send what waits in batches."""
+        for batch in list(self.batches):
+            batch.flush()
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no call is under way.

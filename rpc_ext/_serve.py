@@ -233,7 +233,7 @@ class Server:
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
             answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
 
-        _staging.to_host(encoded.tensors, encoded.targets, 0, staged)
+        _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)
         return answer
 
     def _failed(self, error: BaseException | None) -> Answer:

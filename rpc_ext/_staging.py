@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
 
 from cudafuture import CUDAFuture, copy, pool_stream, use_streams
+from rpc_ext._finisher import Finisher
 
-__all__ = ["Staged", "Targets", "streams_for", "to_devices", "to_host"]
+__all__ = ["Staged", "Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 
 Targets = list[str | None]
 """the device that each tensor belongs on; None: it stays where it is"""
@@ -24,16 +26,20 @@ Staged = Callable[[list[torch.Tensor] | None, BaseException | None], None]
 """What is done with the copies; or with the error, where there are none."""
 
 
-def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, staged: Staged) -> None:
+_finisher = Finisher()
+
+
+def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, seconds: float, staged: Staged) -> None:
     """Copy the tensors that have a target to the host. `staged` is called when the host may read them, without devices.
 
-    They are read after what the calling thread's current streams have to do so far, and may be dropped at once.
+    They are read after what the calling thread's current streams have to do so far, and may be dropped at once. When
+    the seconds are over (0: no limit) it is a TimeoutError.
     """
     places = [i for i, target in enumerate(targets) if target is not None]
 
-    def done(copies: CUDAFuture[list[torch.Tensor]]) -> None:
+    def done() -> None:
         try:
-            copied = _replaced(tensors, places, copies.value())
+            copied = _replaced(tensors, places, copies.wait(timeout=0))  # raises what has gone wrong on the device
         except BaseException as e:
             staged(None, e)
         else:
@@ -44,7 +50,23 @@ def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, staged
     except Exception as e:  # of a device that is lost, say
         staged(None, e)
     else:
-        copies.then(done, non_blocking=False)
+        _finisher.watch(copies, seconds, done)
+
+
+def on_streams(tensors: list[torch.Tensor]) -> CUDAFuture[list[torch.Tensor]] | None:
+    """Return a future of tensors on devices, as this thread's current streams leave them; None where there are none."""
+    on_devices = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    return CUDAFuture.completed(on_devices) if on_devices else None
+
+
+@contextlib.contextmanager
+def streams_after(futures: list[CUDAFuture[list[torch.Tensor]]], priority: int = 0) -> Iterator[None]:
+    """Make streams current that come after the events of the futures, which are complete."""
+    devices = dict.fromkeys(device for future in futures for device in future.devices)
+    with use_streams(*(pool_stream(device, priority) for device in devices)):
+        for future in futures:
+            future.wait(non_blocking=True)
+        yield
 
 
 def streams_for(targets: Targets, priority: int = 0) -> AbstractContextManager[None]:

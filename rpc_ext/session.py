@@ -104,6 +104,7 @@ class Session:
         try:
             if graceful:
                 for destination in self.destinations:
+                    destination.flush()
                     destination.wait_until_idle(max(0.0, deadline - time.monotonic()))
                 self._leave(deadline)
         finally:
@@ -113,6 +114,8 @@ class Session:
                 _fail(future, "RPC was shut down before the value of an RRef was there")
             if not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
+            for destination in self.destinations:
+                destination.flush()  # to nobody: what has not been sent fails
 
     def _leave(self, deadline: float) -> None:
         """Wait until all workers are here, let go of their values, and wait until none has calls under way."""

@@ -84,7 +84,7 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
 
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request, std::size_t from, int sender,
                                                           const std::vector<c10::Stream>& streams) const {
-  const auto reply = std::make_shared<Reply>(sender, rpc::RpcAgent::getCurrentRpcAgent()->getDevices());
+  const auto reply = std::make_shared<Reply>(sender, rpc::RpcAgent::getCurrentRpcAgent());
   const c10::MultiStreamGuard guard(streams);
   const Gil gil;
   if (!gil) return failed("the worker is ending");

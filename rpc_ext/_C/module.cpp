@@ -41,6 +41,10 @@ bool stop(const std::shared_ptr<Agent>& self, double patience) {
 
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
+  if (future->completed()) {
+    fn();  // what it raises, such as for Ctrl-C, is the caller's
+    return;
+  }
   auto held = std::make_shared<Held>(std::move(fn));
   const WithoutGil without_gil;
   future->addCallback([held](rpc::JitFuture&) {
@@ -91,7 +95,8 @@ PYBIND11_MODULE(_C, m) {
       .def("stop", stop, py::arg("patience"))
       .def("refused", &Agent::refused);
 
-  py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply")
+  // Its destructor may send.
+  py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply", py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("sender", &Reply::sender)
       .def("send", send, py::arg("payload"), py::arg("tensors"));
 

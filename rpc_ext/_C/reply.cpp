@@ -8,11 +8,14 @@ void expect_storages(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) tensor.storage();
 }
 
-Reply::Reply(int sender, const std::vector<c10::Device>& devices)
-    : sender_(sender), future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), devices)) {}
+Reply::Reply(int sender, const std::shared_ptr<rpc::RpcAgent>& agent)
+    : sender_(sender),
+      agent_(agent),
+      future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), agent->getDevices())) {}
 
+// torch's own callbacks of the future refer to the agent, and do not keep it.
 Reply::~Reply() {
-  if (!given_.exchange(true)) {
+  if (const auto agent = agent_.lock(); agent && !given_.exchange(true)) {
     future_->setError(std::make_exception_ptr(std::runtime_error("the callee dropped the call without an answer")));
   }
 }
@@ -20,6 +23,8 @@ Reply::~Reply() {
 bool Reply::send(Bytes payload, std::vector<at::Tensor> tensors) {
   expect_storages(tensors);
   if (given_.exchange(true)) return false;
+  const auto agent = agent_.lock();
+  if (!agent) return true;
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_RET);
   auto storages = message->getStorages();

@@ -1,8 +1,9 @@
 #pragma once
 
-#include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "seal.h"
@@ -15,10 +16,11 @@ namespace rpc = torch::distributed::rpc;
 // such as those inside of vmap().
 void expect_storages(const std::vector<at::Tensor>& tensors);
 
-// The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error.
+// The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error. It may
+// outlive the agent that would send it; then it goes nowhere.
 class Reply {
  public:
-  Reply(int sender, const std::vector<c10::Device>& devices);
+  Reply(int sender, const std::shared_ptr<rpc::RpcAgent>& agent);
   ~Reply();
   Reply(const Reply&) = delete;
   Reply& operator=(const Reply&) = delete;
@@ -33,6 +35,7 @@ class Reply {
 
  private:
   const int sender_;
+  const std::weak_ptr<rpc::RpcAgent> agent_;
   const c10::intrusive_ptr<rpc::JitFuture> future_;
   std::atomic<bool> given_{false};
 };

@@ -1,0 +1,140 @@
+"""Which device here is which device there: what workers work out from what each has shown of itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from rpc_ext._codec import Kind, decode, encode, kind_of, targets_of
+from rpc_ext._devices import Plan, as_json, local_devices, plan
+
+NAMES = ["a", "b"]
+
+
+def at(*devices: str) -> list[torch.device]:
+    return [torch.device(device) for device in devices]
+
+
+def pairs(of: Any) -> dict[str, str]:
+    return {str(here): str(there) for here, there in of.items()}
+
+
+def planned(rank: int, counts: list[dict[str, int]], maps: list[Any]) -> Plan:
+    return plan(rank, NAMES[: len(counts)], counts, [as_json(m) for m in maps])
+
+
+def staged(found: Plan) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    return [pairs(of.staged) for of in found.calls], [pairs(of.staged) for of in found.answers]
+
+
+def test_auto_pairs_devices_of_one_type_and_index_that_both_have() -> None:
+    for rank in (0, 1):
+        calls, answers = staged(planned(rank, [{"sim": 1}, {"sim": 3}], ["auto", "auto"]))
+        assert calls[1 - rank] == answers[1 - rank] == {"sim:0": "sim:0"}
+        own = {f"sim:{i}": f"sim:{i}" for i in range((1, 3)[rank])}
+        assert calls[rank] == answers[rank] == own
+
+
+def test_auto_pairs_nothing_where_one_side_has_another_type_or_the_host_only() -> None:
+    for other in ({}, {"cuda": 2}):
+        found = planned(0, [{"sim": 2}, other], ["auto", "auto"])
+        assert staged(found) == ([{"sim:0": "sim:0", "sim:1": "sim:1"}, {}],) * 2
+
+
+def test_an_answer_goes_back_the_way_that_its_caller_says() -> None:
+    maps = [{"b": {"sim:0": "sim:1"}}, {"a": {"sim:1": "sim:1"}}]
+    assert staged(planned(0, [{"sim": 2}] * 2, maps)) == ([{}, {"sim:0": "sim:1"}], [{}, {"sim:1": "sim:1"}])
+    assert staged(planned(1, [{"sim": 2}] * 2, maps)) == ([{"sim:1": "sim:1"}, {}], [{"sim:1": "sim:0"}, {}])
+
+
+def test_without_maps_nothing_goes_anywhere_but_answers_to_those_who_have_some() -> None:
+    found = planned(1, [{"sim": 1}] * 2, ["auto", None])
+    assert staged(found) == ([{}, {}], [{"sim:0": "sim:0"}, {}])
+
+
+def test_a_worker_that_a_map_leaves_out_gets_nothing() -> None:
+    assert staged(planned(0, [{"sim": 1}] * 2, [{}, "auto"]))[0] == [{}, {}]
+    assert staged(planned(0, [{"sim": 1}] * 2, [{"a": {"sim": "sim"}}, "auto"]))[0] == [
+        {"sim:0": "sim:0"},
+        {},
+    ]
+
+
+def test_what_tensorpipe_carries_is_left_to_it() -> None:
+    found = planned(0, [{"cuda": 2}] * 2, [{"b": {"cuda:0": "cuda:1"}}, {"a": {"cuda:1": "cuda:1"}}])
+    assert {worker: pairs(of) for worker, of in found.native.items()} == {"b": {"cuda:0": "cuda:1"}}
+    assert {worker: pairs(of) for worker, of in found.native_reverse.items()} == {"b": {"cuda:1": "cuda:1"}}
+    assert found.native_devices == at("cuda:0", "cuda:1")
+    assert pairs(found.calls[1].native) == {"cuda:0": "cuda:1"}
+    assert pairs(found.answers[1].native) == {"cuda:1": "cuda:1"}
+    assert staged(found) == ([{}, {}], [{}, {}])
+
+
+def test_devices_of_two_types_go_through_the_host() -> None:
+    counts, maps = [{"sim": 1}, {"cuda": 1}], [{"b": {"sim:0": "cuda:0"}}, None]
+    caller, callee = planned(0, counts, maps), planned(1, counts, maps)
+    assert (pairs(caller.calls[1].staged), caller.native, caller.native_devices) == ({"sim:0": "cuda:0"}, {}, [])
+    assert (pairs(callee.answers[0].staged), callee.native_reverse) == ({"cuda:0": "sim:0"}, {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # everybody says so, not only who has made the mistake
+@pytest.mark.parametrize(
+    ("maps", "says"),
+    [
+        ({"c": {"sim:0": "sim:0"}}, "worker 'a' names c; the workers are a, b"),
+        ({"b": {"sim:2": "sim:0"}}, "worker 'a' has no device sim:2; it has {'sim': 2}"),
+        ({"b": {"sim:0": "sim:1"}}, "worker 'b' has no device sim:1; it has {'sim': 1}"),
+        ({"b": {"cpu": "cpu"}}, "worker 'a' has no device cpu"),
+        ({"b": {"cuda:0": "sim:0"}}, "worker 'a' has no device cuda:0"),
+        ({"b": {"sim:0": "sim:0", "sim:1": "sim:0"}}, "sends two devices to one of worker 'b'"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused(rank: int, maps: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        planned(rank, [{"sim": 2}, {"sim": 1}], [maps, "auto"])
+
+
+@pytest.mark.parametrize("maps", ["cuda", 3, [("b", {})]])
+def test_what_is_no_map_is_refused(maps: Any) -> None:
+    with pytest.raises(TypeError, match="device_maps is 'auto', None, or a dict of dicts by worker"):
+        as_json(maps)
+
+
+def test_a_map_takes_whatever_torch_takes_for_a_device() -> None:
+    assert as_json({"b": {torch.device("cuda", 1): 0}}) == {"b": {"cuda:1": str(torch.device(0))}}
+
+
+def test_without_an_accelerator_there_are_no_devices() -> None:
+    if not torch.accelerator.is_available():
+        assert local_devices() == {}
+
+
+@pytest.mark.sim(devices=3)
+def test_those_of_the_accelerator_are_counted() -> None:
+    assert local_devices() == {"sim": 3}
+
+
+@pytest.mark.sim(devices=2)
+def test_a_message_says_where_its_tensors_go() -> None:
+    to_b = planned(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
+    on_host, on_device = torch.zeros(1), torch.zeros(1, device="sim:0")
+    encoded = encode(Kind.VALUE, {"x": [on_host, on_device]}, to_b)
+    assert encoded.targets == targets_of(encoded.payload) == [None, "sim:1"]
+    assert kind_of(encoded.payload) == Kind.VALUE
+    value = decode(encoded.payload, encoded.tensors)
+    assert value["x"][0] is on_host
+    assert value["x"][1] is on_device
+    assert targets_of(encode(Kind.VALUE, on_host, to_b).payload) is None
+
+
+@pytest.mark.sim(devices=2)
+def test_a_tensor_that_has_no_target_is_refused_with_those_that_there_are() -> None:
+    counts = [{"sim": 2}] * 2
+    some = planned(0, counts, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
+    with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'b'.*\(mapped: sim:0 to sim:1\)"):
+        encode(Kind.VALUE, torch.zeros(1, device="sim:1"), some)
+    with pytest.raises(ValueError, match=r"on sim:0 cannot be sent to worker 'b'.*\(mapped: nothing\).*device_maps"):
+        encode(Kind.VALUE, torch.zeros(1, device="sim:0"), planned(0, counts, [None, None]).calls[1])
