@@ -155,24 +155,22 @@ class RRef(Generic[T]):
 
     def _made(self) -> CUDAFuture[T] | None:
         """Return what the owner holds, if it does already."""
-        there: list[bool] = []
-        _C.when_owned(self._rref, lambda: there.append(True))
-        return self._rref.local_value().future if there else None
+        return self._rref.local_value().future if _C.has_value(self._rref) else None
 
     def _value(self) -> CUDAFuture[T]:
         """Return a future of the value, on its owner; it may still have to be made."""
-        there: CUDAFuture[None] = CUDAFuture()
+        there: CUDAFuture[Any] = CUDAFuture()
 
-        def come() -> None:
+        def come(owner: Any) -> None:
             with contextlib.suppress(InvalidStateError):  # RPC was shut down meanwhile
-                there.set_result(None)
+                there.set_result(owner)
 
         _C.when_owned(self._rref, come)
         if not there.done():
             awaited = current().awaited
             awaited.add(there)
             there.add_done_callback(awaited.discard)
-        return there.then_async(lambda _: self._rref.local_value().future)
+        return there.then_async(lambda done: done.value().local_value().future)
 
 
 class _Kept:

@@ -34,8 +34,8 @@ def facts() -> str:
 
 
 def installed(folder: str) -> str:
-    """Import the package and both of its native modules, out of that folder and no other."""
-    for name in ("cudafuture", "cudafuture._C", "cudafuture.testing._sim"):
+    """Import the packages and their native modules, out of that folder and no other."""
+    for name in ("cudafuture", "cudafuture._C", "cudafuture.testing._sim", "rpc_ext", "rpc_ext._C"):
         where = importlib.import_module(name).__file__ or "nowhere"
         if not Path(where).is_relative_to(folder):
             sys.exit(f"{name} comes from {where}, not from what was built in {folder}")

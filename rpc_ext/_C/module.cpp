@@ -39,6 +39,8 @@ bool stop(const std::shared_ptr<Agent>& self, double patience) {
   return Agent::stop(self, std::chrono::duration<double>(patience));
 }
 
+void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call with RRefs"); }
+
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
   if (future->completed()) {
@@ -53,7 +55,7 @@ void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object
     try {
       call_python(held->get());
     } catch (py::error_already_set& e) {
-      e.discard_as_unraisable("rpc_ext: a call with RRefs");
+      report(e);
     }
     held->drop();
   });
@@ -64,11 +66,44 @@ void when_rrefs_are_confirmed(py::object fn) {
   call_when_done(rpc::RRefContext::getInstance().waitForThreadLocalPendingRRefs(), std::move(fn));
 }
 
-// On the owner: the value of an RRef may be there later than the RRef.
-void when_owned(const rpc::PyRRef& rref, py::object fn) {
-  const auto owner = c10::dynamic_intrusive_pointer_cast<rpc::OwnerRRef>(rref.toIValue().toRRef());
+c10::intrusive_ptr<rpc::OwnerRRef> owned(const rpc::PyRRef& rref) {
+  auto owner = c10::dynamic_intrusive_pointer_cast<rpc::OwnerRRef>(rref.toIValue().toRRef());
   if (!owner) throw std::invalid_argument("the RRef is another worker's");
-  call_when_done(owner->getFuture(), std::move(fn));
+  return owner;
+}
+
+// On the owner: the value of an RRef may be there later than the RRef. `fn` gets the RRef that has it.
+//
+// That need not be the one given: while the function runs whose result it will be, torch forgets an RRef that nobody
+// uses any more, and makes another one for the result. So this counts as a user meanwhile.
+void when_owned(const rpc::PyRRef& rref, py::object fn) {
+  const auto given = owned(rref);
+  if (given->getFuture()->completed()) {
+    fn(rref);
+    return;
+  }
+  auto held = std::make_shared<Held>(std::move(fn));
+  const WithoutGil without_gil;
+  auto& context = rpc::RRefContext::getInstance();
+  const rpc::RRefId id = given->rrefId();
+  const rpc::ForkId use = context.genGloballyUniqueId();
+  context.addForkOfOwnerIfNotPresent(id, use);
+  context.getOwnerRRef(id)->addCallback([held, id, use](rpc::JitFuture& found) {
+    const auto owner = rpc::fromRRefInterface(found.constValue().toRRef());
+    owner->getFuture()->addCallback([held, owner, id, use](rpc::JitFuture&) {
+      {
+        const Gil gil;
+        if (!gil) return;
+        try {
+          py::handle(held->get())(rpc::PyRRef(owner));
+        } catch (py::error_already_set& e) {
+          report(e);
+        }
+        held->drop();
+      }
+      rpc::RRefContext::getInstance().delForkOfOwner(id, use);
+    });
+  });
 }
 
 }  // namespace
@@ -78,8 +113,7 @@ PYBIND11_MODULE(_C, m) {
   remember_main_thread();
 
   // Its destructor joins threads, which take the GIL to end.
-  py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent",
-                                                                  py::release_gil_before_calling_cpp_dtor())
+  py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent", py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int world_size,
                        const rpc::TensorPipeRpcBackendOptions& options,
                        const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
@@ -110,6 +144,7 @@ PYBIND11_MODULE(_C, m) {
     const WithoutGil without_gil;
     renew_references();
   });
+  m.def("has_value", [](const rpc::PyRRef& rref) { return owned(rref)->getFuture()->completed(); }, py::arg("rref"));
   m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
 }

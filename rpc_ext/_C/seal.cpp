@@ -62,11 +62,11 @@ bool is_within_its_storage(const at::Tensor& tensor) {
   return static_cast<std::uint64_t>(last) < tensor.storage().nbytes() / tensor.itemsize();
 }
 
-Header header_of(const Bytes& frame) {
+Header header_of(const Bytes& frame, int from) {
   const Header wanted;
   Header header;
   if (frame.size() < Sealer::header_size || std::memcmp(frame.data(), wanted.magic.data(), wanted.magic.size()) != 0) {
-    throw Refused{"it is not signed", -1};
+    throw Refused{"it is not signed", from};
   }
   std::memcpy(&header, frame.data(), sizeof header);
   return header;
@@ -119,7 +119,7 @@ void Sealer::check_mac(const Bytes& frame, const std::vector<at::Tensor>& tensor
 }
 
 Sealer::Opened Sealer::open_request(int type, const Bytes& frame, const std::vector<at::Tensor>& tensors) {
-  const Header header = header_of(frame);
+  const Header header = header_of(frame, -1);
   const bool known = header.sender < static_cast<std::uint32_t>(world_size_);
   const int sender = known ? static_cast<int>(header.sender) : -1;
   check_mac(frame, tensors, sender);
@@ -133,7 +133,7 @@ Sealer::Opened Sealer::open_request(int type, const Bytes& frame, const std::vec
 
 void Sealer::open_reply(int sender, std::uint64_t counter, int type, const Bytes& frame,
                         const std::vector<at::Tensor>& tensors) const {
-  const Header header = header_of(frame);
+  const Header header = header_of(frame, sender);
   check_mac(frame, tensors, sender);
   if (header.version != 1 || header.direction != Direction::reply || header.type != type ||
       header.sender != static_cast<std::uint32_t>(sender) || header.receiver != static_cast<std::uint32_t>(rank_) ||

@@ -15,7 +15,7 @@ namespace rpc_ext {
 
 using Bytes = std::vector<char>;
 
-// What is wrong with a message. `sender` is the rank that it claims, or -1.
+// What is wrong with a message. `sender` is the rank that it claims, or -1; of a reply, the rank that was asked.
 struct Refused {
   std::string reason;
   int sender;

@@ -27,8 +27,18 @@ CUDAFUTURE = (
 )
 RPC_EXT = (
     ("_C",),
-    ("_engine", "_exchange", "_failure", "_histogram", "_listeners", "_promises", "_secret", "_staging", "_statistics"),
-    ("_codec",),
+    (
+        "_engine",
+        "_exchange",
+        "_failure",
+        "_finisher",
+        "_histogram",
+        "_listeners",
+        "_promises",
+        "_secret",
+        "_statistics",
+    ),
+    ("_codec", "_staging"),
     ("_destination", "_devices", "_serve"),
     ("_backend", "_call"),
     ("session",),

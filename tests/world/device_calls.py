@@ -203,10 +203,9 @@ def changed_by_who_waits(to: str) -> None:
 
 def nobody_waits(to: str) -> None:
     """An answer that is dropped does no harm to memory that is handed out again."""
-    futures = [rpc_async(to, doubled, (filled(float(i)),)) for i in range(4)]
-    for future in futures:
+    for future in [rpc_async(to, doubled, (filled(float(i)),)) for i in range(4)]:
         future.wait(non_blocking=True)
-    del futures, future
+    del future
     torch.full((640,), 3.0, device="sim:0")
 
 
@@ -256,8 +255,7 @@ def layouts(to: str) -> None:
     assert only(parts[0]) == 0.0
     assert torch.equal(parts[1].cpu(), x[0].cpu())
     assert torch.equal(whole.cpu(), x.cpu())
-    parameter = torch.nn.Parameter(x)
-    assert torch.equal(rpc_sync(to, doubled, (parameter,)).cpu(), 2 * x.cpu())
+    assert torch.equal(rpc_sync(to, doubled, (torch.nn.Parameter(x),)).cpu(), 2 * x.cpu())
 
 
 def large_ones(to: str) -> None:

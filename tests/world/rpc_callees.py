@@ -257,6 +257,11 @@ def sum_of(*rrefs: rpc_ext.RRef[Any]) -> Any:
     return sum(others, first)
 
 
+@rpc_ext.async_execution
+def value_of(rref: rpc_ext.RRef[Any]) -> CUDAFuture[Any]:
+    return rref.get_future()
+
+
 def is_confirmed(rref: rpc_ext.RRef[Any]) -> bool:
     return rref.confirmed_by_owner()
 

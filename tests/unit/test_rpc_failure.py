@@ -1,0 +1,172 @@
+"""Exceptions on their way from one worker to another, without any worker."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cudafuture.errors import AuthenticationError, RemoteError, StorageError, WorkerLostError
+from rpc_ext._failure import Failure, describe, of_answer, of_engine, rebuild
+
+
+class OfTwo(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+
+
+class OfItsMessage(Exception):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"there is no {what}")
+
+
+class AboutItself(Exception):
+    """Shows what only its constructor sets."""
+
+    def __init__(self, code: int, lock: object) -> None:
+        super().__init__(lock)
+        self.code, self.lock = code, lock
+
+    def __str__(self) -> str:
+        return f"code {self.code} {self.lock is None}"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as e:
+        return e
+
+
+def sent(error: BaseException, worker: str = "w1") -> Any:
+    """Send an error to another worker and back, as bytes."""
+    failure = Failure(*pickle.loads(pickle.dumps(tuple(describe(raised(error), worker)))))
+    return rebuild(failure)
+
+
+@settings(deadline=None)
+@given(st.text(), st.sampled_from([ValueError, KeyError, RuntimeError, StorageError, RemoteError]))
+def test_any_text_arrives(text: str, cls: type[Exception]) -> None:
+    got = sent(cls(text))
+    assert (type(got), str(got)) == (cls, str(cls(text)))
+
+
+def test_a_constructor_of_other_arguments_is_not_called() -> None:
+    got = sent(OfTwo(3, "expected"))
+    assert (type(got), str(got), got.code) == (OfTwo, "3: expected", 3)
+
+
+def test_a_constructor_that_makes_the_message_makes_it_once() -> None:
+    got = sent(sent(sent(OfItsMessage("bread"))))
+    assert str(got) == "there is no bread"
+
+
+def test_attributes_that_pickle_arrive_even_where_the_whole_does_not() -> None:
+    error = OfTwo(3, "expected")
+    error.lock, error.more = lambda: 1, [1, 2]  # type: ignore[attr-defined]
+    got = sent(error)
+    assert (type(got), got.code, got.more) == (OfTwo, 3, [1, 2])
+    assert not hasattr(got, "lock")
+
+
+def test_one_that_cannot_show_itself_without_what_was_lost_is_a_remote_error() -> None:
+    got = sent(AboutItself(3, lambda: 1))
+    assert type(got) is RemoteError
+    assert str(got).endswith("AboutItself: code 3 False")
+
+
+def test_a_type_that_is_not_here_is_a_remote_error() -> None:
+    failure = describe(raised(ValueError("expected")), "w1")
+    for changed in (
+        failure._replace(module="no.such.module", pickled=b"garbage"),
+        failure._replace(qualname="NoSuchError", pickled=None),
+        failure._replace(module="os", qualname="getpid", pickled=None),
+        failure._replace(module="", qualname="", pickled=None),
+    ):
+        got: Any = rebuild(changed)
+        assert type(got) is RemoteError
+        assert (got.type_name, got.worker) == (f"{changed.module}.{changed.qualname}", "w1")
+        assert str(got) == f"{got.type_name}: expected"
+        assert got.remote_traceback == failure.traceback
+
+
+def test_a_pickle_of_something_else_is_not_taken_for_the_error() -> None:
+    for other in (KeyError("other"), 3, SystemExit(3)):
+        got = rebuild(describe(ValueError("expected"), "w1")._replace(pickled=pickle.dumps(other)))
+        assert (type(got), str(got)) == (ValueError, "expected")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
+def test_what_ends_a_process_ends_only_its_own(error: BaseException) -> None:
+    got = sent(error)
+    assert type(got) is RemoteError
+    assert got.type_name == f"builtins.{type(error).__name__}"
+
+
+def test_the_worker_and_its_traceback_are_noted() -> None:
+    got = sent(ValueError("expected"))
+    assert got.worker == "w1"
+    assert "in raised" in got.remote_traceback
+    assert got.__notes__ == [f"raised on worker 'w1':\n{got.remote_traceback.rstrip()}"]
+
+
+def test_each_worker_on_the_way_adds_its_own_note() -> None:
+    error: Any = ValueError("expected")
+    error.__notes__ = ["of the user"]
+    sizes = []
+    for i in range(12):
+        error = sent(error, f"w{i}")
+        sizes.append(sum(map(len, error.__notes__)))
+    assert error.__notes__[0] == "of the user"
+    assert [note.split("'")[1] for note in error.__notes__[1:]] == [f"w{i}" for i in range(12)]
+    assert error.worker == "w0"  # where it was raised
+    assert max(b - a for a, b in itertools.pairwise(sizes)) < 2 * sizes[0]
+    if sys.version_info >= (3, 11):
+        assert "of the user" in error.remote_traceback
+
+
+def test_the_worker_that_an_error_is_about_is_kept() -> None:
+    assert sent(WorkerLostError("gone", worker="third")).worker == "third"
+
+
+def test_notes_that_are_none_do_no_harm() -> None:
+    for notes in (3, [3, "text"], None):
+        error: Any = ValueError("expected")
+        error.__notes__ = notes
+        got = sent(error)
+        assert (type(got), str(got)) == (ValueError, "expected")
+        assert "raised on worker 'w1'" in got.__notes__[-1]
+
+
+# ---- what the engine says
+
+
+def test_what_the_engine_says_becomes_an_error_with_the_workers_name() -> None:
+    for kind, message, error in (
+        (1, "", TimeoutError),
+        (2, "the reply was refused: its signature is wrong", AuthenticationError),
+        (0, "the message was refused: it is not signed", AuthenticationError),
+        (0, "eof (this error originated at tensorpipe/x.cc:1)", WorkerLostError),
+        (0, "RPC agent is shutting down", WorkerLostError),
+        (0, "anything else", RemoteError),
+    ):
+        got: Any = of_engine(kind, message, "add", "w1", 2.5)
+        assert type(got) is error
+        assert "add" in str(got)
+        assert "'w1'" in str(got)
+        assert message in str(got)
+        assert getattr(got, "worker", "w1") == "w1"
+    assert "within 2.5 s" in str(of_engine(1, "", "add", "w1", 2.5))
+
+
+def test_an_answer_that_cannot_be_read_says_so() -> None:
+    got: Any = of_answer(LookupError("expected"), "add", "w1")
+    assert (type(got), str(got)) == (LookupError, "expected")
+    assert got.__notes__ == ["the answer of worker 'w1' to add cannot be read here"]
+    assert type(of_answer(SystemExit(3), "add", "w1")) is RemoteError
