@@ -21,6 +21,7 @@ __all__ = [
     "RRef",
     "StoreError",
     "async_execution",
+    "calls_under_way",
     "current_agent",
     "finish",
     "first_calls",
@@ -87,6 +88,11 @@ def first_calls(workers: list[str], timeout: float) -> None:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def calls_under_way(agent: Any) -> int:
+    """Return how many messages of an agent have no answer yet, whoever made them."""
+    return int(agent.get_metrics()["agent.client_active_calls"])
 
 
 def forget_users(timeout: float) -> None:

@@ -82,10 +82,18 @@ class Exchange:
                 return [seen.found[rank] for rank in range(self._world_size)]
         raise seen.error(self._timeout, self.names)
 
-    def meet(self, step: str, timeout: float) -> None:
-        """Wait until all workers are here, `timeout` seconds at most; for errors see ``round``."""
-        self._timeout = timeout
-        self.round(step, True)
+    def meet(self, step: str, value: object, deadline: float) -> list[Any]:
+        """Wait until all workers are here, until `deadline` (time.monotonic()) at most; see ``round``."""
+        self._timeout = max(0.0, deadline - time.monotonic())
+        return self.round(step, value)
+
+    def leave(self, deadline: float) -> None:
+        """Say that this worker needs the store no more. The first, which may hold it, waits for the others."""
+        self._timeout = max(0.0, deadline - time.monotonic())
+        self._show("left", True)
+        if self._rank == 0:
+            with contextlib.suppress(TimeoutError, AuthenticationError):  # it has waited long enough
+                self.round("left", True)
 
     def _prove(self, secret: bytes, hellos: list[Any]) -> bytes:
         """Show that this worker knows the secret and has seen `hellos`; return the key of those that all have seen.
@@ -193,8 +201,8 @@ class _Seen:
         parts = []
         if unproven:
             parts.append(
-                f"worker {_listed(unproven, names)} of {self._world_size} has not proven within {timeout:g} s that it knows "
-                "the secret: give all workers the same one"
+                f"worker {_listed(unproven, names)} of {self._world_size} has not proven within {timeout:g} s that it "
+                "knows the secret: give all workers the same one"
             )
         if absent:
             parts.append(f"worker {_listed(absent, names)} of {self._world_size} has not come within {timeout:g} s")

@@ -17,12 +17,13 @@ from typing import Any, Literal
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture
-from cudafuture.errors import InvalidStateError, WorkerLostError
+from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._backend import PATIENCE, Options, backend
 from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps
+from rpc_ext._farewell import leave
 from rpc_ext._secret import read_secret
 from rpc_ext._serve import Server
 from rpc_ext._statistics import Statistics
@@ -43,7 +44,7 @@ class Session:
     """
 
     def __init__(
-        self, name: str, rank: int, store: Any, agent: _C.Agent, options: Options, destinations: list[Destination]
+        self, name: str, rank: int, agent: _C.Agent, options: Options, destinations: list[Destination]
     ) -> None:
         assert options.exchange is not None
         assert options.server is not None
@@ -51,7 +52,7 @@ class Session:
         self.rpc_timeout = options.rpc_timeout
         self.agent, self.server = agent, options.server
         self.destinations = destinations
-        self._store, self._exchange = store, options.exchange
+        self._exchange = options.exchange
         self.is_of_this_process = True  # not in a child that it forks
         self.is_ending = False
         self.awaited: set[CUDAFuture[Any]] = set()
@@ -106,7 +107,7 @@ class Session:
                 for destination in self.destinations:
                     destination.flush()
                     destination.wait_until_idle(max(0.0, deadline - time.monotonic()))
-                self._leave(deadline)
+                leave(self.agent, self._exchange, deadline)
         finally:
             for destination in self.destinations:
                 destination.close()
@@ -116,20 +117,6 @@ class Session:
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
                 destination.flush()  # to nobody: what has not been sent fails
-
-    def _leave(self, deadline: float) -> None:
-        """Wait until all workers are here, let go of their values, and wait until none has calls under way."""
-        try:
-            self._exchange.meet("shutdown", max(0.0, deadline - time.monotonic()))
-        except _engine.StoreError as e:
-            raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
-        left = max(1.0, deadline - time.monotonic())
-        self._store.set_timeout(timedelta(seconds=left))
-        try:
-            _engine.forget_users(left)
-            self.agent.join(shutdown=True, timeout=left)
-        except RuntimeError as e:  # of the store, or of the calls that delete references
-            raise TimeoutError(f"a worker was lost in the midst of shutdown, or has not left in time: {e}") from e
 
     def statistics(self) -> Statistics:
         """Return what was counted so far.
@@ -255,7 +242,7 @@ def init_rpc(
                 Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
                 for peer, devices in enumerate(options.peers)
             ]
-            _session = Session(name, rank, store, agent, options, destinations)
+            _session = Session(name, rank, agent, options, destinations)
             return _session
         finally:
             _beginning = None

@@ -1,6 +1,6 @@
 #!/bin/sh
-# native_tests.sh PYTHON SANITIZER: build tests/cpp, the core and the simulated accelerator's runtime with `thread` or
-# `address`, and run them. Further arguments go to both test programs.
+# native_tests.sh PYTHON SANITIZER: build tests/cpp, the core, the simulated accelerator's runtime and the seals of RPC
+# with `thread` or `address`, and run them. Further arguments go to each test program.
 set -eu
 python=$1
 sanitizer=$2
@@ -30,4 +30,5 @@ export LSAN_OPTIONS="suppressions=$tests/lsan.supp print_suppressions=0 ${LSAN_O
 export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
 echo "native tests, $sanitizer sanitizer"
 $run "$build/cudafuture_native_tests" "$@"
+$run "$build/cudafuture_rpc_tests" "$@"
 exec $run "$build/cudafuture_sim_tests" "$@"

@@ -61,7 +61,7 @@ Agent::Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
              const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
              const std::vector<c10::Device>& devices, std::shared_ptr<Sealer> sealer,
              std::shared_ptr<Refusals> refusals, py::object serve)
-    : TensorPipeAgent(store, self.name, static_cast<rpc::worker_id_t>(self.rank), self.world_size, options,
+    : TensorPipeAgent(c10::make_intrusive<AgentStore>(store, self.world_size), self.name, static_cast<rpc::worker_id_t>(self.rank), self.world_size, options,
                       reverse_device_maps, devices,
                       std::make_unique<RequestCallback>(sealer, refusals, std::move(serve))),
       sealer_(std::move(sealer)),
@@ -69,6 +69,7 @@ Agent::Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
 
 c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                                float timeout_seconds, const rpc::DeviceMap& device_map) {
+  sent_.fetch_add(1, std::memory_order_relaxed);
   if (!sealer_ || !message->isRequest()) {
     return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
   }

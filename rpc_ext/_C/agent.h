@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "callback.h"
 #include "python.h"
 #include "seal.h"
+#include "store.h"
 
 namespace rpc_ext {
 
@@ -45,6 +47,9 @@ class Agent final : public rpc::TensorPipeAgent {
   // `patience`. False where some still run: what they use lives on. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
+  // Messages sent so far, whoever made them.
+  std::uint64_t sent() const { return sent_.load(); }
+
   std::map<int, std::uint64_t> refused() const { return refusals_->counts(); }
 
  private:
@@ -56,6 +61,7 @@ class Agent final : public rpc::TensorPipeAgent {
 
   const std::shared_ptr<Sealer> sealer_;
   const std::shared_ptr<Refusals> refusals_;
+  std::atomic<std::uint64_t> sent_{0};
 };
 
 }  // namespace rpc_ext

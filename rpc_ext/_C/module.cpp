@@ -88,8 +88,7 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
   const rpc::RRefId id = given->rrefId();
   const rpc::ForkId use = context.genGloballyUniqueId();
   context.addForkOfOwnerIfNotPresent(id, use);
-  context.getOwnerRRef(id)->addCallback([held, id, use](rpc::JitFuture& found) {
-    const auto owner = rpc::fromRRefInterface(found.constValue().toRRef());
+  const auto tell = [held, id, use](const c10::intrusive_ptr<rpc::OwnerRRef>& owner) {
     owner->getFuture()->addCallback([held, owner, id, use](rpc::JitFuture&) {
       {
         const Gil gil;
@@ -103,7 +102,13 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
       }
       rpc::RRefContext::getInstance().delForkOfOwner(id, use);
     });
-  });
+  };
+  if (given->getFuture()->completed()) {  // before this counted, and torch may have forgotten it since
+    tell(given);
+  } else {
+    context.getOwnerRRef(id)->addCallback(
+        [tell](rpc::JitFuture& found) { tell(rpc::fromRRefInterface(found.constValue().toRRef())); });
+  }
 }
 
 }  // namespace
@@ -126,6 +131,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("reverse_device_maps"), py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("serve"),
            py::arg("tell"))
       .def("call", call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"), py::arg("listener"))
+      .def("sent", &Agent::sent)
       .def("stop", stop, py::arg("patience"))
       .def("refused", &Agent::refused);
 

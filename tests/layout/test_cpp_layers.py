@@ -25,11 +25,12 @@ LAYERS = {
         "references": set(),
         "python": set(),
         "callback": {"python", "reply", "seal"},
-        "agent": {"callback", "python", "seal"},
+        "store": set(),
+        "agent": {"callback", "python", "seal", "store"},
         "module": {"agent", "python", "references", "reply"},
     },
 }
-RPC_WITHOUT_PYTHON = {"counters", "hmac", "seal", "reply", "references"}
+RPC_WITHOUT_PYTHON = {"counters", "hmac", "seal", "reply", "references", "store"}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(

@@ -38,7 +38,7 @@ RPC_EXT = (
         "_secret",
         "_statistics",
     ),
-    ("_codec", "_staging"),
+    ("_codec", "_farewell", "_staging"),
     ("_destination", "_devices", "_serve"),
     ("_backend", "_call"),
     ("session",),

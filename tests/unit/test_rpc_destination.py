@@ -122,6 +122,7 @@ def test_the_refusal_says_how_much_is_under_way() -> None:
     assert "1 calls and 7 bytes are under way to worker 'other' (at most 1 and 100)" in str(of.would_block())
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 150), st.booleans()), max_size=60), st.integers(1, 5), st.integers(1, 120))
 def test_the_limits_hold_whatever_comes(steps: list[tuple[int, bool]], calls: int, size: int) -> None:
     of = destination(calls, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_ext._histogram import Histogram
@@ -20,6 +20,7 @@ def histogram_of(durations: list[int]) -> Histogram:
     return histogram
 
 
+@settings(deadline=None)
 @given(st.lists(DURATIONS, min_size=1, max_size=200), st.floats(0, 1))
 def test_a_quantile_is_at_most_a_bucket_above_the_exact_one(durations: list[int], q: float) -> None:
     exact = sorted(durations)[max(0, math.ceil(q * len(durations)) - 1)] * 1e-9
@@ -28,6 +29,7 @@ def test_a_quantile_is_at_most_a_bucket_above_the_exact_one(durations: list[int]
     assert found <= exact * (1 + 1 / 8) * (1 + 1e-9) + 1e-9  # a bucket is an eighth of a power of two wide
 
 
+@settings(deadline=None)
 @given(st.lists(DURATIONS, max_size=100))
 def test_buckets_hold_all_in_order_and_no_empty_ones(durations: list[int]) -> None:
     histogram = histogram_of(durations)
@@ -41,6 +43,7 @@ def test_buckets_hold_all_in_order_and_no_empty_ones(durations: list[int]) -> No
         assert below == sum(ns < round(upper * 1e9) for ns in durations)
 
 
+@settings(deadline=None)
 @given(st.lists(DURATIONS, min_size=1, max_size=50))
 def test_quantiles_grow(durations: list[int]) -> None:
     histogram = histogram_of(durations)

@@ -247,7 +247,7 @@ def local_to_here(to: Any) -> str:
         return str(e)
 
 
-@answers("test_nested_rpc", "test_deadlock")
+@answers("test_nested_rpc")
 def test_with_two_threads_one_may_wait(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", num_worker_threads=2):
         assert rpc_sync(ME, waits_for_another, (ME, add, 1, 2)) == 3
@@ -289,7 +289,7 @@ def in_a_ring(file: str, secret: str | None) -> list[Any]:
         return path
 
 
-@answers("test_multi_layer_nested_async_rpc", "test_stress_light_rpc", "test_stress_heavy_rpc", "test_callback_in_rpc")
+@answers("test_multi_layer_nested_async_rpc", "test_expected_src")
 @pytest.mark.slow
 @pytest.mark.world(3)
 @pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])

@@ -291,7 +291,7 @@ def give(kind: str) -> Any:
     return {"lambda": lambda: 1, "future": CUDAFuture(), "bomb": Bomb(LookupError("bang")), "raises": Reluctant()}[kind]
 
 
-@answers("test_pickle_future", "test_return_future", "test_return_future_async", "test_rref_py_pickle_not_supported")
+@answers("test_pickle_future")
 @pytest.mark.parametrize("call", [rpc_async, rpc_sync, rpc_ext.remote])
 def test_arguments_that_cannot_be_pickled_are_the_callers_error_at_once(call: Any) -> None:
     for argument, error, text in (
@@ -314,7 +314,7 @@ def test_arguments_that_cannot_be_unpickled_fail_the_call() -> None:
         rpc_ext.remote(ME, same, (Bomb(AttributeError("no such function here")),)).to_here()
 
 
-@answers("test_return_future_remote")
+@answers("test_return_future", "test_return_future_async", "test_return_future_remote")
 def test_an_answer_that_cannot_be_pickled_fails_the_call() -> None:
     assert "pickle" in str(error_of(give, "lambda"))
     assert type(error_of(give, "raises")) is LookupError

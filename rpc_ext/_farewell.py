@@ -1,0 +1,63 @@
+"""How workers leave a job together: nobody goes while another may still need an answer, or the store.
+
+::
+
+    all are here ──► references are given back ──► nobody has calls under way, twice ──► the first worker leaves last
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from cudafuture.errors import WorkerLostError
+from rpc_ext import _C, _engine
+from rpc_ext._exchange import Exchange
+
+__all__ = ["leave"]
+
+_PAUSE = 0.001  # seconds between two looks at one's own calls
+_LAST_PATIENCE = 10.0  # seconds that the first worker, which may hold the store, waits for the others to be gone
+
+
+def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+    """Wait for the other workers, until `deadline` (time.monotonic()), and let go of their values.
+
+    Raises:
+        TimeoutError: a worker has not come, or has calls under way.
+        WorkerLostError: the store is gone.
+    """
+    try:
+        exchange.meet("shutdown", True, deadline)
+        _give_references_back(deadline)
+        _wait_until_nobody_calls(agent, exchange, deadline)
+        agent.join(shutdown=True)
+        exchange.leave(min(deadline, time.monotonic() + _LAST_PATIENCE))
+    except _engine.StoreError as e:
+        raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
+
+
+def _give_references_back(deadline: float) -> None:
+    try:
+        _engine.forget_users(max(1.0, deadline - time.monotonic()))
+    except RuntimeError as e:
+        raise TimeoutError(f"a worker that owns values of RRefs was lost in the midst of shutdown: {e}") from e
+
+
+def _wait_until_nobody_calls(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+    """Wait until no calls are under way anywhere.
+
+    Workers look at different moments, and a call that is answered may have made another. So nobody calls when all have
+    seen that they do not, and have made no calls since they saw it before. (The idea is Mattern's four counter method.)
+    """
+    before: list[Any] = []
+    for turn in itertools.count():
+        while (active := _engine.calls_under_way(agent)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        if active:
+            raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
+        now = exchange.meet(f"idle/{turn}", [active, agent.sent()], deadline)
+        if now == before and not any(active for active, _ in now):
+            return
+        before = now

@@ -1,0 +1,92 @@
+// HMAC-SHA256: the examples of RFC 4231, and many threads under one key.
+#include <atomic>
+#include <string>
+
+#include <doctest/doctest.h>
+
+#include "../together.h"
+#include "hex.h"
+#include "hmac.h"
+
+using rpc_ext::Digest;
+using rpc_ext::HmacKey;
+using rpc_ext::test::hex;
+
+namespace {
+
+std::string_view view(const Digest& digest) { return {reinterpret_cast<const char*>(digest.data()), digest.size()}; }
+
+struct Example {
+  std::string key;
+  std::string data;
+  const char* mac;
+};
+
+std::string counted(char first, char last) {
+  std::string bytes;
+  for (char byte = first; byte <= last; byte++) bytes += byte;
+  return bytes;
+}
+
+const Example examples[] = {
+    // of section 4, without 4.6, which is about shorter ones
+    {std::string(20, '\x0b'), "Hi There", "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
+    {"Jefe", "what do ya want for nothing?", "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
+    {std::string(20, '\xaa'), std::string(50, '\xdd'),
+     "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"},
+    {counted(1, 25), std::string(50, '\xcd'), "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"},
+    {std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First",
+     "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"},
+    {std::string(131, '\xaa'),
+     "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be hashed "
+     "before being used by the HMAC algorithm.",
+     "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
+};
+
+}  // namespace
+
+TEST_SUITE_BEGIN("hmac");
+
+TEST_CASE("the examples of RFC 4231") {
+  for (const Example& example : examples) CHECK(hex(HmacKey(example.key).of({example.data})) == example.mac);
+}
+
+TEST_CASE("how the data is cut does not matter") {
+  for (const Example& example : examples) {
+    const HmacKey key(example.key);
+    const std::string_view data = example.data;
+    for (std::size_t at = 0; at <= data.size(); at++) {
+      CHECK(hex(key.of({data.substr(0, at), "", data.substr(at)})) == example.mac);
+    }
+  }
+}
+
+TEST_CASE("a digest is the same as its bytes, and as no others") {
+  const Digest digest = HmacKey("key").of({"data"});
+  std::string bytes(view(digest));
+  CHECK(HmacKey::same(digest, bytes));
+  for (char& byte : bytes) {
+    for (int bit = 0; bit < 8; bit++) {
+      byte = static_cast<char>(byte ^ (1 << bit));
+      CHECK_FALSE(HmacKey::same(digest, bytes));
+      byte = static_cast<char>(byte ^ (1 << bit));
+    }
+  }
+  CHECK_FALSE(HmacKey::same(digest, ""));
+  CHECK_FALSE(HmacKey::same(digest, bytes.substr(1)));
+  CHECK_FALSE(HmacKey::same(digest, bytes + '\0'));
+}
+
+TEST_CASE("threads share a key, and a thread uses several") {
+  const HmacKey keys[] = {HmacKey(examples[0].key), HmacKey(examples[1].key)};
+  std::atomic<int> wrong{0};
+  native_tests::together(8, [&](int) {
+    for (int i = 0; i < 500; i++) {
+      const Example& example = examples[i % 2];
+      wrong += hex(keys[i % 2].of({example.data})) != example.mac;
+    }
+  });
+  CHECK(wrong == 0);
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,334 @@
+"""How workers find each other and prove that they know the secret, over a store that anybody can write to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cudafuture.errors import AuthenticationError
+from rpc_ext._exchange import Exchange
+
+SECRET = b"a secret that nobody else knows"
+ANOTHER = b"a secret that somebody else knows"
+PATIENCE = 60.0
+SHORT = 0.05  # seconds, where it has to come to that
+
+
+class MemoryStore:
+    """What a store does, with a say in it for the test."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+        self.lock = threading.RLock()
+        self.on_set: Callable[[str], None] = lambda key: None
+
+    def set(self, key: str, value: str, /) -> None:
+        with self.lock:
+            self.records[key] = value.encode()
+        self.on_set(key)
+
+    def get(self, key: str, /) -> bytes:
+        with self.lock:
+            return self.records[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        with self.lock:
+            return all(key in self.records for key in keys)
+
+    def plant(self, key: str, record: bytes) -> None:
+        """Put something there as somebody else."""
+        with self.lock:
+            self.records[key] = record
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def exchange(
+    store: Any, rank: int, size: int = 2, secret: bytes | None = SECRET, timeout: float = PATIENCE
+) -> Exchange:
+    return Exchange(store, rank, size, secret, timeout)
+
+
+def all_begin(pool: ThreadPoolExecutor, *exchanges: Exchange) -> list[tuple[list[Any], bytes]]:
+    begun = [pool.submit(one.begin, {"rank": rank}) for rank, one in enumerate(exchanges)]
+    return [one.result(PATIENCE) for one in begun]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+# ---- together
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_all_see_what_each_shows_and_agree_on_a_key(
+    store: MemoryStore, pool: ThreadPoolExecutor, size: int, secret: bytes | None
+) -> None:
+    begun = all_begin(pool, *(exchange(store, rank, size, secret) for rank in range(size)))
+    assert [values for values, _ in begun] == [[{"rank": rank} for rank in range(size)]] * size
+    (key,) = {key for _, key in begun}
+    assert len(key) == (0 if secret is None else 32)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_order_in_which_they_come_does_not_matter(
+    store: MemoryStore, pool: ThreadPoolExecutor, order: tuple[int, ...]
+) -> None:
+    begun: list[Future[Any]] = []
+    for rank in order:
+        until(lambda: all(store.check([f"hello/{earlier}"]) for earlier in order[: len(begun)]))
+        begun.append(pool.submit(exchange(store, rank, 3).begin, rank))
+    assert all(one.result(PATIENCE)[0] == [0, 1, 2] for one in begun)
+
+
+def test_each_session_has_a_key_of_its_own(pool: ThreadPoolExecutor) -> None:
+    keys = set()
+    for _ in range(3):
+        store = MemoryStore()
+        keys.add(all_begin(pool, exchange(store, 0), exchange(store, 1))[0][1])
+    assert len(keys) == 3
+
+
+def test_rounds_come_after_the_beginning(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    both = [exchange(store, rank) for rank in range(2)]
+    all_begin(pool, *both)
+    for step in ("one", "two"):
+        found = [pool.submit(one.round, step, [rank, None]) for rank, one in enumerate(both)]
+        assert [one.result(PATIENCE) for one in found] == [[[0, None], [1, None]]] * 2
+    deadline = time.monotonic() + PATIENCE
+    met = [pool.submit(one.meet, "end", rank, deadline) for rank, one in enumerate(both)]
+    assert [one.result(PATIENCE) for one in met] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
+    store: MemoryStore, pool: ThreadPoolExecutor, secret: bytes | None
+) -> None:
+    all_begin(pool, exchange(store, 0, secret=secret), exchange(store, 1, secret=secret))
+    for record in store.records.values():
+        mac, _, body = record.decode().partition(" ")
+        assert json.loads(body).keys() == {"value"}
+        assert (mac == "unsigned") == (secret is None)
+        assert SECRET not in record
+        assert SECRET.hex().encode() not in record
+
+
+# ---- those who do not come, or do not know
+
+
+def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    absent = [pool.submit(exchange(store, rank, 4, timeout=SHORT).begin, rank) for rank in (0, 2)]
+    for one in absent:
+        with pytest.raises(TimeoutError, match=r"worker 1, 3 of 4 has not come within 0\.05 s \(hello\)"):
+            one.result(PATIENCE)
+
+
+@pytest.mark.parametrize("other", [ANOTHER, None])
+def test_a_worker_with_another_secret_is_named(
+    store: MemoryStore, pool: ThreadPoolExecutor, other: bytes | None
+) -> None:
+    workers = [exchange(store, 0, 3, timeout=1), exchange(store, 1, 3, other, timeout=1)]
+    begun = [pool.submit(one.begin, 0) for one in workers]
+    for rank, one in enumerate(begun):
+        with pytest.raises(AuthenticationError) as caught:
+            one.result(PATIENCE)
+        assert f"worker {1 - rank} of 3 has not proven" in str(caught.value)
+        assert "worker 2 of 3 has not come" in str(caught.value)
+        assert workers[rank].passed_over == 1
+
+
+def test_names_are_given_once_they_are_known(store: MemoryStore) -> None:
+    one = exchange(store, 0, 2, timeout=SHORT)
+    one.names = ["first", "second"]
+    with pytest.raises(TimeoutError, match=r"worker 1 \('second'\) of 2 has not come"):
+        one.round("ready", True)
+
+
+# ---- those who write to the store
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+def signed(value: object) -> bytes:
+    return b"0" * 64 + b" " + json.dumps({"value": value}).encode()
+
+
+GARBAGE = {
+    "nothing": b"",
+    "a space": b" ",
+    "no UTF-8": b"\xff\xfe\x00",
+    "not ASCII": b"\xc3\xa9 {}",
+    "no JSON": b"0" * 64 + b" {",
+    "no value": b"0" * 64 + b" {}",
+    "unsigned": b"unsigned " + json.dumps({"value": {"nonce": "0", "value": 1}}).encode(),
+    "deep": b"0" * 64 + b" " + b"[" * 100_000,
+    "deep and unsigned": b"unsigned " + b"[" * 100_000,
+    "a wrong signature": signed({"nonce": "0", "value": 1}),
+    "a list": signed([]),
+    "large": b"x" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_passed_over_until_the_worker_comes(
+    store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes
+) -> None:
+    for step in ("hello", "proof"):
+        store.plant(f"{step}/1", garbage)
+    first = exchange(store, 0)
+    begun = pool.submit(first.begin, 0)
+    until(lambda: first.passed_over == 1)
+    assert pool.submit(exchange(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert begun.result(PATIENCE)[0] == [0, 1]
+
+
+@pytest.mark.parametrize("garbage", [g for name, g in GARBAGE.items() if name != "unsigned"])
+def test_garbage_is_passed_over_without_a_secret_too(
+    store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes
+) -> None:
+    store.plant("hello/1", garbage)
+    first = exchange(store, 0, secret=None)
+    begun = pool.submit(first.begin, 0)
+    until(lambda: first.passed_over == 1)
+    assert pool.submit(exchange(store, 1, secret=None).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert begun.result(PATIENCE)[0] == [0, 1]
+
+
+def test_nothing_is_unpickled(store: MemoryStore, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    for i, (step, rank) in enumerate(itertools.product(("hello", "proof", "ready"), (0, 1))):
+        bomb = pickle.dumps({"devices": Bomb(tmp_path / str(i))})
+        store.plant(f"{step}/{rank}", bomb if i % 2 else b"0" * 64 + b" " + bomb)
+    both = [exchange(store, rank) for rank in range(2)]
+    all_begin(pool, *both)
+    for ready in [pool.submit(one.round, "ready", True) for one in both]:
+        assert ready.result(PATIENCE) == [True, True]
+    assert not list(tmp_path.iterdir())
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "armed")))
+    assert list(tmp_path.iterdir())
+
+
+def test_what_was_written_over_is_put_back(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    begun = pool.submit(exchange(store, 0).begin, 0)
+    until(lambda: store.check(["hello/0"]))
+    mine = store.get("hello/0")
+    for garbage in GARBAGE.values():
+        store.plant("hello/0", garbage)
+        until(lambda: store.get("hello/0") == mine)
+    with store.lock:
+        del store.records["hello/0"]
+    until(lambda: store.check(["hello/0"]) and store.get("hello/0") == mine)
+    assert pool.submit(exchange(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert begun.result(PATIENCE)[0] == [0, 1]
+
+
+def test_it_is_logged_once_for_each_worker_and_step(
+    store: MemoryStore, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = exchange(store, 0, 3)
+    with caplog.at_level(logging.WARNING, "rpc_ext.authentication"):
+        begun = pool.submit(first.begin, 0)
+        for i in range(10):
+            store.plant("hello/1", b"garbage %d" % i)
+            until(lambda count=i + 1: first.passed_over == count)  # type: ignore[misc]
+        store.plant("hello/2", b"garbage")
+        until(lambda: first.passed_over == 11)
+        messages = [record.getMessage() for record in caplog.records]
+        others = [pool.submit(exchange(store, rank, 3).begin, rank) for rank in (1, 2)]
+        for one in (begun, *others):
+            one.result(PATIENCE)
+    assert ["worker 1 (hello)" in message for message in messages] == [True, False]
+    assert ["worker 2 (hello)" in message for message in messages] == [False, True]
+
+
+# ---- records that are signed, and old
+
+
+def recorded(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, bytes], bytes]:
+    """Return what a session has left in its store, and its key."""
+    store = MemoryStore()
+    begun = all_begin(pool, *(exchange(store, rank, size) for rank in range(size)))
+    return dict(store.records), begun[0][1]
+
+
+def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
+    store: MemoryStore, pool: ThreadPoolExecutor
+) -> None:
+    old, old_key = recorded(pool)
+    for place, record in old.items():
+        store.plant(place, record)
+    first = pool.submit(exchange(store, 0).begin, "new")  # takes the old one's hello, at first
+    until(lambda: store.get("proof/0") != old["proof/0"])
+    second = pool.submit(exchange(store, 1).begin, "new")
+    (values, key), (_, same_key) = first.result(PATIENCE), second.result(PATIENCE)
+    assert values == ["new", "new"]
+    assert key == same_key != old_key
+
+
+def test_a_worker_alone_is_not_taken_in_by_an_older_session(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    # With its key, the messages of that session would be taken once more.
+    old, _ = recorded(pool)
+
+    def write_over(key: str) -> None:
+        store.records.update(old)
+
+    store.on_set = write_over  # so fast that the worker never sees what it has written itself
+    with pytest.raises(AuthenticationError, match=r"worker 1 of 2 has not proven within 0\.5 s"):
+        exchange(store, 0, timeout=0.5).begin("new")
+
+
+def test_a_proof_is_of_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    def reflect(key: str) -> None:
+        step, _, rank = key.partition("/")
+        if rank == "0":
+            store.plant(f"{step}/1", store.get(key))
+
+    store.on_set = reflect
+    with pytest.raises(AuthenticationError, match="worker 1 of 2 has not proven"):
+        exchange(store, 0, timeout=SHORT).begin(0)
+
+
+def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    both = [exchange(store, rank) for rank in range(2)]
+    all_begin(pool, *both)
+    for shown in [pool.submit(one.round, "one", True) for one in both]:
+        shown.result(PATIENCE)
+    both[0]._timeout = SHORT
+    store.plant("two/1", store.get("one/1"))
+    with pytest.raises(AuthenticationError, match=r"\(two\)"):
+        both[0].round("two", True)
+    old, _ = recorded(pool, size=3)
+    store.plant("hello/1", old["hello/1"])
+    with pytest.raises(AuthenticationError, match=r"worker 1 of 2 .* \(hello\)"):
+        exchange(store, 0, timeout=SHORT).begin(0)

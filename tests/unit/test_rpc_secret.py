@@ -1,0 +1,78 @@
+"""Where the secret of a job comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpc_ext import _secret
+from rpc_ext._secret import SHORTEST, read_secret
+
+LONG = "0123456789abcdef"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "secret"
+    monkeypatch.setattr(_secret, "config", dataclasses.replace(_secret.config, rpc_secret_file=str(file)))
+    return file
+
+
+def test_there_is_none_by_default() -> None:
+    assert _secret.config.rpc_secret_file is None
+    assert read_secret(None) is None
+
+
+@pytest.mark.parametrize("secret", [LONG, LONG.encode(), "é" * 8, bytes(SHORTEST)])
+def test_it_is_given_as_text_or_bytes(secret: str | bytes) -> None:
+    assert read_secret(secret) == (secret.encode() if isinstance(secret, str) else secret)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+def test_it_is_what_the_file_contains_without_the_end_of_its_line(file: Path, end: str) -> None:
+    file.write_text(LONG + end, newline="")
+    assert read_secret(None) == LONG.encode()
+
+
+def test_blanks_and_bytes_that_are_no_text_belong_to_it(file: Path) -> None:
+    secret = b" \xff\x00 " * 5
+    file.write_bytes(secret)
+    assert read_secret(None) == secret
+
+
+def test_what_is_given_goes_before_the_file(file: Path) -> None:
+    file.write_text(LONG)
+    assert read_secret("f" * SHORTEST) == b"f" * SHORTEST
+
+
+@pytest.mark.parametrize("secret", ["", b"", "é" * 7, LONG[1:]])
+def test_one_that_is_too_short_is_refused(secret: str | bytes) -> None:
+    with pytest.raises(ValueError, match=rf"secret has \d+ bytes and needs at least {SHORTEST}; .*token_hex"):
+        read_secret(secret)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", LONG[1:].encode() + b"\n"])
+def test_a_file_with_too_short_a_one_is_named(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"the secret in {file} has"):
+        read_secret(None)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_not_no_secret(file: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="secret"):
+        read_secret(None)
+
+
+@pytest.mark.parametrize("secret", [1, ["s" * 16], bytearray(16), object()])
+def test_a_secret_of_another_type_is_refused(secret: Any) -> None:
+    with pytest.raises(TypeError, match="secret is a str or bytes"):
+        read_secret(secret)
+
+
+def test_the_error_does_not_show_it() -> None:
+    with pytest.raises(ValueError, match="bytes") as caught:
+        read_secret("hunter2")
+    assert "hunter2" not in str(caught.value)
