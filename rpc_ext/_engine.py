@@ -65,6 +65,7 @@ def register_backend(name: str, options: Any, init_agent: Any) -> Any:
 
 def init_distributed_autograd(rank: int) -> None:
     """Prepare what torch's agent expects: distributed autograd, and the profiler's number of this process."""
+    _C.forget_autograd_rank()
     _autograd._init(rank)
     _native._set_profiler_node_id(rank)
 

@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import queue
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from cudafuture.errors import WorkerLostError
 from rpc_ext import _C, _engine
@@ -17,7 +21,10 @@ from rpc_ext._exchange import Exchange
 
 __all__ = ["leave"]
 
+T = TypeVar("T")
+
 _PAUSE = 0.001  # seconds between two looks at one's own calls
+_STORE_PATIENCE = 1.0  # seconds that an answer of the store may be late
 _LAST_PATIENCE = 10.0  # seconds that the first worker, which may hold the store, waits for the others to be gone
 
 
@@ -25,15 +32,16 @@ def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
     """Wait for the other workers, until `deadline` (time.monotonic()), and let go of their values.
 
     Raises:
-        TimeoutError: a worker has not come, or has calls under way.
+        TimeoutError: a worker has not come, or has calls under way; or the store does not answer.
         WorkerLostError: the store is gone.
     """
     try:
-        exchange.meet("shutdown", True, deadline)
+        _asked(functools.partial(exchange.meet, "shutdown", True, deadline), deadline)
         _give_references_back(deadline)
         _wait_until_nobody_calls(agent, exchange, deadline)
         agent.join(shutdown=True)
-        exchange.leave(min(deadline, time.monotonic() + _LAST_PATIENCE))
+        last = min(deadline, time.monotonic() + _LAST_PATIENCE)
+        _asked(functools.partial(exchange.leave, last), last)
     except _engine.StoreError as e:
         raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
 
@@ -57,7 +65,28 @@ def _wait_until_nobody_calls(agent: _C.Agent, exchange: Exchange, deadline: floa
             time.sleep(_PAUSE)
         if active:
             raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
-        now = exchange.meet(f"idle/{turn}", [active, agent.sent()], deadline)
+        show = functools.partial(exchange.meet, f"idle/{turn}", [active, agent.sent()], deadline)
+        now = _asked(show, deadline)
         if now == before and not any(active for active, _ in now):
             return
         before = now
+
+
+def _asked(ask: Callable[[], T], deadline: float) -> T:
+    """Ask something of the store, in a thread that is left behind where no answer comes: the network may be gone."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except BaseException as e:
+            answers.put((None, e))
+
+    threading.Thread(target=run, name="rpc_ext-farewell", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE)
+    except queue.Empty:
+        raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

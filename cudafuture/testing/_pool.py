@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import selectors
@@ -146,15 +147,16 @@ class Worker:
 
 
 class Pool:
-    """Workers that wait for their next function."""
+    """Workers that wait for their next function, each for its rank: some of torch's states outlive a group."""
 
     def __init__(self) -> None:
-        self._idle: list[Worker] = []
+        self._idle: dict[int, list[Worker]] = {}
 
-    def take(self) -> Worker:
-        """Return one that waits, or a new one."""
-        while self._idle:
-            worker = self._idle.pop()
+    def take(self, rank: int) -> Worker:
+        """Return one that had this rank before and waits, or a new one."""
+        idle = self._idle.get(rank, [])
+        while idle:
+            worker = idle.pop()
             if worker.is_alive:
                 worker.forget_output()
                 return worker
@@ -162,14 +164,15 @@ class Pool:
         return Worker()
 
     def give_back(self, workers: Iterable[Worker]) -> None:
-        """Keep workers for later, up to a few."""
-        for worker in workers:
-            if len(self._idle) < _MOST_IDLE:
-                self._idle.append(worker)
+        """Keep workers, which come by their ranks, for later: up to a few."""
+        for rank, worker in enumerate(workers):
+            if sum(map(len, self._idle.values())) < _MOST_IDLE:
+                self._idle.setdefault(rank, []).append(worker)
             else:
                 worker.kill()
 
     def close(self) -> None:
         """End all that wait."""
-        while self._idle:
-            self._idle.pop().kill()
+        for worker in itertools.chain.from_iterable(self._idle.values()):
+            worker.kill()
+        self._idle.clear()

@@ -80,7 +80,7 @@ class World:
         [0, 10]
         """
         call = _pickled(function, args, kwargs)
-        workers = [self._pool.take() for _ in range(self.size)]
+        workers = [self._pool.take(rank) for rank in range(self.size)]
         folder = Path(tempfile.mkdtemp(prefix="cudafuture-world-"))
         run = _Run(workers, self.timeout)
         try:
@@ -91,8 +91,7 @@ class World:
                 worker.begin(job)
             run.collect()
             if run.succeeded and run.release():
-                # The last is taken first: each has the same rank again, as some of torch's states outlive a group.
-                self._pool.give_back(reversed(workers))
+                self._pool.give_back(workers)
                 workers = []
             return run.values()
         finally:

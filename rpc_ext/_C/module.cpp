@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
 #include "agent.h"
+#include "autograd.h"
 #include "python.h"
 #include "references.h"
 #include "reply.h"
@@ -146,6 +147,7 @@ PYBIND11_MODULE(_C, m) {
         [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });
   m.def("record_rrefs", [] { rpc::RRefContext::getInstance().recordThreadLocalPendingRRefs(); });
   m.def("forget_rrefs", [] { rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError(); });
+  m.def("forget_autograd_rank", forget_autograd_rank);
   m.def("renew_references", [] {
     const WithoutGil without_gil;
     renew_references();

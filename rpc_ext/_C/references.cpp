@@ -5,16 +5,11 @@
 #include <mutex>
 #include <utility>
 
+#include "private.h"
+
 namespace rpc_ext {
-namespace {
 
 namespace rpc = torch::distributed::rpc;
-
-// Pointers to private members: an explicit instantiation may name them.
-template <class Tag, auto pointer>
-struct Private {
-  friend auto member(Tag) { return pointer; }
-};
 
 struct AgentMember {
   friend auto member(AgentMember);
@@ -49,6 +44,8 @@ template struct Private<ConfirmedUsersMember, &rpc::RRefContext::confirmedUsers_
 template struct Private<PendingChildrenMember, &rpc::RRefContext::pendingChildren_>;
 template struct Private<DestroyedMutexMember, &rpc::RRefContext::destroyedMutex_>;
 template struct Private<DestroyedMember, &rpc::RRefContext::destroyed_>;
+
+namespace {
 
 // While the register counts as destroyed, no message is sent: the reference is only marked, so that none is sent later
 // either, to whoever has the owner's number in the new session.

@@ -22,15 +22,17 @@ LAYERS = {
         "hmac": set(),
         "seal": {"counters", "hmac"},
         "reply": {"seal"},
-        "references": set(),
+        "private": set(),
+        "references": {"private"},
+        "autograd": {"private"},
         "python": set(),
         "callback": {"python", "reply", "seal"},
         "store": set(),
         "agent": {"callback", "python", "seal", "store"},
-        "module": {"agent", "python", "references", "reply"},
+        "module": {"agent", "autograd", "python", "references", "reply"},
     },
 }
-RPC_WITHOUT_PYTHON = {"counters", "hmac", "seal", "reply", "references", "store"}
+RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "private", "references", "reply", "seal", "store"}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(

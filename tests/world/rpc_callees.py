@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -246,6 +247,23 @@ def is_refused_to_wait(to: Any) -> str:
 
 
 # ---- references
+
+
+class Watched:
+    """A value of which somebody wants to know when it is gone."""
+
+    gone = threading.Event()
+
+    def __init__(self) -> None:
+        Watched.gone.clear()
+        weakref.finalize(self, Watched.gone.set)
+
+    def name(self) -> str:
+        return type(self).__name__
+
+
+def is_watched_gone() -> bool:
+    return Watched.gone.is_set()
 
 
 def add_of(rref: rpc_ext.RRef[Any], value: Any) -> Any:

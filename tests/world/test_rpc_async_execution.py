@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, wait_all
 from cudafuture.testing import World
-from rpc_ext import async_execution, remote, rpc_async, rpc_sync
+from rpc_ext import _engine, async_execution, remote, rpc_async, rpc_sync
 from unit.parity import answers
 from world.rpc_callees import (
     ME,
@@ -271,6 +274,36 @@ def test_many_threads_are_held_by_functions_that_wait_themselves(tmp_path: Path,
         assert gate.reached.wait(PATIENCE)
         gate.open()
         assert wait_all([*futures, last], timeout=PATIENCE) == [0, 1, 2, 3]
+
+
+def test_a_call_that_comes_before_this_worker_is_ready_waits_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_agent, found = _engine.init_agent, []
+
+    def call() -> None:
+        try:
+            found.append(rpc_sync(ME, add, (1, 2)))
+        except BaseException as e:
+            found.append(e)
+
+    thread = threading.Thread(target=call)
+
+    def others_are_faster(*args: Any) -> None:
+        init_agent(*args)
+        thread.start()
+        while thread.is_alive() and not found and "_after_beginning" not in names_of_frames(thread):
+            os.sched_yield()
+
+    monkeypatch.setattr(_engine, "init_agent", others_are_faster)
+    with alone(tmp_path / "rendezvous"):
+        thread.join(PATIENCE)
+    assert found == [3]
+
+
+def names_of_frames(thread: threading.Thread) -> list[str]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [entry.name for entry in traceback.extract_stack(frame)] if frame is not None else []
 
 
 # ---- several workers of one thread each

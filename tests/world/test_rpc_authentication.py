@@ -102,16 +102,28 @@ def default_store() -> Any:
 def watched_doors(doors: list[Any], closed: bool) -> Iterator[None]:
     """Note where an agent listens when it would close that; let it, or not."""
     close = _listeners.close
+    with contextlib.ExitStack() as kept:
 
-    def note(inodes: set[int]) -> None:
-        for fd, inode in _listeners._listening():
-            if inode in inodes:
-                with _listeners._socket(fd) as door:
-                    doors.append((int(door.family), door.getsockname()))
-        if closed:
-            close(inodes)
+        def note(inodes: set[int]) -> None:
+            for fd, inode in _listeners._listening():
+                if inode in inodes:
+                    with _listeners._socket(fd) as door:
+                        doors.append((int(door.family), door.getsockname()))
+            if closed:
+                close(inodes)
+                for family, address in doors:  # no other process is to take the port, and what is thrown at it
+                    kept.enter_context(taken(family, address))
 
-    with mock.patch.object(_listeners, "close", note):
+        with mock.patch.object(_listeners, "close", note):
+            yield
+
+
+@contextlib.contextmanager
+def taken(family: int, address: Any) -> Iterator[None]:
+    """Keep an address without listening there."""
+    with socket.socket(family) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
         yield
 
 

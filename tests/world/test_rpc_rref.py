@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,13 @@ from world.rpc_callees import (
     PATIENCE,
     Adder,
     Gate,
+    Watched,
     add,
     add_of,
     alone,
     collect_garbage,
     is_confirmed,
+    is_watched_gone,
     local_value_of,
     made_on,
     passed_on,
@@ -233,16 +233,7 @@ class Waiting:
         self.gate.wait()
 
 
-class Watched:
-    """A value of which somebody wants to know when it is gone."""
-
-    gone = threading.Event()
-
-    def __init__(self) -> None:
-        Watched.gone.clear()
-        weakref.finalize(self, Watched.gone.set)
-
-
+@pytest.mark.slow
 def test_a_value_that_nobody_refers_to_any_more_is_let_go(worker: rpc_ext.Session) -> None:
     for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, made_on, (ME, Watched))):
         rref: Any = make()
@@ -282,6 +273,36 @@ def test_one_worker_thread_is_enough_where_nobody_waits_on_it(tmp_path: Path) ->
         shared = remote(ME, Adder, (0,))
         wait_all([shared.rpc_async().add(1) for _ in range(50)], timeout=PATIENCE)
         assert shared.rpc_sync().get() == 50
+
+
+# ---- one session after another
+
+
+def in_a_second_session(file: str, secret: str | None) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kept: list[Any] = []
+    for session in range(3):
+        now = (rank + session) % size  # others' numbers, so that old references would be taken for theirs
+        other = (now + 1) % size
+        with working(f"w{now}", now, size, f"{file}{session}", secret=secret):
+            rref: Any = remote(other, Watched)
+            assert rref.rpc_sync().name() == "Watched"
+            assert rpc_sync(other, add_of, (remote(other, add, (session, 1)), 1)) == session + 2
+            assert rpc_sync(other, add_of, (RRef(session), 1)) == session + 1
+            kept.append(remote(other, same, (session,)))
+            assert kept[-1].to_here() == session
+            del rref, kept[:session]  # those of the sessions before are nobody's
+            while not rpc_sync(other, is_watched_gone):
+                rpc_sync(other, collect_garbage)
+            dist.barrier()
+    dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.world(2)
+@pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])
+def test_references_of_a_second_session_are_as_good(world: World, tmp_path: Path, secret: str | None) -> None:
+    world.run(in_a_second_session, str(tmp_path / "rendezvous"), secret)
 
 
 # ---- three workers: an owner, one that has made the reference, one that it is passed on to

@@ -172,6 +172,8 @@ TEST_CASE("a reply is no request, and a request no reply") {
   Pair pair;
   const auto [frame, counter] = pair.one.seal_request(2, call, payload, {});
   CHECK(opened_reply(pair.one, 2, counter, frame, call).reason == "it was signed as another message");
+  const Bytes request = pair.two.seal_request(1, call, payload, {}).frame;
+  CHECK(opened_reply(pair.one, 2, counter, request, call).reason == "it was signed as another message");
   const Bytes reply = pair.two.seal_reply(1, counter, call, payload, {});
   CHECK(opened(pair.one, reply).reason == "it was signed as another message");
   CHECK(opened_reply(pair.one, 2, counter, reply, call).reason.empty());
