@@ -111,7 +111,7 @@ class Session:
         finally:
             for destination in self.destinations:
                 destination.close()
-            for future in []:
+            for future in list(self.awaited):
                 _fail(future, "RPC was shut down before the value of an RRef was there")
             if not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")

@@ -98,6 +98,7 @@ def test_every_dtype_arrives_or_is_refused_before_it_is_sent() -> None:
     assert all(str(dtype).startswith("torch.q") for dtype in refused)  # memory alone says nothing without a scale
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
 def test_quantized_tensors_arrive() -> None:
     for tensor in (
         torch.quantize_per_tensor(ONES, 0.5, 1, torch.qint8),
