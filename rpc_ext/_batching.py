@@ -1,23 +1,27 @@
 """Small calls that travel together.
 
 A batch has one message under way at most. Calls that are made meanwhile wait, and go in the next one: so they start in
-order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.)
+order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.) Where no message
+is under way, calls wait for others, but not for long.
 
-A message has the caller's rank, a table of functions, and for each call a pair: the place of the function in the table,
-and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In the answer
-there is for each call the value alone, where it is a plain one, or a payload and the number of its tensors.
+A message has the caller's rank, a table of pickled functions, and for each call a pair: the place of the function in
+the table, and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In
+the answer there is for each call the value alone, where it is a plain one, or a payload and the number of its tensors.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, TracebackType
+from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 
-from rpc_ext import _staging
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _minder, _staging
 from rpc_ext._call import Call
 from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, kind_of
 from rpc_ext._destination import Destination
@@ -27,6 +31,8 @@ __all__ = ["batch", "flush", "open_to"]
 
 FEWEST_CALLS = 32
 """calls that are worth a message, where none is under way: others may follow"""
+LONGEST_PAUSE = 1e-3
+"""seconds that fewer calls wait for others"""
 MOST_CALLS = 256
 """calls in one message"""
 MOST_FUNCTIONS = 64
@@ -34,24 +40,20 @@ MOST_FUNCTIONS = 64
 MOST_BYTES = 1 << 20
 """bytes of payload in one message, beside the call that exceeds them"""
 
-
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.batches: dict[Destination, batch] = {}
-
-
-_open = _Open()
+_open: ContextVar[tuple[batch, ...]] = ContextVar("rpc_ext.batches", default=())
 
 
 def open_to(destination: Destination) -> batch | None:
-    """Return the batch that this thread has opened to a worker, if any."""
-    batches = _open.batches
-    return batches.get(destination) if batches else None
+    """Return the batch to a worker in whose context this is, if any."""
+    for batch in reversed(_open.get()):
+        if batch.takes_calls_to(destination):
+            return batch
+    return None
 
 
 def flush() -> None:
-    """Send what waits in the batches that this thread has opened: it is going to wait for some of it."""
-    for batch in _open.batches.values():
+    """Send what waits in the batches in whose context this is: somebody is going to wait for some of it."""
+    for batch in _open.get():
         batch.flush()
 
 
@@ -60,13 +62,14 @@ class batch:  # a context manager
 
     Each ``rpc_async`` still has its own future, timeout and error. The calls are begun on the other side one after the
     other, in the order in which they were made; one that returns a future there does not hold up the next. They are on
-    their way at the latest when the context is left, which waits for none of them: wait for the futures.
+    their way within a millisecond, or as soon as those before them are answered. Leaving the context waits for none of
+    them: wait for the futures.
 
     Args:
         to: the worker: name, rank or WorkerInfo.
 
     Raises:
-        InvalidStateError: RPC has not begun.
+        InvalidStateError: RPC has not begun; or the context is entered while it is in use.
         ValueError: no such worker.
 
     >>> from rpc_ext import rpc_async
@@ -79,28 +82,35 @@ class batch:  # a context manager
     def __init__(self, to: Any) -> None:
         self._session = current()
         self._destination = self._session.destination(to)
-        self._outer: batch | None = None
-        self.functions: list[Any] = []  # the table
+        self._thread: int | None = None  # whose calls it takes
+        self._functions: list[bytes] = []  # the table, pickled
         self._places: dict[Any, int] = {}  # in the table
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._calls: list[tuple[Call, Encoded | Direct]] = []
         self._bytes = 0
-        self._under_way = False
+        self._under_way: _Message | None = None
         self._wanted = False  # whether what waits is to be sent as soon as it may
+        self._sends = False  # whether some thread is at it
 
     def __enter__(self) -> batch:
-        self._outer = _open.batches.get(self._destination)
-        _open.batches[self._destination] = self
+        if self._thread is not None:
+            raise InvalidStateError("the batch is in use: make another one")
+        self._thread = threading.get_ident()
+        _open.set((*_open.get(), self))
         self._destination.batches.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._outer is None:
-            del _open.batches[self._destination]
-        else:
-            _open.batches[self._destination] = self._outer
+        self._thread = None
+        _open.set(tuple(other for other in _open.get() if other is not self))
         self._destination.batches.discard(self)
         self.flush()
+
+    def takes_calls_to(self, destination: Destination) -> bool:
+        """Say whether a call that this thread makes to a worker belongs in here. Callbacks carry the context along."""
+        return destination is self._destination and self._thread == threading.get_ident()
+
+    # ---- calls come in
 
     def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
         """Return how a call can travel without a payload of its own, if it can."""
@@ -109,15 +119,15 @@ class batch:  # a context manager
         for arg in args:
             if type(arg) not in ATOMS:
                 return None
-        if type(fn) is not FunctionType and type(fn) is not BuiltinFunctionType:
-            return None
-        place = self._places.get(fn)
+        place = self._places.get(fn) if type(fn) is FunctionType else None
         if place is None:
-            if len(self.functions) == MOST_FUNCTIONS:
+            if not _is_plain_function(fn) or len(self._functions) == MOST_FUNCTIONS:
                 return None
-            encode(Kind.VALUE, fn)  # raises here what it would raise later
-            place = self._places[fn] = len(self.functions)
-            self.functions.append(fn)
+            place = self._places.get(fn)
+        if place is None:
+            pickled = encode(Kind.VALUE, fn).payload
+            place = self._places[fn] = len(self._functions)
+            self._functions.append(pickled)
         return Direct(place, tuple(args))
 
     def add(self, call: Call, how: Encoded | Direct) -> None:
@@ -125,10 +135,14 @@ class batch:  # a context manager
         if isinstance(how, Encoded) and how.tensors:
             how.earlier = _staging.on_streams(how.tensors)
         with self._lock:
+            first = not self._calls
             self._calls.append((call, how))
             self._bytes += how.size
-            message = self._next() if self._are_worth_a_message() else None
-        self._send(message)
+            worth = self._are_worth_a_message()
+        if worth:
+            self._go_on()
+        elif first:
+            _minder.mind(self, time.perf_counter() + LONGEST_PAUSE)
 
     def flush(self) -> None:
         """Send what waits, or see to it that it is sent as soon as the message under way is answered.
@@ -142,100 +156,153 @@ class batch:  # a context manager
         """
         with self._lock:
             self._wanted = True
-            message = self._next()
-        self._send(message)
+        self._go_on()
 
-    def _answered(self) -> None:
+    def look(self, now: float) -> float | None:
+        """Send what has waited long enough, and fail what is overdue. Called by the minder."""
         with self._lock:
-            self._under_way = False
-            message = self._next() if self._wanted or self._are_worth_a_message() else None
-        self._send(message)
+            self._wanted = self._wanted or bool(self._calls)
+            under_way = self._under_way.calls if self._under_way is not None else []
+            waiting = [call for call, _ in self._calls]
+        for call in (*under_way, *waiting):
+            if call.deadline <= now:
+                call.expire()
+        self._go_on()
+        with self._lock:
+            calls = [call for call, _ in self._calls]
+            if self._under_way is not None:
+                calls += self._under_way.calls
+        return min((call.deadline for call in calls if not call.settled), default=None)
+
+    # ---- messages go out, one at a time
+
+    def answered(self) -> None:
+        """Take note that the message under way needs no waiting for any more."""
+        with self._lock:
+            self._under_way = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send messages, until one is under way. A message that fails at once comes back to here: hence a loop."""
+        with self._lock:
+            if self._sends:
+                return  # whoever is at it looks again before it stops
+            self._sends = True
+        while True:
+            with self._lock:
+                message = self._next() if self._wanted or self._are_worth_a_message() else None
+                if message is None:
+                    self._sends = False
+                    return
+            message.send(self._session.agent, self._session.rank, self._destination)
 
     def _are_worth_a_message(self) -> bool:
         return len(self._calls) >= FEWEST_CALLS or self._bytes >= MOST_BYTES
 
     def _next(self) -> _Message | None:
-        """Take the calls of the next message, which share a timeout. Called under the lock."""
-        if self._under_way or not self._calls:
+        """Take the calls of the next message. Called under the lock."""
+        if self._under_way is not None or not self._calls:
             return None
-        timeout = self._calls[0][0].timeout
         count = size = 0
-        for call, how in self._calls[:MOST_CALLS]:
-            if call.timeout != timeout or size >= MOST_BYTES:
+        for _, how in self._calls[:MOST_CALLS]:
+            if size >= MOST_BYTES:
                 break
             count += 1
             size += how.size
         taken, self._calls = self._calls[:count], self._calls[count:]
         self._bytes -= size
         self._wanted = self._wanted and bool(self._calls)
-        self._under_way = True
-        return _Message(self, taken)
+        self._under_way = _Message(self, taken, self._functions)
+        return self._under_way
 
-    def _send(self, message: _Message | None) -> None:
-        if message is not None:
-            message.send(self._session.agent, self._session.rank, self._destination)
+
+def _is_plain_function(fn: Any) -> bool:
+    """Say whether a function is found by its name: a method of an object brings that along."""
+    if type(fn) is BuiltinFunctionType:
+        return fn.__self__ is None or isinstance(fn.__self__, ModuleType)
+    return type(fn) is FunctionType
 
 
 class _Message:
     """Calls that travel together; the agent tells it of the answer."""
 
-    def __init__(self, of: batch, calls: list[tuple[Call, Encoded | Direct]]) -> None:
+    def __init__(self, of: batch, calls: list[tuple[Call, Encoded | Direct]], functions: list[bytes]) -> None:
         self._of = of
-        self._calls = [call for call, _ in calls]
-        self._how = [how for _, how in calls]
+        self._functions = functions
+        going = [(call, how) for call, how in calls if not call.is_over()]
+        self.calls = [call for call, _ in going]
+        self._how = [how for _, how in going]
 
     def send(self, agent: Any, rank: int, destination: Destination) -> None:
+        """Send the calls, or fail them."""
+        if not self.calls:
+            self._of.answered()
+            return
+        try:
+            self._send(agent, rank, destination)
+        except BaseException as e:
+            self._fail(e)
+
+    def _send(self, agent: Any, rank: int, destination: Destination) -> None:
         parts = [(h.index, h.args) if isinstance(h, Direct) else (h.payload, len(h.tensors)) for h in self._how]
-        payload = encode(Kind.BATCH, (rank, self._of.functions, parts)).payload
+        table = {how.index: self._functions[how.index] for how in self._how if isinstance(how, Direct)}
+        payload = encode(Kind.BATCH, (rank, table, parts)).payload
         encoded = [how for how in self._how if isinstance(how, Encoded)]
         tensors = [tensor for e in encoded for tensor in e.tensors]
         targets = [t for e in encoded for t in e.targets or [None] * len(e.tensors)]
+        # The engine has one timeout for all of them; whose own is over before fails by itself.
+        remaining = [call.remaining() for call in self.calls]
+        longest = 0.0 if 0 in remaining else max(remaining)
 
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            remaining = self._calls[-1].remaining()  # made last: none fails before its time
-            if remaining < 0:
-                self.on_error(1, "")
-            elif tensors is None:
+            if tensors is None:
                 assert error is not None
                 self._fail(error)
-            else:
-                try:
-                    agent.call(destination.rank, payload, tensors, remaining, self)
-                except Exception as e:
-                    self.on_error(0, str(e))
+                return
+            try:
+                agent.call(destination.rank, payload, tensors, longest, self)
+            except Exception as e:
+                self.on_error(0, str(e))
 
         earlier = [e.earlier for e in encoded if e.earlier is not None]
         if not earlier:
             staged(tensors, None)
             return
-        try:
-            with _staging.streams_after(earlier):
-                if any(targets):
-                    last = self._calls[-1]
-                    _staging.to_host(tensors, targets, last.priority, last.remaining(), staged)
-                else:
-                    staged(tensors, None)
-        except Exception as e:  # of a device that is lost, say
-            self._fail(e)
+        with _staging.streams_after(earlier):
+            if any(targets):
+                _staging.to_host(tensors, targets, self.calls[-1].priority, longest, staged)
+            else:
+                staged(tensors, None)
 
     def _fail(self, error: BaseException) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call.fail(error)
-        self._of._answered()
+        self._of.answered()
+
+    # ---- called by the agent, once
 
     def on_error(self, kind: int, message: str) -> None:
-        for call in self._calls:
+        """Take what the engine says."""
+        for call in self.calls:
             call.on_error(kind, message)
-        self._of._answered()
+        self._of.answered()
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        self._of._answered()  # first: the other side has something to do while this one looks at what it has done
+        """Take the answers."""
+        self._of.answered()  # first: the other side has something to do while this one looks at what it has done
+        try:
+            self._distribute(payload, tensors)
+        except BaseException as e:
+            for call in self.calls:
+                call.fail(e)  # unless it has its answer
+
+    def _distribute(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
         if kind_of(payload) != Kind.BATCH:  # the callee could not even take the message apart
-            for call in self._calls:
+            for call in self.calls:
                 call.on_reply(payload, tensors)
             return
         at = 0
-        for call, part in zip(self._calls, decode(payload, []), strict=True):
+        for call, part in zip(self.calls, decode(payload, []), strict=True):
             if type(part) is not tuple:
                 call.on_value(part)
                 continue

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -29,18 +30,31 @@ SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 2e6
 class Call:
     """A call, from the moment that it was made. What it fails with names the function and the worker."""
 
-    __slots__ = ("_agent", "_destination", "_size", "_started", "future", "name", "priority", "timeout")
+    __slots__ = (
+        "_agent",
+        "_destination",
+        "deadline",
+        "future",
+        "name",
+        "priority",
+        "settled",
+        "size",
+        "started",
+        "timeout",
+    )
 
     def __init__(
         self, agent: _C.Agent, destination: Destination, name: str, size: int, timeout: float, priority: int
     ) -> None:
-        self._agent, self._destination, self._size = agent, destination, size
+        self._agent, self._destination, self.size = agent, destination, size
         self.name, self.timeout, self.priority = name, timeout, priority
         # Its callbacks have a thread of their own: the agent's may be the only one that can bring the next answer.
         self.future: CUDAFuture[Any] = CUDAFuture(
             name=f"{name} on {destination.name}", priority=priority, executor=executors.callback_thread
         )
-        self._started = time.perf_counter_ns()
+        self.started = time.perf_counter()
+        self.deadline = self.started + timeout if timeout else math.inf
+        self.settled = False  # whether its end was counted; its destination's lock guards that
 
     def send(self, encoded: Encoded, timeout: float) -> None:
         """Send the call; its tensors on devices that the agent cannot carry are copied to the host first.
@@ -61,9 +75,7 @@ class Call:
             elif tensors is None:
                 assert error is not None
                 self.fail(error)
-            elif self.future.done():  # cancelled meanwhile
-                self._destination.finish(self._size, self._started, 0, False)
-            else:
+            elif not self.is_over():
                 self._send(encoded.payload, tensors, remaining)
 
         return staged
@@ -111,7 +123,7 @@ class Call:
         """Return the seconds that are left of the timeout: 0 where there is none, less where they are over."""
         if not self.timeout:
             return 0
-        left = self.timeout - (time.perf_counter_ns() - self._started) * 1e-9
+        left = self.deadline - time.perf_counter()
         return max(left, SHORTEST_TIMEOUT) if left > 0 else -1
 
     def _ask_again(self, payload: bytes) -> None:
@@ -124,8 +136,24 @@ class Call:
 
     # ---- the future
 
+    def is_over(self) -> bool:
+        """Say whether there is no use in sending it any more: it has failed, or was cancelled."""
+        if self.future.done():
+            self._destination.finish(self, 0, False)
+        return self.settled
+
+    def abandon(self) -> None:
+        """Give its room back: it is not made after all."""
+        self._destination.finish(self, 0, True)
+        self.future.cancel()
+
+    def expire(self) -> None:
+        """Fail: the time is over."""
+        self.on_error(1, "")
+
     def _complete(self, value: Any, error: BaseException | None, received: int) -> None:
-        self._destination.finish(self._size, self._started, received, error is not None)
+        if not self._destination.finish(self, received, error is not None):
+            return  # it came too late
         if error is None:
             try:
                 self.future.set_result(value)
@@ -135,9 +163,9 @@ class Call:
             self._set_exception(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fail with what kept the call from being sent."""
-        self._destination.finish(self._size, self._started, 0, True)
-        self._set_exception(error)
+        """Fail with what kept the call from being sent, unless it has ended before."""
+        if self._destination.finish(self, 0, True):
+            self._set_exception(error)
 
     def _set_exception(self, error: BaseException) -> None:
         try:

@@ -6,7 +6,7 @@ import collections
 import errno
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext._codec import DeviceMap
@@ -14,6 +14,14 @@ from rpc_ext._histogram import Histogram
 from rpc_ext._statistics import DestinationStatistics
 
 __all__ = ["Destination"]
+
+
+class Admitted(Protocol):
+    """What is known here of a call."""
+
+    size: int
+    started: float
+    settled: bool
 
 
 class _Waiter:
@@ -127,12 +135,15 @@ class Destination:
 
     # ---- what came of a call
 
-    def finish(self, size: int, started: int, received: int, failed: bool) -> None:
-        """Count a call of `size` bytes, begun at `started` (perf_counter_ns), whose answer has `received` bytes."""
-        took = time.perf_counter_ns() - started
+    def finish(self, call: Admitted, received: int, failed: bool) -> bool:
+        """Count the end of a call, whose answer has `received` bytes; false where it had ended before."""
+        took = int(1e9 * (time.perf_counter() - call.started))
         with self._lock:
+            if call.settled:
+                return False
+            call.settled = True
             self._calls -= 1
-            self._bytes -= size
+            self._bytes -= call.size
             self._received += received
             self._failed += failed
             self._latencies.add(took)
@@ -140,6 +151,7 @@ class Destination:
                 self._admit_waiters()
             elif self._calls == 0:
                 self._idle.notify_all()
+        return True
 
     def flush(self) -> None:
         """Send what waits in batches."""

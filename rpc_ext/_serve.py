@@ -28,7 +28,7 @@ from rpc_ext import _C, _failure, _staging
 from rpc_ext._codec import ATOMS, NO_DEVICES, DeviceMap, Kind, decode, encode, has_rrefs, is_plain, kind_of, targets_of
 from rpc_ext._promises import Promises
 
-__all__ = ["Server", "async_execution", "expect_free_thread", "is_async"]
+__all__ = ["Server", "async_execution", "expect_free_thread", "is_async", "is_serving"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bytes, "list[torch.Tensor]"]
@@ -248,12 +248,13 @@ class Server:
 
     def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer:
         """Run the calls of a message one after the other; for its form see _batching."""
-        caller, functions, calls = message
+        caller, table, calls = message
+        functions: dict[int, Any] = {}
         answers: list[Any] = []
         at = 0
         for how, what in calls:
             if type(how) is int:
-                answers.append(self._answer_direct(caller, functions[how], what))
+                answers.append(self._answer_direct(caller, functions, table, how, what))
             else:
                 answers.append(self._answer(how, tensors[at : at + what] if what else []))
                 at += what
@@ -266,11 +267,16 @@ class Server:
             replied += part
         return encode(Kind.BATCH, answers).payload, replied
 
-    def _answer_direct(self, caller: int, fn: Any, args: tuple[Any, ...]) -> Any:
+    def _answer_direct(
+        self, caller: int, functions: dict[int, Any], table: Mapping[int, bytes], place: int, args: tuple[Any, ...]
+    ) -> Any:
         """Run a call of plain values; a plain value is its own answer."""
         with self._lock:
             self._begun += 1
         try:
+            fn = functions.get(place)
+            if fn is None:
+                fn = functions[place] = decode(table[place], [])
             _, outcome, is_future = _call((caller, fn, args, {}))
             if type(outcome) in ATOMS:
                 self._count_answer()
@@ -337,6 +343,11 @@ def _call(call: Any) -> tuple[int, Any, bool]:
         name = getattr(fn, "__qualname__", None) or repr(fn)
         raise TypeError(f"{name} is decorated with async_execution and must return a CUDAFuture, not {outcome!r}")
     return caller, outcome, True
+
+
+def is_serving() -> bool:
+    """Say whether this thread runs a function that a worker has called."""
+    return _threads.server is not None
 
 
 def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:

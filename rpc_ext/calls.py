@@ -106,18 +106,20 @@ def rpc_async(
     # Made before there is room for it: where its arguments are wrong none is taken, and waiting is of its time.
     call = Call(session.agent, destination, name_of(fn), size, seconds, priority)
     if not destination.try_admit(size):
+        destination.flush()  # what waits in batches takes room, too
         if non_blocking:
             raise destination.would_block()
-        if batch is not None:
-            batch.flush()
         with expect_free_thread("a call that has to wait for room"):
             destination.admit(size, seconds)
-        seconds = call.remaining()
-    if batch is not None:
-        batch.add(call, how)
-    else:
-        assert isinstance(how, Encoded)
-        call.send(how, seconds)
+    try:
+        if batch is not None:
+            batch.add(call, how)
+        else:
+            assert isinstance(how, Encoded)
+            call.send(how, call.remaining())
+    except BaseException:
+        call.abandon()
+        raise
     return call.future
 
 

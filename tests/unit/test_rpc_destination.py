@@ -20,8 +20,15 @@ def destination(calls: int = 2, size: int = 100) -> Destination:
     return Destination("other", 1, NO_DEVICES, calls, size)
 
 
+class Ended:
+    """A call that has been answered."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.started, self.settled = size, time.perf_counter(), False
+
+
 def finish(of: Destination, size: int) -> None:
-    of.finish(size, time.perf_counter_ns(), 0, False)
+    assert of.finish(Ended(size), 0, False)
 
 
 class Waiter(threading.Thread):
@@ -153,3 +160,13 @@ def test_everyone_who_waits_is_admitted_in_the_end(sizes: list[int]) -> None:
         assert waiter.admitted.is_set()
         finish(of, size)
     assert of.statistics().in_flight == of.statistics().waiting == 0
+
+
+def test_a_call_ends_once() -> None:
+    of = destination(calls=2)
+    assert of.try_admit(10)
+    call = Ended(10)
+    assert of.finish(call, 5, True)
+    assert not of.finish(call, 5, False)
+    counted = of.statistics()
+    assert (counted.in_flight, counted.bytes_in_flight, counted.failed, counted.bytes_received) == (0, 0, 1, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
 from cudafuture.testing import World
-from rpc_ext import async_execution, batch, remote, rpc_async, rpc_sync
+from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from soak import soak_count
 from world.rpc_callees import (
     ME,
@@ -27,6 +28,7 @@ from world.rpc_callees import (
     raises,
     same,
     sees,
+    waits,
     working,
 )
 
@@ -122,13 +124,41 @@ def test_large_payloads_and_tensors_travel_in_messages_of_their_own_and_in_order
     assert gate.seen == large
 
 
-def test_nothing_is_sent_before_it_is_worth_a_message_or_the_body_ends(worker: rpc_ext.Session) -> None:
+@pytest.mark.parametrize("calls", [1, 5, 100])
+def test_who_waits_inside_the_body_is_answered(worker: rpc_ext.Session, calls: int) -> None:
     with batch(ME):
-        future = rpc_async(ME, same, (1,))
-        rpc_ext.statistics()
-        assert rpc_ext.statistics().served == 0
-        assert rpc_ext.statistics().destinations[ME].in_flight == 1
-    assert future.wait(timeout=PATIENCE) == 1
+        for _ in range(3):
+            futures = [rpc_async(ME, add, (i, 1)) for i in range(calls)]
+            assert [future.wait(timeout=PATIENCE) for future in futures] == list(range(1, calls + 1))
+
+
+def test_who_awaits_inside_the_body_is_answered(worker: rpc_ext.Session) -> None:
+    async def body(i: int) -> int:
+        with batch(ME):
+            first = await rpc_async(ME, add, (i, 1))
+            return await rpc_async(ME, add, (first, 1))
+
+    async def bodies() -> list[int]:
+        return await asyncio.gather(*[body(i) for i in range(5)])  # in turns, on one thread
+
+    assert asyncio.run(bodies()) == [i + 2 for i in range(5)]
+    assert rpc_async(ME, add, (1, 1)).wait(timeout=PATIENCE) == 2
+
+
+def test_calls_travel_together(worker: rpc_ext.Session, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    send = _batching._Message.send
+    monkeypatch.setattr(
+        _batching._Message, "send", lambda self, *args: (sent.append(len(self.calls)), send(self, *args))
+    )
+    with batch(ME):
+        futures = [rpc_async(ME, pending, (gate,))]
+        futures += [rpc_async(ME, same, (i,)) for i in range(999)]
+    assert gate.reached.wait(PATIENCE)
+    gate.futures[0].set_result(0)
+    wait_all(futures, timeout=PATIENCE)
+    assert sum(sent) == 1000
+    assert len(sent) < 32
 
 
 # ---- nothing holds up anything
@@ -199,29 +229,22 @@ def test_each_call_has_its_own_timeout(worker: rpc_ext.Session, gate: Gate) -> N
     assert [f.wait(timeout=PATIENCE) for f in futures[2:4]] == [3, 3]
 
 
-@pytest.mark.slow
-def test_a_call_that_was_made_last_has_all_of_its_time(worker: rpc_ext.Session) -> None:
-    never: CUDAFuture[Any] = CUDAFuture()
+@pytest.mark.parametrize("behind", [PATIENCE, 0], ids=["a long timeout", "no timeout"])
+def test_a_call_that_waits_behind_another_has_a_timeout_all_the_same(
+    worker: rpc_ext.Session, gate: Gate, behind: float
+) -> None:
     with batch(ME):
-        rpc_async(ME, same, (1,), timeout=3)
-        with pytest.raises(TimeoutError):
-            never.wait(timeout=3.1)  # the time of the first is over before it is sent
-        last = rpc_async(ME, same, (2,), timeout=3)
-    assert last.wait(timeout=PATIENCE) == 2
-
-
-def test_calls_of_many_timeouts_that_cannot_be_sent_all_fail(worker: rpc_ext.Session) -> None:
-    def body(x: torch.Tensor) -> torch.Tensor:
-        with batch(ME):  # none of them can be sent
-            futures.extend(rpc_async(ME, same, (x,), timeout=10 + i % 2) for i in range(2000))
-        return x
-
-    futures: list[CUDAFuture[Any]] = []
-    torch.func.vmap(body)(torch.ones(2, 2))
-    errors = [future.exception(timeout=PATIENCE) for future in futures]
-    assert all("storage" in str(error) for error in errors)
+        first = rpc_async(ME, waits, (gate, 1), timeout=behind)
+        assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
+        late = [rpc_async(ME, same, (i,), timeout=0.1) for i in range(3)]
+        after = rpc_async(ME, same, (2,), timeout=PATIENCE)
+    for future in late:
+        with pytest.raises(TimeoutError, match=r"same on worker 'me' has not answered within 0.1 s"):
+            future.wait(timeout=PATIENCE)
+    assert not first.done()
+    gate.open()
+    assert (first.wait(timeout=PATIENCE), after.wait(timeout=PATIENCE)) == (1, 2)
     assert rpc_ext.statistics().destinations[ME].in_flight == 0
-    assert rpc_sync(ME, same, (1,)) == 1
 
 
 def test_the_answers_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gate: Gate) -> None:
@@ -265,6 +288,14 @@ def test_batches_are_nested(worker: rpc_ext.Session, gate: Gate) -> None:
     assert wait_all([first, last], timeout=PATIENCE) == ["outer", "outer again"]
 
 
+def test_a_batch_that_is_in_use_is_not_entered_again(worker: rpc_ext.Session) -> None:
+    with batch(ME) as one:
+        with pytest.raises(InvalidStateError, match="in use"), one:
+            pass
+        future = rpc_async(ME, same, (1,))
+    assert future.wait(timeout=PATIENCE) == 1
+
+
 def test_a_batch_is_used_again(worker: rpc_ext.Session) -> None:
     again = batch(ME)
     for i in range(3):
@@ -295,7 +326,6 @@ def test_a_batch_is_its_threads_own(worker: rpc_ext.Session) -> None:
         thread.start()
         thread.join(PATIENCE)
         assert found == [1]
-        assert not kept.done()
     assert kept.wait(timeout=PATIENCE) == 2
 
 
