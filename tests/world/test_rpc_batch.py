@@ -104,11 +104,12 @@ def test_any_number_of_calls(worker: rpc_ext.Session, count: int) -> None:
     calls_in_a_batch(count)
 
 
-def test_calls_start_in_order(worker: rpc_ext.Session, gate: Gate) -> None:
-    with batch(ME):
-        futures = [rpc_async(ME, sees, (gate, i)) for i in range(600)]
-    wait_all(futures, timeout=PATIENCE)
-    assert gate.seen == list(range(600))
+def test_calls_start_in_order(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", num_worker_threads=16):  # which could mix them up
+        with batch(ME):
+            futures = [rpc_async(ME, sees, (gate, i)) for i in range(2000)]
+        wait_all(futures, timeout=PATIENCE)
+    assert gate.seen == list(range(2000))
 
 
 def test_large_payloads_and_tensors_travel_in_messages_of_their_own_and_in_order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_the_time_that_a_call_has_waited_is_of_its_timeout(
         second = rpc_async(ME, same, (1,), timeout=PATIENCE)  # waits until the first one's time is over
         assert isinstance(held.exception(), TimeoutError)
         assert second.wait(timeout=PATIENCE) == 1
-        assert recorder.timeouts[0] == 0.2
+        assert 0 < recorder.timeouts[0] <= 0.2
         assert 0 < recorder.timeouts[1] < PATIENCE
 
 
@@ -319,7 +320,7 @@ def test_room_is_given_back_whatever_happens(tmp_path: Path) -> None:
             elif kind == 2:
                 rpc_async(ME, same, (torch.zeros(i),))
             else:
-                with pytest.raises((TimeoutError, InvalidStateError, Exception), match=r"."):
+                with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
                     rpc_async(ME, same, (lambda: 1,))
 
     with alone(tmp_path / "rendezvous", max_in_flight=3, max_bytes_in_flight=2000):
