@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-from cudafuture.errors import AuthenticationError
+from cudafuture.errors import AuthenticationError, CUDAFutureError
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
@@ -52,9 +53,9 @@ class Options(TensorPipeRpcBackendOptions):
         self.peers: list[DeviceMap] = []
 
 
-def backend() -> Any:
-    """Return our entry in torch's registry."""
-    return _engine.register_backend(BACKEND, _options, _init_agent)
+def backend() -> contextlib.AbstractContextManager[Any]:
+    """Have our entry in torch's registry, while an agent is made."""
+    return _engine.registered_backend(BACKEND, _options, _init_agent)
 
 
 def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Options:
@@ -84,26 +85,47 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
     if found.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(found.answers)))
-    agent = _C.Agent(
-        _engine.PrefixStore("agent", store),
-        name,
-        rank,
-        world_size,
-        options,
-        found.native_reverse,
-        found.native_devices,
-        key=key,
-        serve=server.serve,
-        tell=_Teller(names),
-    )
-    try:
-        _start(agent, names, exchange, options)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            _engine.finish(agent, PATIENCE)
-        raise
+    meeting = _engine.PrefixStore("agent", store)
+    with _missing_named(meeting, names, options.start_timeout):
+        agent = _C.Agent(
+            meeting,
+            name,
+            rank,
+            world_size,
+            options,
+            found.native_reverse,
+            found.native_devices,
+            key=key,
+            serve=server.serve,
+            tell=_Teller(names),
+        )
+        try:
+            _start(agent, names, exchange, options)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                _engine.finish(agent, PATIENCE)
+            raise
     options.exchange, options.peers = exchange, found.calls
     return agent
+
+
+@contextlib.contextmanager
+def _missing_named(meeting: Any, names: list[str], timeout: float) -> Iterator[None]:
+    """Say who has not come to the place in the store where torch's agents meet, when one does not get over that."""
+    try:
+        yield
+    except CUDAFutureError:  # it says so itself
+        raise
+    except RuntimeError as e:
+        try:
+            unnamed = [name for rank, name in enumerate(names) if not meeting.check([f"names/{rank}"])]
+            missing = unnamed or [name for name in names if not meeting.check([f"addrs/{name}"])]
+        except RuntimeError:
+            raise TimeoutError(f"the store was lost while RPC began: {e}") from e
+        if not missing:
+            raise
+        who = ", ".join(f"'{name}'" for name in missing)
+        raise TimeoutError(f"worker {who} has not started its agent within {timeout:g} s") from e
 
 
 def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
@@ -112,7 +134,7 @@ def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Optio
     Raises:
         AuthenticationError: the store leads to others than those who have proven that they know the secret.
     """
-    before = _listeners.listening()
+    before, others = _listeners.listening(), _listeners.watchers()
     _engine.set_agent(agent)
     doors = _listeners.listening() - before
     is_safe = options.secret is not None
@@ -126,7 +148,7 @@ def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Optio
         raise
     exchange.round("ready", True)  # nobody leaves, or closes the doors, before the first calls have gone through
     if is_safe:
-        _listeners.close(doors)
+        _listeners.close(_listeners.of_an_engine(doors, others))
 
 
 def _check_names(agent: Any, names: list[str]) -> None:

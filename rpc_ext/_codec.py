@@ -33,6 +33,7 @@ __all__ = [
     "Encoded",
     "Kind",
     "decode",
+    "decode_with_owners",
     "encode",
     "has_rrefs",
     "is_plain",
@@ -211,6 +212,7 @@ def targets_of(payload: bytes) -> list[str | None] | None:
 
 class _Table(threading.local):
     tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
+    owners: set[str] | None = None  # where they are wanted: of the RRefs in there that others still have to confirm
     pickler: _Pickler | None = None  # of this thread, while it is not in use
 
 
@@ -235,5 +237,18 @@ def _tensor(index: int) -> torch.Tensor:
     return _table.tensors[index]
 
 
+def decode_with_owners(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, set[str]]:
+    """Unpickle a payload with RRefs; return the names of the workers that still have to confirm some, too."""
+    outer, owners = _table.owners, set[str]()
+    _table.owners = owners
+    try:
+        return decode(payload, tensors), owners
+    finally:
+        _table.owners = outer
+
+
 def _rref(data: Any) -> Any:
-    return PyRRef._deserialize(data)
+    rref = PyRRef._deserialize(data)
+    if _table.owners is not None and not rref.confirmed_by_owner():
+        _table.owners.add(rref.owner_name())
+    return rref

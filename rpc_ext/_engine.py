@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +28,11 @@ __all__ = [
     "finish",
     "first_calls",
     "forget_users",
+    "has_agent",
     "init_agent",
     "init_distributed_autograd",
-    "register_backend",
+    "is_current",
+    "registered_backend",
     "remote",
     "rendezvous",
     "rpc_async",
@@ -54,13 +58,29 @@ rpc_async: Any = _rpc.rpc_async
 remote: Any = _rpc.remote
 async_execution: Any = _rpc.functions.async_execution
 current_agent: Any = _native._get_current_rpc_agent
+has_agent: Any = _native._is_current_rpc_agent_set
 
 
-def register_backend(name: str, options: Any, init_agent: Any) -> Any:
-    """Return the entry of that name in torch's registry of RPC backends, which is made where there is none."""
-    if not _registry.backend_registered(name):
-        _registry.register_backend(name, options, init_agent)
-    return _registry.BackendType[name]
+@contextlib.contextmanager
+def registered_backend(name: str, options: Any, init_agent: Any) -> Iterator[Any]:
+    """Have an entry of that name in torch's registry of RPC backends, for this long.
+
+    A registration makes the registry another enum, and torch's init_rpc goes on with the members of the one before,
+    which it then refuses. So that one is put back.
+    """
+    before = _registry.BackendType
+    try:
+        yield _registry.register_backend(name, options, init_agent)
+    finally:
+        _registry.BackendType = before
+
+
+def is_current(agent: Any) -> bool:
+    """Say whether an agent is this process's."""
+    try:
+        return current_agent() is agent
+    except RuntimeError:  # there is none
+        return False
 
 
 def init_distributed_autograd(rank: int) -> None:
@@ -82,9 +102,27 @@ def set_agent(agent: Any) -> None:
 
 
 def first_calls(workers: list[str], timeout: float) -> None:
-    """Call workers, so that connections to them stand, those for tensors too, and their agents are known to answer."""
+    """Call workers, so that connections to them stand, those for tensors too, and their agents are known to answer.
+
+    Raises:
+        TimeoutError: some have not.
+    """
     probe = torch.zeros(1024, device="cpu")
-    torch.futures.wait_all([_rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers])
+    futures = {worker: _rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers}
+    try:
+        torch.futures.wait_all(list(futures.values()))
+    except RuntimeError as e:
+        if "RPCErr:1:" not in str(e):
+            raise
+        late = ", ".join(f"'{worker}'" for worker, future in futures.items() if not _has_value(future))
+        raise TimeoutError(f"worker {late} has not answered its first call within {timeout:g} s") from e
+
+
+def _has_value(future: Any) -> bool:
+    try:
+        return bool(future.done()) and future.value() is not None
+    except RuntimeError:
+        return False
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ class Exchange:
         self._shown: dict[str, bytes] = {}  # key in the store -> what this worker has put there
         self.names: list[str] = []
         """of the workers, by rank, for messages; once they are known"""
+        self.is_over = False
+        """set by another thread, when whoever asked has given up: the store is left alone from then on"""
         self.passed_over = 0
         """records that were not as they should be"""
 
@@ -123,7 +125,7 @@ class Exchange:
         """Pause between two looks at what the others show, until the time is over."""
         deadline = time.monotonic() + self._timeout
         pause = _FIRST_PAUSE
-        while True:
+        while not self.is_over:
             self._put_back()
             yield
             if time.monotonic() > deadline:
@@ -155,6 +157,8 @@ class Exchange:
 
     def _put_back(self) -> None:
         for place, record in self._shown.items():
+            if self.is_over:
+                return
             if not self._store.check([place]) or self._store.get(place) != record:
                 self._store.set(place, record.decode())
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import pickle
+import re
 import traceback
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from cudafuture.errors import AuthenticationError, RemoteError, WorkerLostError
 
 __all__ = ["Failure", "describe", "of_engine", "rebuild"]
 
+_REFUSED = "the message was refused: "  # how the native module begins
+_LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[sS]hutting down[^\n]*$")
 _RAISED_ON = "raised on worker '"  # how the note begins that every worker adds which an exception comes to
 
 
@@ -24,8 +28,8 @@ class Failure(NamedTuple):
     traceback: str
     worker: str
     notes: tuple[str, ...]
-    pickled: bytes | None
-    attributes: dict[str, bytes]  # pickled, those that can be
+    pickled: bytes | None  # the exception; or a tuple that it is made of: type, arguments, and its `args` after that
+    attributes: dict[str, bytes]  # those that can be pickled, where `pickled` does not have them
 
 
 def describe(error: BaseException, worker: str) -> Failure:
@@ -39,11 +43,8 @@ def describe(error: BaseException, worker: str) -> Failure:
         text = _traceback(error)
     except Exception:
         text = f"{cls.__qualname__}: {message}\n"
-    try:
-        pickled = pickle.dumps(error)
-    except Exception:
-        pickled = None
-    return Failure(cls.__module__, cls.__qualname__, message, text, worker, _notes(error), pickled, _attributes(error))
+    pickled, attributes = _pickled(error)
+    return Failure(cls.__module__, cls.__qualname__, message, text, worker, _notes(error), pickled, attributes)
 
 
 def _traceback(error: BaseException) -> str:
@@ -61,9 +62,23 @@ def _notes(error: BaseException) -> tuple[str, ...]:
         return ()
 
 
-def _attributes(error: BaseException) -> dict[str, bytes]:
+def _pickled(error: BaseException) -> tuple[bytes | None, dict[str, bytes]]:
+    """Return the exception without its attributes, and these, since one of either may not pickle, or not unpickle."""
+    cls: Any = type(error)
+    try:
+        reduced: Any = error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        made, args, *more = reduced
+        state = more[0] if more else {}
+        if made is cls and cls.__setstate__ is BaseException.__setstate__ and len(more) <= 1 and type(state) is dict:
+            return pickle.dumps((cls, args, error.args)), _attributes(state)
+        return pickle.dumps(error), {}  # it has its own way
+    except Exception:
+        return None, _attributes(getattr(error, "__dict__", {}))
+
+
+def _attributes(of: dict[str, Any]) -> dict[str, bytes]:
     attributes = {}
-    for name, value in getattr(error, "__dict__", {}).items():
+    for name, value in of.items():
         if name != "__notes__":
             with contextlib.suppress(Exception):
                 attributes[name] = pickle.dumps(value)
@@ -98,15 +113,24 @@ def _unpickled(failure: Failure) -> BaseException | None:
         return None
     try:
         error = pickle.loads(failure.pickled)
+        if type(error) is tuple:
+            cls, args, args_then = error
+            error = cls(*args)
+            if len(error.args) != len(args_then) or any(map(operator.is_not, error.args, args_then)):
+                error.args = args_then  # its constructor has made a message out of the message
     except Exception:
         return None
     same_type = (type(error).__module__, type(error).__qualname__) == (failure.module, failure.qualname)
     if not same_type or not isinstance(error, Exception):  # SystemExit ends its own process, not ours
         return None
-    with contextlib.suppress(Exception):
-        if str(error) != failure.message:  # its constructor has made a message out of the message
-            error.args = (failure.message,)
+    _set_attributes(error, failure)
     return error
+
+
+def _set_attributes(error: BaseException, failure: Failure) -> None:
+    for name, pickled in failure.attributes.items():
+        with contextlib.suppress(Exception):
+            setattr(error, name, pickle.loads(pickled))
 
 
 def _of_imported_type(failure: Failure) -> BaseException | None:
@@ -119,9 +143,7 @@ def _of_imported_type(failure: Failure) -> BaseException | None:
             return None
         error: BaseException = found.__new__(found, failure.message)
         error.args = (failure.message,)
-        for name, pickled in failure.attributes.items():
-            with contextlib.suppress(Exception):
-                setattr(error, name, pickle.loads(pickled))
+        _set_attributes(error, failure)
         str(error)
         return error
     except Exception:
@@ -129,8 +151,18 @@ def _of_imported_type(failure: Failure) -> BaseException | None:
 
 
 def of_torch(error: Exception, call: str, worker: str, timeout: float) -> Exception:
-    """Return the error of a call that torch has made: its own, unless that says that the time was over."""
-    return of_engine(1, "", call, worker, timeout) if "RPCErr:1:" in str(error) else error
+    """Return the error of a call that torch has made."""
+    if type(error) is not RuntimeError:  # torch has made it again of what was raised there
+        return error
+    return of_engine(*kind_and_text(error), call, worker, timeout)
+
+
+def kind_and_text(error: Exception) -> tuple[int, str]:
+    """Return what torch says as the native module does: its kind, see ``of_engine``, and its message."""
+    message = str(error)
+    if message.startswith("RPCErr:1:"):
+        return 1, message
+    return (2 if message.startswith("the reply was refused: ") else 0), message
 
 
 def of_answer(error: BaseException, call: str, worker: str) -> BaseException:
@@ -158,8 +190,8 @@ def of_engine(kind: int, message: str, call: str, worker: str, timeout: float) -
         return TimeoutError(f"{call} on worker '{worker}' has not answered within {timeout:g} s")
     if kind == 2:
         return AuthenticationError(f"{call} on worker '{worker}': {message}")
-    if "was refused" in message:
+    if message.startswith(_REFUSED):
         return AuthenticationError(f"worker '{worker}' has refused {call}: {message}")
-    if "originated at tensorpipe" in message or "hutting down" in message:
+    if _LOST.search(message):
         return WorkerLostError(f"worker '{worker}' was lost during {call}: {message}", worker=worker)
     return RemoteError(f"{call} on worker '{worker}' failed in the RPC engine: {message}", worker=worker)

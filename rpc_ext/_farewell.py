@@ -36,12 +36,13 @@ def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
         WorkerLostError: the store is gone.
     """
     try:
-        _asked(functools.partial(exchange.meet, "shutdown", True, deadline), deadline)
-        _give_references_back(deadline)
-        _wait_until_nobody_calls(agent, exchange, deadline)
-        agent.join(shutdown=True)
-        last = min(deadline, time.monotonic() + _LAST_PATIENCE)
-        _asked(functools.partial(exchange.leave, last), last)
+        with _Asker(exchange) as asker:
+            asker.ask(functools.partial(exchange.meet, "shutdown", True, deadline), deadline)
+            _give_references_back(deadline)
+            _wait_until_nobody_calls(agent, exchange, asker, deadline)
+            agent.join(shutdown=True)
+            last = min(deadline, time.monotonic() + _LAST_PATIENCE)
+            asker.ask(functools.partial(exchange.leave, last), last)
     except _engine.StoreError as e:
         raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
 
@@ -53,7 +54,7 @@ def _give_references_back(deadline: float) -> None:
         raise TimeoutError(f"a worker that owns values of RRefs was lost in the midst of shutdown: {e}") from e
 
 
-def _wait_until_nobody_calls(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+def _wait_until_nobody_calls(agent: _C.Agent, exchange: Exchange, asker: _Asker, deadline: float) -> None:
     """Wait until no calls are under way anywhere.
 
     Workers look at different moments, and a call that is answered may have made another. So nobody calls when all have
@@ -66,27 +67,44 @@ def _wait_until_nobody_calls(agent: _C.Agent, exchange: Exchange, deadline: floa
         if active:
             raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
         show = functools.partial(exchange.meet, f"idle/{turn}", [active, agent.sent()], deadline)
-        now = _asked(show, deadline)
+        now = asker.ask(show, deadline)
         if now == before and not any(active for active, _ in now):
             return
         before = now
 
 
-def _asked(ask: Callable[[], T], deadline: float) -> T:
-    """Ask something of the store, in a thread that is left behind where no answer comes: the network may be gone."""
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+class _Asker:
+    """Asks things of the store, in a thread that is left behind where no answer comes: the network may be gone.
 
-    def run() -> None:
+    Should one come later, the thread ends, and leaves the store alone.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._asks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def __enter__(self) -> _Asker:
+        threading.Thread(target=self._run, name="rpc_ext-farewell", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange.is_over = True
+        self._asks.put(None)
+
+    def ask(self, question: Callable[[], T], deadline: float) -> T:
+        self._asks.put(question)
         try:
-            answers.put((ask(), None))
-        except BaseException as e:
-            answers.put((None, e))
+            value, error = self._answers.get(timeout=max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE)
+        except queue.Empty:
+            raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown") from None
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
 
-    threading.Thread(target=run, name="rpc_ext-farewell", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE)
-    except queue.Empty:
-        raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+    def _run(self) -> None:
+        while (question := self._asks.get()) is not None:
+            try:
+                self._answers.put((question(), None))
+            except BaseException as e:
+                self._answers.put((None, e))

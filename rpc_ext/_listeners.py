@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rpc_ext import _C
 
-__all__ = ["close", "host", "listening"]
+__all__ = ["close", "host", "listening", "of_an_engine", "watchers"]
 
 _SELF = Path("/proc/self")
 
@@ -34,6 +34,20 @@ def listening() -> set[int]:
     """
     here = host()
     return {inode for fd, inode in _listening() if _is_at(fd, here)}
+
+
+def watchers() -> set[int]:
+    """Return the epoll instances of this process, by descriptor."""
+    return {fd for fd in _descriptors() if _is_epoll(fd)}
+
+
+def of_an_engine(inodes: set[int], others: set[int]) -> set[int]:
+    """Return those of these sockets that can be an engine's which has begun since `others` were all that watched.
+
+    Another thread may have opened some at the same time. An engine's never block, and only itself watches them.
+    """
+    found = {fd: inode for fd, inode in _listening() if inode in inodes}
+    return {inode for fd, inode in found.items() if not os.get_blocking(fd) and others.isdisjoint(_watchers(fd))}
 
 
 def close(inodes: set[int]) -> None:
@@ -93,9 +107,14 @@ def _socket(fd: int) -> Iterator[socket.socket]:
 
 def _watchers(fd: int) -> Iterator[int]:
     """Yield the epoll instances that watch a descriptor."""
-    for watcher in _descriptors():
+    for watcher in watchers():
         with contextlib.suppress(OSError):
-            if str((_SELF / "fd" / str(watcher)).readlink()) == "anon_inode:[eventpoll]":
-                info = (_SELF / "fdinfo" / str(watcher)).read_text()
-                if re.search(rf"^tfd:\s+{fd}\s", info, re.MULTILINE):
-                    yield watcher
+            info = (_SELF / "fdinfo" / str(watcher)).read_text()
+            if re.search(rf"^tfd:\s+{fd}\s", info, re.MULTILINE):
+                yield watcher
+
+
+def _is_epoll(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return str((_SELF / "fd" / str(fd)).readlink()) == "anon_inode:[eventpoll]"
+    return False

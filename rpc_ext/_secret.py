@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from cudafuture.config import config
+from cudafuture.config import config, read
 
 __all__ = ["SHORTEST", "read_secret"]
 
@@ -16,11 +17,12 @@ def read_secret(secret: str | bytes | None) -> bytes | None:
     """Return the secret given, else the one in the file that CUDAFUTURE_RPC_SECRET_FILE names, else None.
 
     Raises:
-        ValueError: it is too short to be one.
+        ValueError: it is too short to be one; or another file is named than when the library was imported.
         OSError: the file cannot be read.
     """
     source = "secret"
     if secret is None:
+        _expect_unchanged()
         if config.rpc_secret_file is None:
             return None
         source = f"the secret in {config.rpc_secret_file}"
@@ -34,3 +36,13 @@ def read_secret(secret: str | bytes | None) -> bytes | None:
             "print(secrets.token_hex(32))'` makes one"
         )
     return found
+
+
+def _expect_unchanged() -> None:
+    """Who names a file must not get a job without a secret, or with another."""
+    named = read(os.environ).rpc_secret_file
+    if named is not None and named != config.rpc_secret_file:
+        raise ValueError(
+            f"CUDAFUTURE_RPC_SECRET_FILE={named!r} was set after cudafuture was imported, which has read "
+            f"{config.rpc_secret_file!r}: set it before, or give init_rpc(secret=...)"
+        )

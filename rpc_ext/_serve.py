@@ -17,48 +17,37 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from cudafuture import CUDAFuture, current_streams, use_streams
 from cudafuture.errors import InvalidStateError, NotFoundError
 from rpc_ext import _C, _failure, _staging
-from rpc_ext._codec import ATOMS, NO_DEVICES, DeviceMap, Kind, decode, encode, has_rrefs, is_plain, kind_of, targets_of
+from rpc_ext._codec import (
+    ATOMS,
+    NO_DEVICES,
+    DeviceMap,
+    Kind,
+    decode,
+    decode_with_owners,
+    encode,
+    has_rrefs,
+    is_plain,
+    kind_of,
+    targets_of,
+)
+from rpc_ext._expiry import expire
+from rpc_ext._functions import call_function
 from rpc_ext._promises import Promises
 
-__all__ = ["Server", "async_execution", "expect_free_thread", "is_async", "is_serving"]
+__all__ = ["Server", "expect_free_thread", "is_serving"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bytes, "list[torch.Tensor]"]
 """The payload of an answer, and its tensors, which the agent can carry."""
 
 _KEPT = 600.0  # seconds: a caller asks again at once, or has died
-
-
-def async_execution(fn: F) -> F:
-    """Decorate a function that other workers call and that returns a CUDAFuture: the answer is the future's outcome.
-
-    The answer is sent when the future completes, ordered after its device work, and no thread of the callee's is held
-    until then. So functions that call further workers can be nested at will. The future may be of anything: a
-    collective, another call, a read from disk. A torch.futures.Future will do, too. It goes below or above
-    ``@staticmethod`` and ``@classmethod``.
-
-    >>> @async_execution
-    ... def later(x):
-    ...     return CUDAFuture.completed(x)
-    >>> later(3).wait()
-    3
-    """
-    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
-    target._rpc_ext_async_execution = True
-    return fn
-
-
-def is_async(fn: Any) -> bool:
-    """Say whether the function returns a future, by our decorator or torch's."""
-    return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
 
 
 class _Threads(threading.local):
@@ -68,16 +57,39 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
+class _End:
+    """A callback that counts a call as answered; so does dropping it with a future that nobody completes any more.
+
+    No lock: garbage collection may drop it anywhere.
+    """
+
+    __slots__ = ("_number", "_open")
+
+    def __init__(self, open_calls: set[int], number: int) -> None:
+        self._open, self._number = open_calls, number
+
+    def __call__(self, _: object) -> None:
+        self._open.discard(self._number)
+
+    def __del__(self) -> None:
+        self._open.discard(self._number)
+
+
 class Server:
     """Answers the calls that come to this worker."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, patience: float = 0) -> None:
         self.name = name
+        self._patience = patience  # seconds that owners of RRefs have to confirm them; 0: no limit
+        self.awaited: set[CUDAFuture[Any]] = set()
+        """what waits for RRefs here: for owners to confirm them, and for the values of this worker's own; it fails when
+        the session ends"""
         self.promises = Promises()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._begun = self._answered = self._blocked = 0
+        self._begun = self._blocked = 0
+        self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
         self._later: dict[int, tuple[float, CUDAFuture[Answer]]] = {}  # of batched calls, until the caller asks again
         self._numbers = itertools.count()
 
@@ -93,7 +105,7 @@ class Server:
     @property
     def serving(self) -> int:
         """Calls that were begun and not answered yet."""
-        return self._begun - self._answered
+        return len(self._open)
 
     def serve(self, payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
         """Answer what has come; called by the agent, in one of its threads. Raises nothing."""
@@ -113,7 +125,7 @@ class Server:
         finally:
             _threads.server = outer
         if isinstance(answer, CUDAFuture):
-            answer.then(lambda done: reply.send(*done.value()))
+            answer.then(lambda done: reply.send(*self._of_future(done)))
         else:
             reply.send(*answer)
 
@@ -132,8 +144,15 @@ class Server:
         """Run a function that torch has called."""
         try:
             with self._in_this_thread():
-                _, outcome, is_future = _call((-1, fn, args, kwargs))
-                return outcome if is_future else CUDAFuture.completed(outcome)
+                number = self._begin()
+                try:
+                    _, outcome, is_future = call_function((-1, fn, args, kwargs))
+                except BaseException:
+                    self._open.discard(number)
+                    raise
+                future = outcome if is_future else CUDAFuture.completed(outcome)
+                future.add_done_callback(_End(self._open, number))
+                return future
         except BaseException as e:
             return CUDAFuture.failed(e)
 
@@ -152,16 +171,15 @@ class Server:
 
     def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
         """Run a call and return what its caller gets, or a future of that."""
-        with self._lock:
-            self._begun += 1
+        number = self._begin()
         try:
             with _streams_of(payload):  # the answer's tensors are read on them, too
                 caller, outcome, is_future = self._run(payload, tensors)
-                return self._answer_with(outcome, is_future, caller)
+                return self._answer_with(outcome, is_future, caller, number)
         except BaseException as e:
-            return self._answer_with(CUDAFuture.failed(e), True, -1)
+            return self._answer_with(CUDAFuture.failed(e), True, -1, number)
 
-    def _answer_with(self, outcome: Any, is_future: bool, caller: int) -> Answer | CUDAFuture[Answer]:
+    def _answer_with(self, outcome: Any, is_future: bool, caller: int, number: int) -> Answer | CUDAFuture[Answer]:
         answer: Answer | CUDAFuture[Answer]
         try:
             if is_future:
@@ -171,45 +189,62 @@ class Server:
         except BaseException as e:
             answer = self._failed(e)
         if isinstance(answer, CUDAFuture):
-            answer.add_done_callback(self._count_answer)
+            answer.add_done_callback(_End(self._open, number))
         else:
-            self._count_answer()
+            self._open.discard(number)
         return answer
 
     def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Return the caller, and what the function has returned: a value, or a future."""
         if is_plain(payload):
-            return _call(decode(payload, tensors))
+            return call_function(decode(payload, tensors))
         targets = targets_of(payload)
         if targets is not None:
             tensors = _staging.to_devices(tensors, targets)
         if not has_rrefs(payload):
-            return _call(decode(payload, tensors))
+            return call_function(decode(payload, tensors))
         return self._run_when_confirmed(payload, tensors)
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
         _C.record_rrefs()
         try:
-            call = decode(payload, tensors)
+            call, owners = decode_with_owners(payload, tensors)
         except BaseException:
             _C.forget_rrefs()
             raise
-        confirmed: CUDAFuture[None] = CUDAFuture()
-        _C.when_rrefs_are_confirmed(lambda: confirmed.set_result(None))
+        confirmed = self._confirmed(owners)
         streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
-        def run(_: CUDAFuture[None]) -> CUDAFuture[Any]:
+        def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
+            done.value()  # raises where an owner has not
             outer, _threads.server = _threads.server, self
             try:
                 with use_streams(*streams):
-                    outcome, is_future = _call(call)[1:]
+                    outcome, is_future = call_function(call)[1:]
                     return outcome if is_future else CUDAFuture.completed(outcome)
             finally:
                 _threads.server = outer
 
         caller: int = call[0]
         return caller, confirmed.then_async(run), True
+
+    def _confirmed(self, owners: set[str]) -> CUDAFuture[None]:
+        """Return a future that is done when owners have confirmed the RRefs that this thread has just received."""
+        confirmed: CUDAFuture[None] = CUDAFuture()
+
+        def confirm() -> None:
+            with contextlib.suppress(InvalidStateError):  # too late
+                confirmed.set_result(None)
+
+        _C.when_rrefs_are_confirmed(confirm)
+        if not confirmed.done():
+            who = ", ".join(f"'{owner}'" for owner in sorted(owners)) or "an RRef's owner"
+            message = f"worker {who} has not confirmed the RRef that came as an argument within {self._patience:g} s"
+            self.awaited.add(confirmed)
+            confirmed.add_done_callback(self.awaited.discard)
+            expire(confirmed, self._patience, message)
+        return confirmed
 
     def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
         try:
@@ -236,13 +271,23 @@ class Server:
         _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)
         return answer
 
+    def _of_future(self, answer: CUDAFuture[Answer]) -> Answer:
+        try:
+            return answer.value()
+        except BaseException as e:  # of a future that was dropped before anybody completed it
+            return self._failed(e)
+
     def _failed(self, error: BaseException | None) -> Answer:
         assert error is not None
         return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
 
-    def _count_answer(self, _: object = None) -> None:
+    def _begin(self) -> int:
+        """Count a call, and return its number."""
         with self._lock:
-            self._answered += 1
+            self._begun += 1
+            number = self._begun
+        self._open.add(number)
+        return number
 
     # ---- batches
 
@@ -271,23 +316,22 @@ class Server:
         self, caller: int, functions: dict[int, Any], table: Mapping[int, bytes], place: int, args: tuple[Any, ...]
     ) -> Any:
         """Run a call of plain values; a plain value is its own answer."""
-        with self._lock:
-            self._begun += 1
+        number = self._begin()
         try:
             fn = functions.get(place)
             if fn is None:
                 fn = functions[place] = decode(table[place], [])
-            _, outcome, is_future = _call((caller, fn, args, {}))
+            _, outcome, is_future = call_function((caller, fn, args, {}))
             if type(outcome) in ATOMS:
-                self._count_answer()
+                self._open.discard(number)
                 return outcome
         except BaseException as e:
             outcome, is_future = CUDAFuture.failed(e), True
-        return self._answer_with(outcome, is_future, caller)
+        return self._answer_with(outcome, is_future, caller, number)
 
     def _now_or_later(self, answer: CUDAFuture[Answer]) -> Answer:
         if answer.done() and not answer.devices:
-            return answer.value()
+            return self._of_future(answer)
         number, now = next(self._numbers), time.monotonic()
         with self._lock:
             self._later[number] = now, answer
@@ -329,20 +373,6 @@ def _streams_of(payload: bytes) -> contextlib.AbstractContextManager[None]:
     """Return a context in which a call runs: with streams of its own, where its tensors go to devices."""
     targets = None if is_plain(payload) else targets_of(payload)
     return _NO_STREAMS if targets is None else _staging.streams_for(targets)
-
-
-def _call(call: Any) -> tuple[int, Any, bool]:
-    """Return the caller, what the function has returned, and whether that is a future whose outcome is meant."""
-    caller, fn, args, kwargs = call
-    outcome = fn(*args, **kwargs)
-    if not is_async(fn):
-        return caller, outcome, False
-    if isinstance(outcome, torch.futures.Future):
-        outcome = CUDAFuture.from_torch(outcome)
-    if not isinstance(outcome, CUDAFuture):
-        name = getattr(fn, "__qualname__", None) or repr(fn)
-        raise TypeError(f"{name} is decorated with async_execution and must return a CUDAFuture, not {outcome!r}")
-    return caller, outcome, True
 
 
 def is_serving() -> bool:

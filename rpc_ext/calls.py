@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -76,7 +77,9 @@ def rpc_async(
     the worker in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled,
     the answer is dropped; the function runs all the same.
 
-    Inside a ``torch.distributed.autograd.context`` the call is made by torch's own rpc_async, which records it there.
+    Inside a ``torch.distributed.autograd.context`` the call is made by torch's own rpc_async, which records it there;
+    so is that of a torch.jit.ScriptFunction. Such a call goes alone, in no order with those of a batch, and what is
+    counted of its bytes are the tensors in `args`.
 
     Raises:
         InvalidStateError: RPC has not begun; or the call would have to wait, on a thread that brings the answers.
@@ -97,7 +100,8 @@ def rpc_async(
     destination = session.destination(to)
     seconds = session.timeout(timeout)
     if isinstance(fn, torch.jit.ScriptFunction) or _C.in_distributed_autograd():
-        return _through_torch(destination, fn, args, kwargs, seconds)
+        call = Call(session.agent, destination, name_of(fn), _size_of(args), seconds, priority)
+        return _through_torch(call, destination, fn, args, kwargs or {}, non_blocking)
     batch = _batching.open_to(destination)
     how: Encoded | Direct | None = None if batch is None else batch.direct(fn, args, kwargs)
     if how is None:
@@ -105,12 +109,7 @@ def rpc_async(
     size = how.size
     # Made before there is room for it: where its arguments are wrong none is taken, and waiting is of its time.
     call = Call(session.agent, destination, name_of(fn), size, seconds, priority)
-    if not destination.try_admit(size):
-        destination.flush()  # what waits in batches takes room, too
-        if non_blocking:
-            raise destination.would_block()
-        with expect_free_thread("a call that has to wait for room"):
-            destination.admit(size, seconds)
+    _admit(call, destination, size, non_blocking)
     try:
         if batch is not None:
             batch.add(call, how)
@@ -243,6 +242,9 @@ def map_call(
 ) -> CUDAFuture[list[Any]]:
     """Call `fn` on several workers, on each with arguments of its own; see ``broadcast_call``.
 
+    A call that cannot be made, say because its arguments do not pickle, is one that has failed. A worker that comes
+    more than once has its failures and results under ``name[i]``, `i` being its place among `workers`.
+
     Raises:
         ValueError: not as many `args_per_worker` as `workers`.
 
@@ -250,11 +252,23 @@ def map_call(
     [(3, 1), (2, 1)]
     >>> map_call(["me"], divmod, [(7, 0)]).exception().failures
     {'me': ZeroDivisionError(...)}
+    >>> map_call(["me", "me"], divmod, [(7, 0), (7, 2)]).exception().results
+    {'me[1]': (3, 1)}
     """
     pairs = list(zip(workers, args_per_worker, strict=True))
     session = current()
+    if not callable(fn):
+        raise TypeError(f"map_call() takes a callable, not {fn!r}")
+    session.timeout(timeout)  # raises here what each call would raise
     names = [session.destination(worker).name for worker, _ in pairs]
-    parts = [rpc_async(worker, fn, args, kwargs, timeout=timeout, priority=priority) for worker, args in pairs]
+    times = collections.Counter(names)
+    names = [f"{name}[{i}]" if times[name] > 1 else name for i, name in enumerate(names)]
+    parts: list[CUDAFuture[Any]] = []
+    for worker, args in pairs:
+        try:
+            parts.append(rpc_async(worker, fn, args, kwargs, timeout=timeout, priority=priority))
+        except Exception as e:  # the others are on their way
+            parts.append(CUDAFuture.failed(e))
     return collect_all(parts).then(lambda done: _together(names, done.value()), priority=priority)
 
 
@@ -272,26 +286,55 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
 
 
 def _through_torch(
-    destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, seconds: float
+    call: Call, destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], non_blocking: bool
 ) -> CUDAFuture[Any]:
-    name = name_of(fn)
-    if isinstance(fn, torch.jit.ScriptFunction):
-        call = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs or {}), seconds)
+    """Let torch make the call, in its own way."""
+    _admit(call, destination, _size_of(args), non_blocking)
+    try:
+        seconds = call.remaining()
+        if seconds < 0:
+            raise TimeoutError(f"no time was left to call worker '{destination.name}'")
+        if isinstance(fn, torch.jit.ScriptFunction):
+            made = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs), seconds)
+        else:
+            made = _engine.rpc_async(destination.name, _run, (fn, tuple(args), dict(kwargs)), None, seconds)
+    except Exception as e:
+        call.abandon()
+        raise _failure.of_torch(e, call.name, destination.name, call.timeout) from None
+    CUDAFuture.from_torch(made).then(lambda done: _take(call, done))
+    return call.future
+
+
+def _take(call: Call, done: CUDAFuture[Any]) -> None:
+    """Take the answer to a call that torch has made."""
+    try:
+        answer = done.value()
+    except Exception as e:
+        if type(e) is RuntimeError:  # the engine's
+            call.on_error(*_failure.kind_and_text(e))
+        else:  # torch has made it again of what was raised there
+            call.fail(e)
+        return
+    if not isinstance(answer, _Answer):
+        call.on_value(answer)
+    elif answer.failure is None:
+        call.on_value(answer.value)
     else:
-        call = _engine.rpc_async(destination.name, _run, (fn, tuple(args), dict(kwargs or {})), None, seconds)
+        call.fail(_failure.rebuild(answer.failure))
 
-    def outcome(done: CUDAFuture[Any]) -> Any:
-        try:
-            answer = done.value()
-        except Exception as e:
-            raise _failure.of_torch(e, name, destination.name, seconds) from None
-        if not isinstance(answer, _Answer):
-            return answer
-        if answer.failure is not None:
-            raise _failure.rebuild(answer.failure)
-        return answer.value
 
-    return CUDAFuture.from_torch(call).then(outcome)
+def _size_of(args: Sequence[Any]) -> int:
+    return sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) -> None:
+    """Take room for a call, which may have to wait for it."""
+    if not destination.try_admit(size):
+        destination.flush()  # what waits in batches takes room, too
+        if non_blocking:
+            raise destination.would_block()
+        with expect_free_thread("a call that has to wait for room"):
+            destination.admit(size, call.timeout)
 
 
 class _Answer(NamedTuple):

@@ -16,7 +16,9 @@ from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._call import Call
 from rpc_ext._codec import Encoded, Kind, encode
 from rpc_ext._destination import Destination
-from rpc_ext._serve import async_execution, expect_free_thread, is_async
+from rpc_ext._expiry import expire
+from rpc_ext._functions import async_execution, is_async
+from rpc_ext._serve import expect_free_thread
 from rpc_ext.calls import Worker, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
@@ -91,13 +93,14 @@ class RRef(Generic[T]):
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
         """Return a future of the value, copied here from its owner; on the owner, of the value itself.
 
-        It fails with what the function has raised that was to make the value.
+        It fails with what the function has raised that was to make the value; with TimeoutError, on the owner too,
+        where it has not come within `timeout` (default: ``rpc_timeout`` of ``init_rpc``).
 
         >>> remote("me", divmod, (7, 2)).get_future().then(lambda done: sum(done.value())).wait()
         4
         """
         if self.is_owner():
-            return self._value()
+            return self._limited(current().timeout(timeout))
         return rpc_async(self.owner_name(), _fetch, (self,), timeout=timeout, priority=priority)
 
     def to_here(self, timeout: float | None = None) -> T:
@@ -156,6 +159,15 @@ class RRef(Generic[T]):
     def _made(self) -> CUDAFuture[T] | None:
         """Return what the owner holds, if it does already."""
         return self._rref.local_value().future if _C.has_value(self._rref) else None
+
+    def _limited(self, seconds: float) -> CUDAFuture[T]:
+        """Return a future of the value, on its owner, which fails when the seconds are over (0: no limit)."""
+        value = self._value()
+        if value.done() or not seconds:
+            return value
+        mine = value.then_async(lambda done: done)
+        expire(mine, seconds, f"an RRef of worker '{current().name}', this one, has had no value within {seconds:g} s")
+        return mine
 
     def _value(self) -> CUDAFuture[T]:
         """Return a future of the value, on its owner; it may still have to be made."""

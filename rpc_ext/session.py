@@ -7,10 +7,10 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import threading
 import time
 import warnings
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,8 +24,9 @@ from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps
 from rpc_ext._farewell import leave
+from rpc_ext._meeting import session_store
 from rpc_ext._secret import read_secret
-from rpc_ext._serve import Server
+from rpc_ext._serve import Server, is_serving
 from rpc_ext._statistics import Statistics
 
 __all__ = ["Session", "current", "init_rpc", "shutdown", "statistics"]
@@ -35,6 +36,10 @@ _lock = threading.Lock()  # guards what follows while it changes
 _session: Session | None = None
 _beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
 _warned = False
+
+_ENDED_BY_TORCH = (
+    "torch.distributed.rpc.shutdown() has ended RPC in this process; this session ends by rpc_ext.shutdown()"
+)
 
 
 class Session:
@@ -55,8 +60,7 @@ class Session:
         self._exchange = options.exchange
         self.is_of_this_process = True  # not in a child that it forks
         self.is_ending = False
-        self.awaited: set[CUDAFuture[Any]] = set()
-        """of values that RRefs of this worker are to have; they fail when it ends"""
+        self.awaited = options.server.awaited
         self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
 
     @property
@@ -99,6 +103,10 @@ class Session:
         if _session is self:
             shutdown(graceful=error is None)
 
+    def has_agent(self) -> bool:
+        """Say whether the agent is this process's still: torch's own ``shutdown`` takes it away."""
+        return _engine.is_current(self.agent)
+
     def end(self, graceful: bool, timeout: float) -> None:
         """Leave the job; see ``shutdown``."""
         deadline = time.monotonic() + timeout
@@ -112,8 +120,8 @@ class Session:
             for destination in self.destinations:
                 destination.close()
             for future in list(self.awaited):
-                _fail(future, "RPC was shut down before the value of an RRef was there")
-            if not _engine.finish(self.agent, PATIENCE):
+                _fail(future, "RPC was shut down before an RRef was confirmed, or its value was there")
+            if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
                 destination.flush()  # to nobody: what has not been sent fails
@@ -138,11 +146,18 @@ def current() -> Session:
     """Return this process's session.
 
     Raises:
-        InvalidStateError: there is none, or it is another process's.
+        InvalidStateError: there is none, or it is another process's, or torch's own ``shutdown`` has ended it.
 
     >>> current().name
     'me'
     """
+    session = _begun()
+    if not session.is_ending and not session.has_agent():
+        raise InvalidStateError(_ENDED_BY_TORCH)
+    return session
+
+
+def _begun() -> Session:
     session = _session
     if session is None and _beginning is not None and _beginning != (os.getpid(), threading.get_ident()):
         session = _after_beginning()
@@ -181,7 +196,8 @@ def init_rpc(
     What is left out is read from the environment as ``torchrun`` sets it. May be used beside ``init_process_group``.
 
     Args:
-        name: of this worker, its own in the job; ``worker{rank}`` by default.
+        name: of this worker, its own in the job: 1 to 127 letters and digits (ASCII), "-", "_" or ":". Default:
+            ``worker{rank}``.
         rank: of this worker; default: RANK.
         world_size: how many workers there are; default: WORLD_SIZE.
         secret: at least 16 bytes that all workers share. Default: the content of the file that
@@ -200,11 +216,12 @@ def init_rpc(
         The session: a context manager that shuts down at its end.
 
     Raises:
-        InvalidStateError: RPC has begun in this process already.
-        ValueError: the environment says neither rank nor world size; two workers have one name; a device map that
-            does not fit; a secret that is too short.
+        InvalidStateError: RPC has begun in this process already, ours or torch's own.
+        ValueError: the environment says neither rank nor world size; a name that torch does not take, or that two
+            workers have; a device map that does not fit; a secret that is too short; CUDAFUTURE_RPC_SECRET_FILE has
+            changed since the library was imported.
         AuthenticationError: a worker that does not know the secret.
-        TimeoutError: not all workers have come in time.
+        TimeoutError: not all workers have come in time; it names them.
 
     >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0") as session:
     ...     session.workers
@@ -219,6 +236,10 @@ def init_rpc(
         if _session is not None:
             current()
             raise InvalidStateError("RPC has begun in this process already; rpc_ext.shutdown() ends it")
+        if _engine.has_agent():
+            raise InvalidStateError(
+                "torch's own RPC has begun in this process; torch.distributed.rpc.shutdown() ends it"
+            )
         _beginning = os.getpid(), threading.get_ident()
         try:
             options = Options(
@@ -228,15 +249,15 @@ def init_rpc(
                 secret=read_secret(secret),
                 device_maps=device_maps,
                 start_timeout=start_timeout,
-                server=Server(name, num_worker_threads),
+                server=Server(name, num_worker_threads, _limit(rpc_timeout)),
             )
             if options.secret is None:
                 _warn_of_strangers()
-            store = _store(options.init_method, rank, world_size, start_timeout)
+            store = session_store(options.init_method, rank, world_size, start_timeout)
             _engine.init_distributed_autograd(rank)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), backend() as ours:
                 warnings.simplefilter("ignore", category=FutureWarning)
-                _engine.init_agent(backend(), store, name, rank, world_size, options)
+                _engine.init_agent(ours, store, name, rank, world_size, options)
             agent: Any = _engine.current_agent()
             destinations = [
                 Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
@@ -262,22 +283,28 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: a worker has not answered all calls, or has not come, in time; RPC has ended here nonetheless.
         WorkerLostError: the same, of the worker that held the store where they meet.
-        InvalidStateError: it has not begun.
+        InvalidStateError: it has not begun; or a function that another worker has called wants to end it; or torch's
+            own ``shutdown`` has ended it already, in which case what was left of it is ended here.
 
     >>> session = init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
     >>> shutdown()
     """
     global _session
-    session = current()
+    if is_serving():  # nobody would come back from this function to answer its caller, and so to let all go
+        raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
+    session = _begun()
     with _lock:
         if session.is_ending:
             raise InvalidStateError("RPC is being shut down by another thread")
+        lost = not session.has_agent()
         session.is_ending = True
     try:
-        session.end(graceful, timeout)
+        session.end(graceful and not lost, timeout)
     finally:
         with _lock:
             _session = None
+    if lost:
+        raise InvalidStateError(_ENDED_BY_TORCH)
 
 
 def statistics() -> Statistics:
@@ -319,8 +346,10 @@ def _check(
 ) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} workers'")
-    if name == "" or (name is not None and len(name) > 128):
-        raise ValueError(f"a worker's name has 1 to 128 characters: {name!r}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"a worker's name is a str, not {name!r}")
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+        raise ValueError(f"a worker's name has 1 to 127 letters and digits (ASCII), '-', '_' or ':', unlike {name!r}")
     for what, number in (
         ("num_worker_threads", num_worker_threads),
         ("max_in_flight", max_calls),
@@ -328,22 +357,6 @@ def _check(
     ):
         if number < 1:
             raise ValueError(f"{what} is at least 1, not {number}")
-
-
-def _store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
-    """Return a store for this session alone, however often each process has begun RPC before."""
-    # The host of a TCPStore would wait for the others right here, and could not say who is missing.
-    expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
-    try:
-        store, _, _ = next(
-            _engine.rendezvous(init_method, rank=rank, world_size=expected, timeout=timedelta(seconds=timeout))
-        )
-        store.set_timeout(timedelta(seconds=timeout))
-        # The workers of a job of this size are always the same ranks: they have met as often.
-        generation = store.add(f"cudafuture_rpc/{world_size}/{rank}", 1)
-    except _engine.StoreError as e:
-        raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
-    return _engine.PrefixStore(f"cudafuture_rpc/{world_size}/{generation}", store)
 
 
 def _warn_of_strangers() -> None:
@@ -361,6 +374,8 @@ def _warn_of_strangers() -> None:
 
 
 def _note_fork() -> None:
+    global _lock, _beginning
+    _lock, _beginning = threading.Lock(), None  # another thread of the parent's may have been in init_rpc or shutdown
     if _session is not None:
         _session.is_of_this_process = False
 
@@ -371,4 +386,5 @@ os.register_at_fork(after_in_child=_note_fork)
 @atexit.register
 def _end_at_exit() -> None:
     if _session is not None and _session.is_of_this_process and not _session.is_ending:
-        shutdown(graceful=False)
+        with contextlib.suppress(InvalidStateError):  # torch's shutdown was first
+            shutdown(graceful=False)

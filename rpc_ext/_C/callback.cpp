@@ -53,7 +53,7 @@ RequestCallback::RequestCallback(std::shared_ptr<Sealer> sealer, std::shared_ptr
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message& request,
                                                                    std::vector<c10::Stream> streams) const {
   if (!sealer_) {
-    if (is_ours(request.payload(), 0)) return serve(request, 0, -1, streams);
+    if (is_ours(request.payload(), 0)) return serve(request, 0, streams);
     return RequestCallbackImpl::processMessage(request, std::move(streams));
   }
   Sealer::Opened opened;
@@ -65,7 +65,7 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
   }
   c10::intrusive_ptr<rpc::JitFuture> answer;
   if (is_ours(request.payload(), Sealer::header_size)) {
-    answer = serve(request, Sealer::header_size, opened.sender, streams);
+    answer = serve(request, Sealer::header_size, streams);
   } else {
     answer = RequestCallbackImpl::processMessage(*without_seal(request), std::move(streams));
   }
@@ -82,9 +82,9 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
       at::AnyClassType::get());
 }
 
-c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request, std::size_t from, int sender,
+c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request, std::size_t from,
                                                           const std::vector<c10::Stream>& streams) const {
-  const auto reply = std::make_shared<Reply>(sender, rpc::RpcAgent::getCurrentRpcAgent());
+  const auto reply = std::make_shared<Reply>(rpc::RpcAgent::getCurrentRpcAgent());
   const c10::MultiStreamGuard guard(streams);
   const Gil gil;
   if (!gil) return failed("the worker is ending");

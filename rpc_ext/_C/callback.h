@@ -43,7 +43,7 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
                                                     std::vector<c10::Stream> streams) const override;
 
  private:
-  c10::intrusive_ptr<rpc::JitFuture> serve(const rpc::Message& request, std::size_t from, int sender,
+  c10::intrusive_ptr<rpc::JitFuture> serve(const rpc::Message& request, std::size_t from,
                                            const std::vector<c10::Stream>& streams) const;
 
   const std::shared_ptr<Sealer> sealer_;  // none: nothing is signed

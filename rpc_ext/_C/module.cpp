@@ -95,7 +95,7 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
         const Gil gil;
         if (!gil) return;
         try {
-          py::handle(held->get())(rpc::PyRRef(owner));
+          call_python(held->get(), py::cast(rpc::PyRRef(owner)));
         } catch (py::error_already_set& e) {
           report(e);
         }
@@ -138,7 +138,6 @@ PYBIND11_MODULE(_C, m) {
 
   // Its destructor may send.
   py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply", py::release_gil_before_calling_cpp_dtor())
-      .def_property_readonly("sender", &Reply::sender)
       .def("send", send, py::arg("payload"), py::arg("tensors"));
 
   m.attr("MAGIC") = py::bytes(magic.data(), magic.size());
@@ -146,7 +145,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("in_distributed_autograd",
         [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });
   m.def("record_rrefs", [] { rpc::RRefContext::getInstance().recordThreadLocalPendingRRefs(); });
-  m.def("forget_rrefs", [] { rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError(); });
+  m.def("forget_rrefs", [] {
+    const WithoutGil without_gil;  // references that go send messages
+    rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError();
+  });
   m.def("forget_autograd_rank", forget_autograd_rank);
   m.def("renew_references", [] {
     const WithoutGil without_gil;

@@ -8,9 +8,8 @@ void expect_storages(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) tensor.storage();
 }
 
-Reply::Reply(int sender, const std::shared_ptr<rpc::RpcAgent>& agent)
-    : sender_(sender),
-      agent_(agent),
+Reply::Reply(const std::shared_ptr<rpc::RpcAgent>& agent)
+    : agent_(agent),
       future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), agent->getDevices())) {}
 
 // torch's own callbacks of the future refer to the agent, and do not keep it.

@@ -20,13 +20,11 @@ void expect_storages(const std::vector<at::Tensor>& tensors);
 // outlive the agent that would send it; then it goes nowhere.
 class Reply {
  public:
-  Reply(int sender, const std::shared_ptr<rpc::RpcAgent>& agent);
+  explicit Reply(const std::shared_ptr<rpc::RpcAgent>& agent);
   ~Reply();
   Reply(const Reply&) = delete;
   Reply& operator=(const Reply&) = delete;
 
-  // The caller's rank; -1 where messages are not signed and it is not known.
-  int sender() const { return sender_; }
   // What the agent sends when it completes.
   const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
 
@@ -34,7 +32,6 @@ class Reply {
   bool send(Bytes payload, std::vector<at::Tensor> tensors);
 
  private:
-  const int sender_;
   const std::weak_ptr<rpc::RpcAgent> agent_;
   const c10::intrusive_ptr<rpc::JitFuture> future_;
   std::atomic<bool> given_{false};

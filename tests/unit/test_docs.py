@@ -50,9 +50,13 @@ WITHOUT_A_SESSION = {"init_rpc", "shutdown"}
 # What the modules of rpc_ext need of each other's public classes: no example shows it, and neither does the reference.
 INTERNAL = {
     "rpc_ext.batch.add",
+    "rpc_ext.batch.answered",
     "rpc_ext.batch.direct",
+    "rpc_ext.batch.look",
+    "rpc_ext.batch.takes_calls_to",
     "rpc_ext.session.Session.destination",
     "rpc_ext.session.Session.end",
+    "rpc_ext.session.Session.has_agent",
     "rpc_ext.session.Session.timeout",
 }
 

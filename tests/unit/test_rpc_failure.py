@@ -37,6 +37,18 @@ class AboutItself(Exception):
         return f"code {self.code} {self.lock is None}"
 
 
+class OfNow(Exception):
+    """Says something else whenever it is asked."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.times = 0
+
+    def __str__(self) -> str:
+        self.times += 1
+        return f"code {self.args[0]} at {self.times}"
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error
@@ -65,6 +77,20 @@ def test_a_constructor_of_other_arguments_is_not_called() -> None:
 def test_a_constructor_that_makes_the_message_makes_it_once() -> None:
     got = sent(sent(sent(OfItsMessage("bread"))))
     assert str(got) == "there is no bread"
+
+
+def test_a_text_that_changes_leaves_the_arguments_as_they_are() -> None:
+    got = sent(OfNow(7))
+    assert got.args == (7,)
+    assert str(got).startswith("code 7 at ")
+
+
+def test_attributes_travel_once() -> None:
+    error: Any = ValueError("expected")
+    error.blob = bytes(1 << 20)
+    assert len(pickle.dumps(tuple(describe(error, "w1")))) < 1.5 * (1 << 20)
+    got = sent(error)
+    assert (got.args, len(got.blob)) == (("expected",), 1 << 20)
 
 
 def test_attributes_that_pickle_arrive_even_where_the_whole_does_not() -> None:
@@ -155,6 +181,8 @@ def test_what_the_engine_says_becomes_an_error_with_the_workers_name() -> None:
         (0, "eof (this error originated at tensorpipe/x.cc:1)", WorkerLostError),
         (0, "RPC agent is shutting down", WorkerLostError),
         (0, "anything else", RemoteError),
+        (0, "Traceback: the message was refused: by the function", RemoteError),
+        (0, "it says (this error originated at tensorpipe/x.cc:1) and goes on", RemoteError),
     ):
         got: Any = of_engine(kind, message, "add", "w1", 2.5)
         assert type(got) is error

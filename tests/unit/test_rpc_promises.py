@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -54,6 +55,20 @@ def test_what_was_kept_cannot_be_given_up() -> None:
     promises.give_up(TICKET, TimeoutError("too late"))
     assert taken.value() == 3
     assert len(promises) == 0
+
+
+def test_what_is_never_taken_or_never_kept_is_forgotten_in_the_end() -> None:
+    promises = Promises()
+    taken, given_up = promises.take((0, 1)), promises.take((0, 2))
+    promises.give_up((0, 2), LookupError("never came"))
+    promises.keep((0, 3), CUDAFuture.completed(3))
+    with mock.patch("rpc_ext._promises._KEPT", -1.0):
+        last = promises.take(TICKET)
+    assert len(promises) == 1
+    assert isinstance(taken.exception(), TimeoutError)
+    assert isinstance(given_up.exception(), LookupError)
+    promises.keep(TICKET, CUDAFuture.completed(4))
+    assert last.value() == 4
 
 
 def test_tickets_do_not_mix() -> None:

@@ -120,7 +120,6 @@ DOCTORED_RPC = {
     "a parameter has another name": ("to: int, payload", "worker: int, payload", "call takes (any worker"),
     "a parameter is missing": ("        name: str,\n", "", "Agent.__init__ takes (any store, any rank"),
     "by keyword is by place": ("        *,\n        key", "        key", "any key, any serve, any tell) in the stub"),
-    "a property is a method": ("    @property\n    def sender", "    def sender", "sender is a function in"),
     "another return type": ("-> dict[int, int]", "-> dict[str, int]", "refused returns dict[str, int] in"),
 }
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +170,25 @@ def test_calls_that_autograd_records_fail_as_others_do(gate: Gate) -> None:
             rpc_sync(ME, waits, (gate,), timeout=0.05)
         future = rpc_async(ME, waits, (gate, 1))
         assert future.cancel()
+
+
+def test_calls_that_autograd_records_are_counted_and_limited_as_others_are(worker: rpc_ext.Session, gate: Gate) -> None:
+    before = worker.statistics().destinations[ME]
+    with dist_autograd.context():
+        future = rpc_async(ME, waits, (gate, ONES))
+        held = worker.statistics().destinations[ME]
+        assert held.in_flight >= 1
+        assert held.bytes_in_flight >= ONES.nbytes
+        full = mock.patch.object(type(worker.destination(ME)), "try_admit", return_value=False)
+        with full, pytest.raises(BlockingIOError, match="under way"):
+            rpc_async(ME, same, (ONES,), non_blocking=True)
+        assert rpc_async(ME, raises, (KeyError("expected"),)).exception(timeout=PATIENCE) is not None
+        assert torch.equal(rpc_sync(ME, same, (ONES,)), ONES)
+        gate.open()
+        assert torch.equal(future.wait(timeout=PATIENCE), ONES)
+    after = worker.statistics().destinations[ME]
+    assert (after.calls, after.failed) == (before.calls + 3, before.failed + 1)
+    assert after.bytes_sent == before.bytes_sent + 2 * ONES.nbytes
 
 
 # ---- the future
@@ -350,6 +370,23 @@ def test_broadcast_and_map_return_what_each_returned() -> None:
         map_call([ME], add, [(1,), (2,)])
     with pytest.raises(ValueError, match="nobody"):
         broadcast_call([ME, "nobody"], add, (1,))
+
+
+def test_a_worker_that_comes_twice_has_both_its_outcomes_told() -> None:
+    error = map_call([ME, ME, 0], divmod, [(7, 0), (7, 2), (9, 0)]).exception(timeout=PATIENCE)
+    assert isinstance(error, CallsFailedError)
+    assert str(error).startswith("2 of 3 calls have failed")
+    assert list(error.failures) == ["me[0]", "me[2]"]
+    assert error.results == {"me[1]": (3, 1)}
+
+
+def test_a_call_that_cannot_be_made_leaves_the_others_alone() -> None:
+    error = map_call([ME, ME], same, [(1,), (lambda: 1,)]).exception(timeout=PATIENCE)
+    assert isinstance(error, CallsFailedError)
+    assert error.results == {"me[0]": 1}
+    assert "lambda" in str(error.failures["me[1]"])
+    with pytest.raises(TypeError, match="callable"):
+        map_call([ME], 3, [(1,)])  # type: ignore[call-overload]
 
 
 def test_a_failed_broadcast_has_the_errors_by_worker(gate: Gate) -> None:

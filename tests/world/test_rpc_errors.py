@@ -341,6 +341,20 @@ def make(error: type[BaseException]) -> Bomb:
     return Bomb(error(3))
 
 
+@async_execution
+def dropped() -> CUDAFuture[Any]:
+    return CUDAFuture()
+
+
+def test_a_future_that_is_dropped_on_the_callee_fails_the_call_which_counts_as_served() -> None:
+    assert "dropped before anybody completed it" in str(error_of(dropped))
+    with rpc_ext.batch(ME):
+        futures = [rpc_async(ME, dropped), rpc_async(ME, same, (1,))]
+    assert "dropped" in str(futures[0].exception(timeout=PATIENCE))
+    assert futures[1].wait(timeout=PATIENCE) == 1
+    assert rpc_ext.statistics().serving == 0
+
+
 # ---- how many times, and where they are told
 
 

@@ -183,6 +183,7 @@ def test_the_time_that_a_call_has_waited_is_of_its_timeout(
     with alone(tmp_path / "rendezvous", max_in_flight=1) as session, monkeypatch.context() as patch:
         recorder = Recorder(session.agent)
         patch.setattr(session, "agent", recorder)
+        patch.setattr(type(session), "has_agent", lambda _: True)
         held = rpc_async(ME, pending, (gate,), timeout=0.2)
         second = rpc_async(ME, same, (1,), timeout=PATIENCE)  # waits until the first one's time is over
         assert isinstance(held.exception(), TimeoutError)

@@ -225,6 +225,19 @@ def test_reading_and_calling_have_timeouts(worker: rpc_ext.Session, gate: Gate) 
         remote(ME, same, (1,), timeout=-1)
 
 
+def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session, gate: Gate) -> None:
+    rref = remote(ME, pending, (gate,))
+    with pytest.raises(TimeoutError, match=r"worker 'me', this one.* within 0.05 s"):
+        rref.to_here(timeout=0.05)
+    early = rref.get_future(timeout=0.05)
+    late = rref.get_future(timeout=0)
+    assert isinstance(early.exception(timeout=PATIENCE), TimeoutError)
+    assert gate.reached.wait(PATIENCE)
+    gate.futures[0].set_result("there")
+    assert late.wait(timeout=PATIENCE) == "there"
+    assert rref.to_here(timeout=0.05) == "there"
+
+
 class Waiting:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -373,7 +386,7 @@ def used_elsewhere_while_it_is_made(file: str) -> None:
             gate = Gate("used elsewhere")
             rref = remote(1, waits, (gate, 3))
             seen = rpc_async(0, value_of, (rref,))  # another reference, which is dropped right after
-            for _ in range(20):
+            for _ in range(5):
                 collect_garbage()
                 rpc_sync(1, collect_garbage)  # time for the owner to hear of it
             rpc_sync(1, Gate.open, (gate,))

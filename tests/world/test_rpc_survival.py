@@ -15,7 +15,7 @@ import rpc_ext
 from cudafuture.errors import CallsFailedError
 from rpc_ext import rpc_async, rpc_sync
 from world.ranks import run_ranks
-from world.rpc_workers import LONG, SHORT, be_lost, begin, blamed, hold, hold_half, outcome, outcomes, same
+from world.rpc_workers import LONG, SHORT, be_lost, begin, blamed, hold, hold_half, outcome, outcomes, release, same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-survival")]
 
@@ -167,6 +167,37 @@ def go_on_without_it(rank: int, store: str) -> None:
 
 def test_the_others_go_on_and_a_graceful_shutdown_names_who_is_missing(tmp_path: Path) -> None:
     run_ranks(3, go_on_without_it, str(tmp_path / "store"), lost=[1])
+
+
+def pass_on_what_a_lost_worker_has(rank: int, store: str) -> None:
+    begin(rank, 3, store, rpc_timeout=SHORT if rank == 2 else LONG)
+    if rank == 1:
+        be_lost()
+    if rank == 0:
+        there = rpc_ext.remote("callee", same, (1,))
+        assert there.to_here() == 1
+        assert outcome(rpc_async("callee", hold_half, (1, signal.SIGKILL))) == "WorkerLostError"
+        error = rpc_async("third", same, (there,)).exception(timeout=LONG)
+        assert isinstance(error, TimeoutError)
+        assert "worker 'callee' has not confirmed" in str(error)
+        assert error.worker == "third"  # type: ignore[attr-defined]
+        assert rpc_sync("third", count_serving) == 1  # this one
+        rpc_async("third", let_go).exception(timeout=LONG)  # it may leave before it has answered
+    else:
+        assert release.wait(LONG)
+    rpc_ext.shutdown(graceful=False)
+
+
+def let_go() -> None:
+    release.set()
+
+
+def count_serving() -> int:
+    return rpc_ext.statistics().serving
+
+
+def test_a_reference_to_what_a_lost_worker_has_fails_the_call_and_names_the_worker(tmp_path: Path) -> None:
+    run_ranks(3, pass_on_what_a_lost_worker_has, str(tmp_path / "store"), lost=[1])
 
 
 def leave_the_stopped(rank: int, store: str) -> None:
