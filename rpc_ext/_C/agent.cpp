@@ -61,8 +61,8 @@ Agent::Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
              const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
              const std::vector<c10::Device>& devices, std::shared_ptr<Sealer> sealer,
              std::shared_ptr<Refusals> refusals, py::object serve)
-    : TensorPipeAgent(c10::make_intrusive<AgentStore>(store, self.world_size), self.name, static_cast<rpc::worker_id_t>(self.rank), self.world_size, options,
-                      reverse_device_maps, devices,
+    : TensorPipeAgent(c10::make_intrusive<AgentStore>(store, self.world_size), self.name,
+                      static_cast<rpc::worker_id_t>(self.rank), self.world_size, options, reverse_device_maps, devices,
                       std::make_unique<RequestCallback>(sealer, refusals, std::move(serve))),
       sealer_(std::move(sealer)),
       refusals_(std::move(refusals)) {}

@@ -9,8 +9,7 @@ void expect_storages(const std::vector<at::Tensor>& tensors) {
 }
 
 Reply::Reply(const std::shared_ptr<rpc::RpcAgent>& agent)
-    : agent_(agent),
-      future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), agent->getDevices())) {}
+    : agent_(agent), future_(c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get(), agent->getDevices())) {}
 
 // torch's own callbacks of the future refer to the agent, and do not keep it.
 Reply::~Reply() {

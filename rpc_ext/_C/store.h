@@ -8,10 +8,10 @@
 
 namespace rpc_ext {
 
-// The job's store as torch's agent sees it. Workers whose agents end wait for each other at keys that they number by how
-// often each process has done so before, for as long as the store lets them: those that have done so more or less often
-// never meet. Workers of ours have met before, with a limit, by Exchange; so under "shutdown/" this store answers at once,
-// as if all others did what this one does.
+// The job's store as torch's agent sees it. Workers whose agents end wait for each other at keys that they number by
+// how often each process has done so before, for as long as the store lets them: those that have done so more or less
+// often never meet. Workers of ours have met before, with a limit, by Exchange; so under "shutdown/" this store answers
+// at once, as if all others did what this one does.
 class AgentStore final : public c10d::Store {
  public:
   AgentStore(c10::intrusive_ptr<c10d::Store> store, int world_size)
@@ -38,7 +38,7 @@ class AgentStore final : public c10d::Store {
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
   const int world_size_;
-  std::mutex mutex_;                         // guards sums_; a leaf
+  std::mutex mutex_;                          // guards sums_; a leaf
   std::map<std::string, std::int64_t> sums_;  // of all workers
 };
 
