@@ -56,11 +56,9 @@ class Call:
         self.deadline = self.started + timeout if timeout else math.inf
         self.settled = False  # whether its end was counted; its destination's lock guards that
 
-    def send(self, encoded: Encoded, timeout: float) -> None:
-        """Send the call; its tensors on devices that the agent cannot carry are copied to the host first.
-
-        `timeout` is what is left of the call's own, or that.
-        """
+    def send(self, encoded: Encoded) -> None:
+        """Send the call; its tensors on devices that the agent cannot carry are copied to the host first."""
+        timeout = self.remaining()
         if timeout < 0:
             self.on_error(1, "")
         elif encoded.targets is None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import torch
 
-from cudafuture import CUDAFuture, copy, pool_stream, use_streams
-from rpc_ext._finisher import Finisher
+from cudafuture import CUDAFuture, InvalidStateError, copy, executors, pool_stream, use_streams
+from rpc_ext._expiry import expire
 
 __all__ = ["Staged", "Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 
@@ -25,8 +26,8 @@ Targets = list[str | None]
 Staged = Callable[[list[torch.Tensor] | None, BaseException | None], None]
 """What is done with the copies; or with the error, where there are none."""
 
-
-_finisher = Finisher()
+# Not the library's callback thread: a callback of somebody's that waits there for this very call would hold it up.
+_thread = ThreadPoolExecutor(1, thread_name_prefix="rpc_ext-staging")
 
 
 def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, seconds: float, staged: Staged) -> None:
@@ -36,21 +37,29 @@ def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, second
     the seconds are over (0: no limit) it is a TimeoutError.
     """
     places = [i for i, target in enumerate(targets) if target is not None]
+    ready: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
 
-    def done() -> None:
-        try:
-            copied = _replaced(tensors, places, copies.wait(timeout=0))  # raises what has gone wrong on the device
-        except BaseException as e:
-            staged(None, e)
-        else:
-            staged(copied, None)
+    def copied(copies: CUDAFuture[list[torch.Tensor]]) -> None:
+        with contextlib.suppress(InvalidStateError):  # too late
+            try:
+                parts = copies.wait(timeout=0)  # raises what has gone wrong on the device
+            except BaseException as e:
+                ready.set_exception(e)
+            else:
+                ready.set_result(_replaced(tensors, places, parts))
 
+    def tell(_: object) -> None:
+        error = ready.exception()
+        staged(ready.value() if error is None else None, error)
+
+    ready.add_done_callback(tell, executor=executors.inline)
     try:
         copies = copy([tensors[i] for i in places], "cpu", priority=priority)
     except Exception as e:  # of a device that is lost, say
-        staged(None, e)
-    else:
-        _finisher.watch(copies, seconds, done)
+        ready.set_exception(e)
+        return
+    copies.then(copied, non_blocking=False, executor=_thread)
+    expire(ready, seconds, f"tensors were not on the host within {seconds:g} s, to be sent")
 
 
 def on_streams(tensors: list[torch.Tensor]) -> CUDAFuture[list[torch.Tensor]] | None:

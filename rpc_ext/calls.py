@@ -115,7 +115,7 @@ def rpc_async(
             batch.add(call, how)
         else:
             assert isinstance(how, Encoded)
-            call.send(how, call.remaining())
+            call.send(how)
     except BaseException:
         call.abandon()
         raise

@@ -276,7 +276,7 @@ def _made_later(destination: Destination, call: Encoded, name: str, timeout: flo
     sent = Call(session.agent, destination, name, size, timeout, 0)
     with expect_free_thread("a call that has to wait for room"):
         destination.admit(size, timeout)
-    sent.send(given, sent.remaining())
+    sent.send(given)
     made = _engine.remote(destination.name, _promise, (ticket,), timeout=timeout)
 
     def tell(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,6 @@ from world.rpc_callees import (
 pytestmark = pytest.mark.xdist_group("rpc-async")
 
 ONES = torch.ones(2, 2)
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
-    """Give the worker one thread, which nothing may hold."""
-    with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
-        yield session
-
-
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
 
 
 def by_sync(function: Any, *args: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,6 @@ from world.rpc_callees import (
 pytestmark = pytest.mark.xdist_group("rpc-batch")
 
 ONES = torch.ones(2, 2)
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
-    """Give the worker one thread: a call that held it up would be noticed."""
-    with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
-        yield session
-
-
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
 
 
 def calls_in_a_batch(calls: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,19 +17,6 @@ from rpc_ext import _batching, batch, rpc_async, rpc_sync
 from world.rpc_callees import ME, PATIENCE, Gate, add, alone, same, sees, waits
 
 pytestmark = pytest.mark.xdist_group("rpc-batch")
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
-    with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
-        yield session
-
-
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
 
 
 def test_a_function_that_the_other_side_does_not_have_fails_its_own_calls(

@@ -36,13 +36,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
         yield session
 
 
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
-
-
 # ---- who is called
 
 

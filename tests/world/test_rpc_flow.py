@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,6 @@ from soak import soak_count
 from world.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, waits
 
 pytestmark = pytest.mark.xdist_group("rpc-flow")
-
-
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
 
 
 def counted() -> rpc_ext.DestinationStatistics:

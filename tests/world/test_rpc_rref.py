@@ -54,13 +54,6 @@ def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
         yield session
 
 
-@pytest.fixture
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    gate = Gate(request.node.name)
-    yield gate
-    gate.open()
-
-
 # ---- on one worker, which owns what it refers to
 
 
