@@ -250,19 +250,18 @@ class _Message:
         encoded = [how for how in self._how if isinstance(how, Encoded)]
         tensors = [tensor for e in encoded for tensor in e.tensors]
         targets = [t for e in encoded for t in e.targets or [None] * len(e.tensors)]
-        # The engine has one timeout for all of them; whose own is over before fails by itself.
-        remaining = [call.remaining() for call in self.calls]
-        longest = 0.0 if 0 in remaining else max(remaining)
 
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            if tensors is None:
+            if (remaining := self._remaining()) < 0:
+                self.on_error(1, "")
+            elif tensors is None:
                 assert error is not None
                 self._fail(error)
-                return
-            try:
-                agent.call(destination.rank, payload, tensors, longest, self)
-            except Exception as e:
-                self.on_error(0, str(e))
+            else:
+                try:
+                    agent.call(destination.rank, payload, tensors, remaining, self)
+                except Exception as e:
+                    self.on_error(0, str(e))
 
         earlier = [e.earlier for e in encoded if e.earlier is not None]
         if not earlier:
@@ -270,9 +269,14 @@ class _Message:
             return
         with _staging.streams_after(earlier):
             if any(targets):
-                _staging.to_host(tensors, targets, self.calls[-1].priority, longest, staged)
+                _staging.to_host(tensors, targets, self.calls[-1].priority, self._remaining(), staged)
             else:
                 staged(tensors, None)
+
+    def _remaining(self) -> float:
+        """Return the seconds that the engine is given for all of them. A call with fewer of its own fails by itself."""
+        remaining = [call.remaining() for call in self.calls]
+        return 0.0 if 0 in remaining else max(remaining)
 
     def _fail(self, error: BaseException) -> None:
         for call in self.calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+@pytest.fixture(autouse=True)
+def on_the_host() -> Iterator[None]:
+    """Make tensors on the host, whatever the default device of the run is."""
+    with torch.device("cpu"):
+        yield
 
 
 def flat(value: Any) -> Any:

@@ -120,7 +120,7 @@ def test_those_of_the_accelerator_are_counted() -> None:
 @pytest.mark.sim(devices=2)
 def test_a_message_says_where_its_tensors_go() -> None:
     to_b = planned(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
-    on_host, on_device = torch.zeros(1), torch.zeros(1, device="sim:0")
+    on_host, on_device = torch.zeros(1, device="cpu"), torch.zeros(1, device="sim:0")
     encoded = encode(Kind.VALUE, {"x": [on_host, on_device]}, to_b)
     assert encoded.targets == targets_of(encoded.payload) == [None, "sim:1"]
     assert kind_of(encoded.payload) == Kind.VALUE
