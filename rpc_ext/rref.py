@@ -239,6 +239,9 @@ def remote(
 
     For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
 
+    Raises:
+        WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
+
     >>> there = remote("me", sorted, ([3, 1, 2],))
     >>> there
     <RRef owned by 'me'>
@@ -254,7 +257,15 @@ def remote(
     seconds = session.timeout(timeout)
     if encoded.targets is not None:
         return RRef._of(_made_later(destination, encoded, name_of(fn), seconds))
-    return RRef._of(_engine.remote(destination.name, _make, (encoded.payload, encoded.tensors), timeout=seconds))
+    return RRef._of(_kept(destination, name_of(fn), seconds, _make, encoded.payload, encoded.tensors))
+
+
+def _kept(destination: Destination, name: str, timeout: float, fn: Callable[..., _Kept], *args: Any) -> Any:
+    """Return torch's reference to what a function of this module returns on the owner; `name` is what it stands for."""
+    try:
+        return _engine.remote(destination.name, fn, args, timeout=timeout)
+    except RuntimeError as e:  # of an owner that is known to be lost
+        raise _failure.of_torch(e, name, destination.name, timeout) from None
 
 
 def _make(payload: bytes, tensors: list[torch.Tensor]) -> _Kept:
@@ -277,7 +288,7 @@ def _made_later(destination: Destination, call: Encoded, name: str, timeout: flo
     with expect_free_thread("a call that has to wait for room"):
         destination.admit(size, timeout)
     sent.send(given)
-    made = _engine.remote(destination.name, _promise, (ticket,), timeout=timeout)
+    made = _kept(destination, name, timeout, _promise, ticket)
 
     def tell(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:
         error = done.value()[1].exception()

@@ -118,6 +118,8 @@ def call_in_every_way(rank: int, store: str, sent: int) -> dict[str, str]:
         "rpc_sync": lambda: rpc_sync("callee", same, (1,), timeout=0.5),
         "to_here": lambda: there.to_here(timeout=0.5),
         "method": lambda: there.rpc_sync(timeout=0.5).bit_length(),
+        "method that makes another": lambda: there.remote(timeout=0.5).bit_length().to_here(timeout=0.5),
+        "remote": lambda: rpc_ext.remote("callee", same, (1,), timeout=0.5).to_here(timeout=0.5),
         "then": lambda: rpc_async("callee", same, (1,), timeout=0.5).then(lambda f: f.value()).wait(timeout=LONG),
         "then_async": lambda: (
             rpc_async("caller", same, (1,))
@@ -145,7 +147,7 @@ def batched(timeout: float) -> Any:
 @LOSSES
 def test_whatever_is_asked_of_a_lost_worker_fails(tmp_path: Path, sent: int, error: str) -> None:
     results = run_ranks(2, call_in_every_way, str(tmp_path / "store"), sent, lost=[1])[0]
-    assert len(results) == 6
+    assert len(results) == 8
     assert set(results.values()) == {error}
 
 
