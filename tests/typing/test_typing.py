@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 mypy = pytest.importorskip("mypy.api")
+pytestmark = pytest.mark.xdist_group("typing")  # mypy's cache is for one process at a time
 
 OPTIONS = ["--config-file", "pyproject.toml", "--strict", "--no-pretty", "--no-color-output"]
 HERE = Path(__file__).parent
