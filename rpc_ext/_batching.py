@@ -11,8 +11,8 @@ the answer there is for each call the value alone, where it is a plain one, or a
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType, TracebackType
@@ -91,6 +91,7 @@ class batch:  # a context manager
         self._under_way: _Message | None = None
         self._wanted = False  # whether what waits is to be sent as soon as it may
         self._sends = False  # whether some thread is at it
+        self._due = math.inf  # when the minder looks next
 
     def __enter__(self) -> batch:
         if self._thread is not None:
@@ -139,10 +140,14 @@ class batch:  # a context manager
             self._calls.append((call, how))
             self._bytes += how.size
             worth = self._are_worth_a_message()
+            due = call.started + LONGEST_PAUSE if first and not worth else call.deadline
+            sooner = due < self._due
+            if sooner:
+                self._due = due
         if worth:
             self._go_on()
-        elif first:
-            _minder.mind(self, time.perf_counter() + LONGEST_PAUSE)
+        if sooner:
+            _minder.mind(self, due)
 
     def flush(self) -> None:
         """Send what waits, or see to it that it is sent as soon as the message under way is answered.
@@ -161,6 +166,7 @@ class batch:  # a context manager
     def look(self, now: float) -> float | None:
         """Send what has waited long enough, and fail what is overdue. Called by the minder."""
         with self._lock:
+            self._due = math.inf
             self._wanted = self._wanted or bool(self._calls)
             under_way = self._under_way.calls if self._under_way is not None else []
             waiting = [call for call, _ in self._calls]
@@ -172,7 +178,8 @@ class batch:  # a context manager
             calls = [call for call, _ in self._calls]
             if self._under_way is not None:
                 calls += self._under_way.calls
-        return min((call.deadline for call in calls if not call.settled), default=None)
+            self._due = min([self._due, *(call.deadline for call in calls if not call.settled)])
+            return self._due if self._due < math.inf else None
 
     # ---- messages go out, one at a time
 
@@ -229,12 +236,14 @@ class _Message:
     def __init__(self, of: batch, calls: list[tuple[Call, Encoded | Direct]], functions: list[bytes]) -> None:
         self._of = of
         self._functions = functions
-        going = [(call, how) for call, how in calls if not call.is_over()]
-        self.calls = [call for call, _ in going]
-        self._how = [how for _, how in going]
+        self.calls = [call for call, _ in calls]
+        self._how = [how for _, how in calls]
 
     def send(self, agent: Any, rank: int, destination: Destination) -> None:
         """Send the calls, or fail them."""
+        going = [(call, how) for call, how in zip(self.calls, self._how, strict=True) if not call.is_over()]
+        self.calls = [call for call, _ in going]
+        self._how = [how for _, how in going]
         if not self.calls:
             self._of.answered()
             return

@@ -6,9 +6,9 @@ import contextlib
 import time
 from typing import Any
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
-from rpc_ext._minder import mind
+from rpc_ext import _minder
 
 __all__ = ["expire"]
 
@@ -17,8 +17,8 @@ def expire(future: CUDAFuture[Any], seconds: float, message: str) -> None:
     """Let the future fail with a TimeoutError unless it is done before (0: no limit)."""
     if seconds and not future.done():
         expiry = _Expiry(future, message)
-        future.add_done_callback(expiry.forget)
-        mind(expiry, time.perf_counter() + seconds)
+        _minder.mind(expiry, time.perf_counter() + seconds)
+        future.add_done_callback(expiry.forget, executor=executors.inline)
 
 
 class _Expiry:
@@ -35,3 +35,4 @@ class _Expiry:
     def forget(self, _: object) -> None:
         """Let go of the future, and of its value, before the time is over."""
         self._future = None
+        _minder.forget(self)

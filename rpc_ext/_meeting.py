@@ -28,7 +28,8 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
     """Return a store for one session alone, the same for all workers, however often each has begun RPC before.
 
     Raises:
-        TimeoutError: the store cannot be reached, or a worker has not come.
+        TimeoutError: the store cannot be reached in time, or a worker has not come.
+        ConnectionError: the store cannot be made: its port is in use, say.
     """
     # The host of a TCPStore would wait for the others right here, and could not say who is missing.
     expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
@@ -40,7 +41,9 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
         store = _engine.PrefixStore(f"cudafuture_rpc/{world_size}", store)
         number = _Meeting(_engine.PrefixStore("meeting", store), rank, world_size).number(timeout)
     except _engine.StoreError as e:
-        raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
+        if re.search(r"timed? ?out", str(e), re.IGNORECASE):
+            raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
+        raise ConnectionError(f"the store at {init_method} cannot be reached: {e}") from e
     return _engine.PrefixStore(str(number), store)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import heapq
+import itertools
 import math
 import threading
 import time
 from typing import Protocol
 
-__all__ = ["Minded", "mind"]
+__all__ = ["Minded", "forget", "mind"]
 
 _LINGER = 5.0  # seconds that the thread stays without anything to do
 
@@ -26,17 +28,36 @@ class _Minder:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards what follows; a leaf
         self._due: dict[Minded, float] = {}
+        self._line: list[tuple[float, int, Minded]] = []  # a heap of what is due, and of what was
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._ends = False
 
     def mind(self, what: Minded, due: float) -> None:
         """Look after something from `due` on, or from an earlier moment that was given before."""
         with self._changed:
-            self._due[what] = min(due, self._due.get(what, math.inf))
+            if due >= self._due.get(what, math.inf):
+                return
+            self._due[what] = due
+            heapq.heappush(self._line, (due, next(self._numbers), what))
+            self._shorten()
             if self._thread is None and not self._ends:
                 self._thread = threading.Thread(target=self._run, name="rpc_ext-minder", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if self._line[0][2] is what:
+                self._changed.notify()
+
+    def forget(self, what: Minded) -> None:
+        """Look after it no more."""
+        with self._changed:
+            self._due.pop(what, None)
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Drop what is not due any more, where that is most of the line."""
+        if len(self._line) > 2 * len(self._due) + 64:
+            self._line = [entry for entry in self._line if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._line)
 
     def _run(self) -> None:
         while (due := self._wait()) is not None:
@@ -51,16 +72,23 @@ class _Minder:
         with self._changed:
             while not self._ends:
                 now = time.perf_counter()
-                due = [what for what, when in self._due.items() if when <= now]
-                if due:
-                    for what in due:
-                        del self._due[what]
+                if due := self._take(now):
                     return due
-                if not self._due and now >= idle_until:
+                if not self._line and now >= idle_until:
                     break
-                self._changed.wait(min([*self._due.values(), idle_until if not self._due else math.inf]) - now)
+                self._changed.wait((self._line[0][0] if self._line else idle_until) - now)
             self._thread = None
             return None
+
+    def _take(self, now: float) -> list[Minded]:
+        """Take what is due out of the line."""
+        due = []
+        while self._line and (self._line[0][0] <= now or self._line[0][0] != self._due.get(self._line[0][2])):
+            when, _, what = heapq.heappop(self._line)
+            if self._due.get(what) == when:
+                del self._due[what]
+                due.append(what)
+        return due
 
     def end(self) -> None:
         """Stop the thread."""
@@ -71,11 +99,7 @@ class _Minder:
         if thread is not None:
             thread.join()
 
-    def renew(self) -> None:
-        """Be as new, in a child that was forked."""
-        self.__init__()  # type: ignore[misc]
-
 
 _minder = _Minder()
-mind = _minder.mind
+mind, forget = _minder.mind, _minder.forget
 atexit.register(_minder.end)

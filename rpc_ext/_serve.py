@@ -16,15 +16,15 @@ import contextlib
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cudafuture import CUDAFuture, current_streams, use_streams
-from cudafuture.errors import InvalidStateError, NotFoundError
+from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
+from rpc_ext._awaited import Awaited
 from rpc_ext._codec import (
     ATOMS,
     NO_DEVICES,
@@ -40,6 +40,7 @@ from rpc_ext._codec import (
 )
 from rpc_ext._expiry import expire
 from rpc_ext._functions import call_function
+from rpc_ext._later import Later
 from rpc_ext._promises import Promises
 
 __all__ = ["Server", "expect_free_thread", "is_serving"]
@@ -47,11 +48,10 @@ __all__ = ["Server", "expect_free_thread", "is_serving"]
 Answer = tuple[bytes, "list[torch.Tensor]"]
 """The payload of an answer, and its tensors, which the agent can carry."""
 
-_KEPT = 600.0  # seconds: a caller asks again at once, or has died
-
 
 class _Threads(threading.local):
     server: Server | None = None  # whose call this thread runs
+    unconfirmed: CUDAFuture[None] | None = None  # what the last call of a batch waits for before it begins
 
 
 _threads = _Threads()
@@ -81,17 +81,16 @@ class Server:
     def __init__(self, name: str, num_threads: int, patience: float = 0) -> None:
         self.name = name
         self._patience = patience  # seconds that owners of RRefs have to confirm them; 0: no limit
-        self.awaited: set[CUDAFuture[Any]] = set()
+        self.awaited = Awaited()
         """what waits for RRefs here: for owners to confirm them, and for the values of this worker's own; it fails when
         the session ends"""
         self.promises = Promises()
+        self._later: Later[Answer] = Later()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._begun = self._blocked = 0
         self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
-        self._later: dict[int, tuple[float, CUDAFuture[Answer]]] = {}  # of batched calls, until the caller asks again
-        self._numbers = itertools.count()
 
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
         """Say which of the callers' devices the tensors of answers go to."""
@@ -119,7 +118,7 @@ class Server:
             elif kind == Kind.KEEP:
                 answer = self._keep(payload, tensors)
             else:
-                answer = self._kept(decode(payload, []))
+                answer = self._later.take(decode(payload, []))
         except BaseException as e:
             answer = self._failed(e)
         finally:
@@ -213,7 +212,7 @@ class Server:
         except BaseException:
             _C.forget_rrefs()
             raise
-        confirmed = self._confirmed(owners)
+        confirmed = _threads.unconfirmed = self._confirmed(owners)
         streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
         def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
@@ -242,7 +241,6 @@ class Server:
             who = ", ".join(f"'{owner}'" for owner in sorted(owners)) or "an RRef's owner"
             message = f"worker {who} has not confirmed the RRef that came as an argument within {self._patience:g} s"
             self.awaited.add(confirmed)
-            confirmed.add_done_callback(self.awaited.discard)
             expire(confirmed, self._patience, message)
         return confirmed
 
@@ -291,18 +289,35 @@ class Server:
 
     # ---- batches
 
-    def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer:
+    def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
         """Run the calls of a message one after the other; for its form see _batching."""
         caller, table, calls = message
         functions: dict[int, Any] = {}
         answers: list[Any] = []
-        at = 0
-        for how, what in calls:
-            if type(how) is int:
-                answers.append(self._answer_direct(caller, functions, table, how, what))
-            else:
-                answers.append(self._answer(how, tensors[at : at + what] if what else []))
-                at += what
+        left = iter(calls)
+        carried = iter(tensors)
+
+        def go_on() -> Answer | CUDAFuture[Answer]:
+            for how, what in left:
+                if type(how) is int:
+                    answers.append(self._answer_direct(caller, functions, table, how, what))
+                    continue
+                _threads.unconfirmed = None
+                answers.append(self._answer(how, list(itertools.islice(carried, what))))
+                confirmed, _threads.unconfirmed = _threads.unconfirmed, None
+                if confirmed is not None and not confirmed.done():
+                    return confirmed.then_async(go_on_later)  # after the call itself
+            return self._all_answers(answers)
+
+        def go_on_later(_: CUDAFuture[None]) -> CUDAFuture[Answer]:
+            with self._in_this_thread():
+                answer = go_on()
+                return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
+
+        return go_on()
+
+    def _all_answers(self, answers: list[Any]) -> Answer:
+        """Return the message with the answers to those of a batch."""
         replied: list[torch.Tensor] = []
         for i, answer in enumerate(answers):
             if type(answer) in ATOMS:
@@ -332,19 +347,7 @@ class Server:
     def _now_or_later(self, answer: CUDAFuture[Answer]) -> Answer:
         if answer.done() and not answer.devices:
             return self._of_future(answer)
-        number, now = next(self._numbers), time.monotonic()
-        with self._lock:
-            self._later[number] = now, answer
-            while now - next(iter(self._later.values()))[0] > _KEPT:  # the oldest
-                del self._later[next(iter(self._later))]
-        return encode(Kind.LATER, number).payload, []
-
-    def _kept(self, number: int) -> CUDAFuture[Answer]:
-        with self._lock:
-            kept = self._later.pop(number, None)
-        if kept is None:
-            raise NotFoundError(f"no answer is kept under number {number}")
-        return kept[1]
+        return encode(Kind.LATER, self._later.keep(answer)).payload, []
 
     # ---- threads
 

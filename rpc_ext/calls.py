@@ -99,13 +99,14 @@ def rpc_async(
         raise TypeError(f"rpc_async() takes a callable, not {fn!r}")
     destination = session.destination(to)
     seconds = session.timeout(timeout)
+    args = tuple(args)
     if isinstance(fn, torch.jit.ScriptFunction) or _C.in_distributed_autograd():
         call = Call(session.agent, destination, name_of(fn), _size_of(args), seconds, priority)
         return _through_torch(call, destination, fn, args, kwargs or {}, non_blocking)
     batch = _batching.open_to(destination)
     how: Encoded | Direct | None = None if batch is None else batch.direct(fn, args, kwargs)
     if how is None:
-        how = encode(Kind.CALL, (session.rank, fn, tuple(args), kwargs or {}), destination.devices)
+        how = encode(Kind.CALL, (session.rank, fn, args, kwargs or {}), destination.devices)
     size = how.size
     # Made before there is room for it: where its arguments are wrong none is taken, and waiting is of its time.
     call = Call(session.agent, destination, name_of(fn), size, seconds, priority)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import CUDAFuture, collect_all, gather
+from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._call import Call
@@ -64,6 +64,7 @@ class RRef(Generic[T]):
         >>> RRef(1).owner().id
         0
         """
+        current()
         return self._rref.owner()  # type: ignore[no-any-return]
 
     def owner_name(self) -> str:
@@ -72,6 +73,7 @@ class RRef(Generic[T]):
         >>> RRef(1).owner_name()
         'me'
         """
+        current()
         return self._rref.owner_name()  # type: ignore[no-any-return]
 
     def is_owner(self) -> bool:
@@ -80,6 +82,7 @@ class RRef(Generic[T]):
         >>> RRef(1).is_owner()
         True
         """
+        current()
         return self._rref.is_owner()  # type: ignore[no-any-return]
 
     def confirmed_by_owner(self) -> bool:
@@ -88,6 +91,7 @@ class RRef(Generic[T]):
         >>> RRef(1).confirmed_by_owner()
         True
         """
+        current()
         return self._rref.confirmed_by_owner()  # type: ignore[no-any-return]
 
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
@@ -125,6 +129,7 @@ class RRef(Generic[T]):
         >>> RRef([1, 2]).local_value()
         [1, 2]
         """
+        current()
         kept: _Kept = self._rref.local_value()
         value: T = kept.future.wait(non_blocking=True)
         return value
@@ -163,9 +168,12 @@ class RRef(Generic[T]):
     def _limited(self, seconds: float) -> CUDAFuture[T]:
         """Return a future of the value, on its owner, which fails when the seconds are over (0: no limit)."""
         value = self._value()
-        if value.done() or not seconds:
+        if value.done():
             return value
-        mine = value.then_async(lambda done: done)
+        # The engine's thread completes it, or the minder; neither is for the callbacks of others.
+        come: CUDAFuture[None] = CUDAFuture(executor=executors.callback_thread)
+        value.add_done_callback(lambda _: come.set_result(None), executor=executors.inline)
+        mine = come.then_async(lambda _: value)
         expire(mine, seconds, f"an RRef of worker '{current().name}', this one, has had no value within {seconds:g} s")
         return mine
 
@@ -179,9 +187,7 @@ class RRef(Generic[T]):
 
         _C.when_owned(self._rref, come)
         if not there.done():
-            awaited = current().awaited
-            awaited.add(there)
-            there.add_done_callback(awaited.discard)
+            current().awaited.add(there)
         return there.then_async(lambda done: done.value().local_value().future)
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._backend import PATIENCE, Options, backend
@@ -119,8 +118,7 @@ class Session:
         finally:
             for destination in self.destinations:
                 destination.close()
-            for future in list(self.awaited):
-                _fail(future, "RPC was shut down before an RRef was confirmed, or its value was there")
+            self.awaited.close()
             if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
@@ -222,6 +220,7 @@ def init_rpc(
             changed since the library was imported.
         AuthenticationError: a worker that does not know the secret.
         TimeoutError: not all workers have come in time; it names them.
+        ConnectionError: the store cannot be made: its port is in use, say.
 
     >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0") as session:
     ...     session.workers
@@ -317,11 +316,6 @@ def statistics() -> Statistics:
     0
     """
     return current().statistics()
-
-
-def _fail(future: CUDAFuture[Any], message: str) -> None:
-    with contextlib.suppress(InvalidStateError):  # it has completed
-        future.set_exception(InvalidStateError(message))
 
 
 def _limit(timeout: float) -> float:

@@ -28,12 +28,14 @@ CUDAFUTURE = (
 RPC_EXT = (
     ("_C",),
     (
+        "_awaited",
         "_engine",
         "_exchange",
         "_failure",
         "_functions",
         "_minder",
         "_histogram",
+        "_later",
         "_listeners",
         "_promises",
         "_secret",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -278,6 +279,14 @@ def sum_of(*rrefs: rpc_ext.RRef[Any]) -> Any:
 @rpc_ext.async_execution
 def value_of(rref: rpc_ext.RRef[Any]) -> CUDAFuture[Any]:
     return rref.get_future()
+
+
+_counted = itertools.count()
+
+
+def count(_: object) -> int:
+    """Return how many came before."""
+    return next(_counted)
 
 
 def is_confirmed(rref: rpc_ext.RRef[Any]) -> bool:

@@ -233,6 +233,29 @@ def test_a_call_that_waits_behind_another_has_a_timeout_all_the_same(
     assert rpc_ext.statistics().destinations[ME].in_flight == 0
 
 
+@pytest.mark.parametrize("value", ["small", b"large" * (_batching.MOST_BYTES // 4)], ids=["small", "large"])
+def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
+    worker: rpc_ext.Session, gate: Gate, value: object
+) -> None:
+    with batch(ME):
+        first = rpc_async(ME, waits, (gate, 1), timeout=0)
+        assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
+        before = rpc_async(ME, same, (2,), timeout=PATIENCE)
+        rpc_async(ME, same, (3,), timeout=0.001).exception(timeout=PATIENCE)  # by now the minder has looked
+        late = rpc_async(ME, same, (value,), timeout=0.1)
+    with pytest.raises(TimeoutError, match=r"same on worker 'me' has not answered within 0.1 s"):
+        late.wait(timeout=PATIENCE)
+    assert not first.done()
+    gate.open()
+    assert (first.wait(timeout=PATIENCE), before.wait(timeout=PATIENCE)) == (1, 2)
+
+
+def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
+    with batch(ME):
+        sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]  # type: ignore[arg-type]
+    assert [int(future.wait(timeout=PATIENCE)) for future in sums] == [1, 2, 3, 4]
+
+
 def test_the_answers_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         before = rpc_async(ME, same, (1,))

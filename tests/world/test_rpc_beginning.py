@@ -46,6 +46,13 @@ def test_a_name_of_another_type_is_refused_at_once() -> None:
         rpc_ext.init_rpc(5, rank=0, world_size=2)  # type: ignore[arg-type]
 
 
+def test_a_port_that_somebody_else_has_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = somebody.getsockname()[1]
+        with pytest.raises(ConnectionError, match=rf"the store at tcp://127.0.0.1:{port} cannot be reached: .*{port}"):
+            rpc_ext.init_rpc(rank=0, world_size=2, init_method=f"tcp://127.0.0.1:{port}", start_timeout=LONG)
+
+
 def be_called(rank: int, store: str, names: list[str]) -> list[str]:
     found = []
     for name in names:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError, wait_all
 from cudafuture.testing import World
-from rpc_ext import RRef, async_execution, remote, rpc_async, rpc_sync
+from rpc_ext import RRef, async_execution, batch, remote, rpc_async, rpc_sync
 from unit.parity import answers
 from world.rpc_callees import (
     ME,
@@ -28,6 +29,7 @@ from world.rpc_callees import (
     add_of,
     alone,
     collect_garbage,
+    count,
     is_confirmed,
     is_watched_gone,
     local_value_of,
@@ -256,6 +258,43 @@ def is_a(rref: RRef[Any]) -> str:
     return type(rref.local_value()).__name__
 
 
+# ---- who runs callbacks
+
+
+def test_callbacks_of_values_made_here_may_call_this_worker_again(tmp_path: Path, gate: Gate) -> None:
+    """They run on no thread of the engine's: there is but one, which brings the answer."""
+    with alone(tmp_path / "rendezvous", num_worker_threads=1):
+        threads: list[str] = []
+
+        def call_again(done: CUDAFuture[Any]) -> Any:
+            threads.append(threading.current_thread().name)
+            return rpc_sync(ME, add, (done.value(), 1), timeout=PATIENCE)
+
+        chained = remote(ME, waits, (gate, 1)).get_future().then(call_again)
+        assert gate.reached.wait(PATIENCE)
+        gate.open()
+        assert chained.wait(timeout=PATIENCE) == 2
+        assert threads[0] != threading.current_thread().name
+
+
+def test_a_callback_that_blocks_holds_up_no_timeouts(worker: rpc_ext.Session, gate: Gate) -> None:
+    """They are kept by one thread."""
+    blocked, may_go_on = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        blocked.set()
+        assert may_go_on.wait(PATIENCE)
+
+    never = remote(ME, pending, (gate,))
+    never.get_future(timeout=0.05).add_done_callback(block)
+    assert blocked.wait(PATIENCE)
+    with batch(ME):
+        late = rpc_async(ME, pending, (gate,), timeout=0.05)
+    assert isinstance(never.get_future(timeout=0.05).exception(timeout=PATIENCE), TimeoutError)
+    assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+    may_go_on.set()
+
+
 @answers("test_use_rref_after_shutdown", "test_non_garbage_collected_user_rref_due_to_local_circular_dependency")
 def test_a_reference_outlives_its_session_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidStateError, match="init_rpc"):
@@ -263,8 +302,21 @@ def test_a_reference_outlives_its_session_and_says_so(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous"):
         rrefs: list[Any] = [RRef(1), remote(ME, same, (2,))]
         rrefs.append(rrefs)  # a cycle
-    for use in (lambda: rpc_async(ME, same, (rrefs[1],)), lambda: rrefs[1].rpc_sync().bit_length()):
-        with pytest.raises((InvalidStateError, RuntimeError)):
+    rref = rrefs[1]
+    uses: list[Callable[[], object]] = [
+        lambda: rpc_async(ME, same, (rref,)),
+        lambda: rref.rpc_sync().bit_length(),
+        lambda: rref.remote().bit_length(),
+        rref.to_here,
+        rref.get_future,
+        rref.local_value,
+        rref.owner,
+        rref.owner_name,
+        rref.is_owner,
+        rref.confirmed_by_owner,
+    ]
+    for use in uses:
+        with pytest.raises(InvalidStateError, match="init_rpc"):
             use()
     assert repr(rrefs[0]) == "<RRef of a session that has ended>"
 
@@ -338,6 +390,11 @@ def with_others(file: str, secret: str | None) -> None:
         assert [rref.rpc_sync().add(10) for rref in lists] == [11, 12]
         assert [rpc_sync(rref.owner(), local_value_of, (rref,)).value for rref in lists] == [11, 12]
         assert rpc_sync(two, passed_on, ([], lists[0])).value == 11
+        # in a batch, the calls behind one whose reference has to be confirmed keep their places
+        with batch(two):
+            calls = [rpc_async(two, count, (remote(one, same, (0,)) if i % 3 == 0 else i,)) for i in range(9)]
+        numbers = wait_all(calls, timeout=PATIENCE)
+        assert numbers == sorted(numbers)
         # failed
         with pytest.raises(LookupError, match="expected"):
             remote(one, raises, (LookupError("expected"),)).to_here()

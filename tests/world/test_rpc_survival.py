@@ -15,7 +15,20 @@ import rpc_ext
 from cudafuture.errors import CallsFailedError
 from rpc_ext import rpc_async, rpc_sync
 from world.ranks import run_ranks
-from world.rpc_workers import LONG, SHORT, be_lost, begin, blamed, hold, hold_half, outcome, outcomes, release, same
+from world.rpc_workers import (
+    LONG,
+    SHORT,
+    be_lost,
+    begin,
+    blamed,
+    hold,
+    hold_half,
+    outcome,
+    outcomes,
+    release,
+    same,
+    wait_for_release,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-survival")]
 
@@ -200,6 +213,28 @@ def count_serving() -> int:
 
 def test_a_reference_to_what_a_lost_worker_has_fails_the_call_and_names_the_worker(tmp_path: Path) -> None:
     run_ranks(3, pass_on_what_a_lost_worker_has, str(tmp_path / "store"), lost=[1])
+
+
+def use_what_is_late(rank: int, store: str) -> None:
+    with begin(rank, 2, store):
+        if rank == 0:
+            late = rpc_ext.remote("callee", wait_for_release, timeout=0.05)
+            with pytest.raises(RuntimeError, match="set timeout"):
+                late._rref._get_future().wait()
+            uses: list[Callable[[], object]] = [
+                late.to_here,
+                lambda: late.get_future().wait(),
+                lambda: late.rpc_sync().bit_length(),
+                lambda: rpc_sync("callee", same, (late,)),
+            ]
+            for use in uses:
+                with pytest.raises(TimeoutError, match="worker 'callee' has not made the value of an RRef in time"):
+                    use()
+            rpc_sync("callee", let_go)
+
+
+def test_a_value_that_is_not_made_in_time_is_a_timeout_wherever_the_reference_goes(tmp_path: Path) -> None:
+    run_ranks(2, use_what_is_late, str(tmp_path / "store"))
 
 
 def leave_the_stopped(rank: int, store: str) -> None:
