@@ -136,7 +136,7 @@ class _Pickler(pickle.Pickler):
             return self._tensor(obj)  # torch reduces others to such ones
         if cls is PyRRef or cls is RRef:
             self.rrefs = True
-            return _rref, (_serialized(obj),)
+            return _rref, (obj._serialize(),)
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -161,15 +161,6 @@ class _Pickler(pickle.Pickler):
                 f"(mapped: {known}); copy it to the host first, or give init_rpc device_maps"
             )
         return target
-
-
-def _serialized(rref: Any) -> Any:
-    try:
-        return rref._serialize()
-    except RuntimeError as e:
-        if "timed out" not in str(e):
-            raise
-        raise TimeoutError(f"worker '{rref.owner_name()}' has not made the value of an RRef in time: {e}") from None
 
 
 def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -37,19 +39,23 @@ class RRef(Generic[T]):
         value: what to refer to; this worker is its owner.
     """
 
-    __slots__ = ("_rref",)
+    __slots__ = ("_due", "_rref")
 
     def __init__(self, value: T) -> None:
         current()
         self._rref: Any = _engine.RRef(_Kept(CUDAFuture.completed(value)))
+        self._due = math.inf
 
     @classmethod
-    def _of(cls, rref: Any) -> RRef[Any]:
+    def _of(cls, rref: Any, due: float = math.inf) -> RRef[Any]:
+        """Return a reference that torch has made, whose value is to be there at a moment of time.perf_counter()."""
         new = cls.__new__(cls)
-        new._rref = rref
+        new._rref, new._due = rref, due
         return new
 
     def __reduce__(self) -> Any:
+        if self._due < time.perf_counter() and not self._rref._get_future().done():
+            raise TimeoutError(f"worker '{self.owner_name()}' has not made the value of an RRef in time")
         return RRef._of, (self._rref,)
 
     def __repr__(self) -> str:
@@ -243,7 +249,8 @@ def remote(
 ) -> RRef[Any]:
     """Call ``fn(*args, **kwargs)`` on another worker, which keeps what it returns; return a reference to that at once.
 
-    For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
+    For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for, and so
+    does TimeoutError when `timeout` is over and the value has not been made.
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
@@ -261,17 +268,22 @@ def remote(
     call = (session.rank, fn, tuple(args), kwargs or {})
     encoded = encode(Kind.CALL, call, destination.devices)
     seconds = session.timeout(timeout)
+    due = time.perf_counter() + seconds if seconds else math.inf
     if encoded.targets is not None:
-        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds))
-    return RRef._of(_kept(destination, name_of(fn), seconds, _make, encoded.payload, encoded.tensors))
+        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds), due)
+    return RRef._of(_kept(destination, name_of(fn), _make, encoded.payload, encoded.tensors), due)
 
 
-def _kept(destination: Destination, name: str, timeout: float, fn: Callable[..., _Kept], *args: Any) -> Any:
-    """Return torch's reference to what a function of this module returns on the owner; `name` is what it stands for."""
+def _kept(destination: Destination, name: str, fn: Callable[..., _Kept], *args: Any) -> Any:
+    """Return torch's reference to what a function of this module returns on the owner; `name` is what it stands for.
+
+    The engine is given no timeout: what it does when that is over, it does to the first reference of the process that
+    was ever late, which may be gone, and writes into freed memory (RRef::handleError in torch 2.13).
+    """
     try:
-        return _engine.remote(destination.name, fn, args, timeout=timeout)
+        return _engine.remote(destination.name, fn, args, timeout=0)
     except RuntimeError as e:  # of an owner that is known to be lost
-        raise _failure.of_torch(e, name, destination.name, timeout) from None
+        raise _failure.of_torch(e, name, destination.name, 0) from None
 
 
 def _make(payload: bytes, tensors: list[torch.Tensor]) -> _Kept:
@@ -294,7 +306,7 @@ def _made_later(destination: Destination, call: Encoded, name: str, timeout: flo
     with expect_free_thread("a call that has to wait for room"):
         destination.admit(size, timeout)
     sent.send(given)
-    made = _kept(destination, name, timeout, _promise, ticket)
+    made = _kept(destination, name, _promise, ticket)
 
     def tell(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:
         error = done.value()[1].exception()
