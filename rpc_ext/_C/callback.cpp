@@ -2,7 +2,10 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include "references.h"
 
 namespace rpc_ext {
 namespace {
@@ -17,6 +20,14 @@ c10::intrusive_ptr<rpc::JitFuture> failed(const std::string& message) {
   auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
   future->setError(std::make_exception_ptr(std::runtime_error(message)));
   return future;
+}
+
+std::shared_ptr<Making> making_of(const rpc::Message& request) {
+  if (request.type() != rpc::MessageType::PYTHON_REMOTE_CALL) return nullptr;
+  const auto call = rpc::PythonRemoteCall::fromMessage(request);
+  const auto rref = rpc::RRefId::fromIValue(call->retRRefId());
+  // Where a worker makes one for itself the two are the same, and it counts already.
+  return rref == rpc::ForkId::fromIValue(call->retForkId()) ? nullptr : std::make_shared<Making>(rref);
 }
 
 }  // namespace
@@ -54,7 +65,7 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
                                                                    std::vector<c10::Stream> streams) const {
   if (!sealer_) {
     if (is_ours(request.payload(), 0)) return serve(request, 0, streams);
-    return RequestCallbackImpl::processMessage(request, std::move(streams));
+    return process(request, std::move(streams));
   }
   Sealer::Opened opened;
   try {
@@ -67,7 +78,7 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
   if (is_ours(request.payload(), Sealer::header_size)) {
     answer = serve(request, Sealer::header_size, streams);
   } else {
-    answer = RequestCallbackImpl::processMessage(*without_seal(request), std::move(streams));
+    answer = process(*without_seal(request), std::move(streams));
   }
   return answer->then(
       [sealer = sealer_, opened](rpc::JitFuture& future) {
@@ -80,6 +91,14 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message&
         return std::tuple<at::IValue, Storages>(std::move(sealed), std::move(storages));
       },
       at::AnyClassType::get());
+}
+
+c10::intrusive_ptr<rpc::JitFuture> RequestCallback::process(rpc::Message& request,
+                                                            std::vector<c10::Stream> streams) const {
+  auto making = making_of(request);
+  auto answer = RequestCallbackImpl::processMessage(request, std::move(streams));
+  if (making) answer->addCallback([making = std::move(making)](rpc::JitFuture&) mutable { making.reset(); });
+  return answer;
 }
 
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request, std::size_t from,

@@ -43,6 +43,9 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
                                                     std::vector<c10::Stream> streams) const override;
 
  private:
+  // A request of torch's own.
+  c10::intrusive_ptr<rpc::JitFuture> process(rpc::Message& request, std::vector<c10::Stream> streams) const;
+  // A call of ours; its payload begins there.
   c10::intrusive_ptr<rpc::JitFuture> serve(const rpc::Message& request, std::size_t from,
                                            const std::vector<c10::Stream>& streams) const;
 

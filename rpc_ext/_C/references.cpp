@@ -81,4 +81,16 @@ void renew_references() {
   context.*member(DestroyedMember{}) = false;
 }
 
+Making::Making(const rpc::RRefId& rref) : rref_(rref), use_(rpc::RRefContext::getInstance().genGloballyUniqueId()) {
+  rpc::RRefContext::getInstance().addForkOfOwnerIfNotPresent(rref_, use_);
+}
+
+Making::~Making() {
+  try {
+    rpc::RRefContext::getInstance().delForkOfOwner(rref_, use_);
+  } catch (const std::exception&) {
+    // Another session has begun meanwhile, and the register was renewed.
+  }
+}
+
 }  // namespace rpc_ext

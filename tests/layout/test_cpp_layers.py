@@ -26,7 +26,7 @@ LAYERS = {
         "references": {"private"},
         "autograd": {"private"},
         "python": set(),
-        "callback": {"python", "reply", "seal"},
+        "callback": {"python", "references", "reply", "seal"},
         "store": set(),
         "agent": {"callback", "python", "seal", "store"},
         "module": {"agent", "autograd", "python", "references", "reply"},

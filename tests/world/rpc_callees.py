@@ -281,6 +281,12 @@ def value_of(rref: rpc_ext.RRef[Any]) -> CUDAFuture[Any]:
     return rref.get_future()
 
 
+def users_of_references() -> int:
+    """Return how many users torch counts of the references that this worker owns."""
+    counts: Any = torch_rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
+    return int(counts["num_forks"])
+
+
 _counted = itertools.count()
 
 

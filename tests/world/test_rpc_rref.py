@@ -40,6 +40,7 @@ from world.rpc_callees import (
     references_to,
     same,
     sum_of,
+    users_of_references,
     value_of,
     waits,
     working,
@@ -433,6 +434,9 @@ def used_elsewhere_while_it_is_made(file: str) -> None:
     rank = dist.get_rank()
     with working(f"worker{rank}", rank, 2, file, num_worker_threads=4):
         if rank == 0:
+            assert remote(1, users_of_references).to_here() == 1  # itself, while it is made: torch would count none
+            while rpc_sync(1, users_of_references):  # and none when nobody uses it any more
+                rpc_sync(1, collect_garbage)
             gate = Gate("used elsewhere")
             rref = remote(1, waits, (gate, 3))
             seen = rpc_async(0, value_of, (rref,))  # another reference, which is dropped right after
