@@ -96,12 +96,28 @@ def need_on_system(what: str, *packages: str) -> None:
         sys.exit(1)
 
 
+def want_on_system(what: str, *packages: str) -> None:
+    """Install Debian packages where that may be done, and go on without them where not."""
+    print(f"{what} is missing", file=sys.stderr)
+    if subprocess.run([ROOT / "tools" / "apt.sh", *packages], check=False, stdin=subprocess.DEVNULL).returncode != 0:
+        print(f"going on without {what}", file=sys.stderr)
+
+
+def has_liburing() -> bool:
+    """Ask pkg-config, as the build does."""
+    if shutil.which("pkg-config") is None:
+        return False
+    return subprocess.run(["pkg-config", "--exists", "liburing >= 2.3"], check=False).returncode == 0
+
+
 def build_requirements(project: dict[str, Any]) -> list[str]:
     """Return what it takes to compile the native module and to import the result."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         need_on_system("a C++ compiler", "g++")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         need_on_system(f"Python.h of {sys.executable}", f"python{sys.version_info.major}.{sys.version_info.minor}-dev")
+    if not has_liburing():
+        want_on_system("liburing, with which files are read and written fastest", "liburing-dev", "pkg-config")
     dependencies: list[str] = project["project"]["dependencies"]
     wanted = torch_requirement(dependencies)
     wanted += [d for d in dependencies if not d.startswith("torch")]

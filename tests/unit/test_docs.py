@@ -88,6 +88,11 @@ def _no_accelerator_afterwards() -> Iterator[None]:
     sim.disable()
 
 
+@pytest.fixture(autouse=True)
+def _a_folder_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def run_examples(text: str, name: str, names: dict[str, Any], line: int = 0) -> str:
     """Run the ``>>>`` examples in a text; return what was wrong, or nothing."""
     report = io.StringIO()

@@ -7,6 +7,7 @@
 
 #include "bind/torch_future.h"
 #include "core/error.h"
+#include "storage/failure.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -53,6 +54,16 @@ nb::object of_c10(const c10::Error& error) {
   return make(type.ptr(), error.what_without_backtrace());
 }
 
+nb::object of_storage(const storage::Failure& failure) {
+  nb::object error = make_error("StorageError", failure.what());
+  if (failure.code() != 0) error.attr("errno") = failure.code();
+  error.attr("path") = make(reinterpret_cast<PyObject*>(&PyUnicode_Type), failure.path());
+  error.attr("offset") = failure.offset();
+  error.attr("wanted") = failure.wanted();
+  error.attr("got") = failure.got();
+  return error;
+}
+
 }  // namespace
 
 nb::object make_error(const char* type, const std::string& message) {
@@ -72,6 +83,8 @@ nb::object exception_of(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const Error& e) {
     return make_error(class_of(e.kind()), e.what());
+  } catch (const storage::Failure& e) {
+    return of_storage(e);
   } catch (nb::python_error& e) {
     return nb::borrow(e.value());
   } catch (const python_error& e) {  // torch's own
@@ -125,6 +138,9 @@ void install_translators() {
       std::rethrow_exception(p);
     } catch (const Error& e) {
       const nb::object exception = make_error(class_of(e.kind()), e.what());
+      PyErr_SetObject(exception.type().ptr(), exception.ptr());
+    } catch (const storage::Failure& e) {
+      const nb::object exception = of_storage(e);
       PyErr_SetObject(exception.type().ptr(), exception.ptr());
     } catch (const c10::Error&) {
       const nb::object exception = exception_of(p);

@@ -113,5 +113,6 @@ void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_await(nb::module_& m);
 void bind_edges(nb::module_& m);
+void bind_storage(nb::module_& m);
 
 }  // namespace cudafuture::bind

@@ -18,6 +18,7 @@ std::atomic<bool> used{false};
 std::atomic<bool> forked{false};
 std::atomic<bool> down{false};
 std::atomic<int> used_in{0};
+std::atomic<void (*)() noexcept> begin_of_end{nullptr};
 
 }  // namespace
 
@@ -38,8 +39,11 @@ void refuse_after_fork() {
                   "'forkserver' method, or fork before the first future is made");
 }
 
+void at_shut_down(void (*begin)() noexcept) noexcept { begin_of_end.store(begin); }
+
 void shut_down(bool (*go_on)() noexcept) noexcept {
   if (is_forked_child() || down.exchange(true)) return;
+  if (auto* const begin = begin_of_end.load()) begin();
   Watcher::get().stop(go_on);
   ThreadCache::get().stop(go_on);
   CallbackThread::get().stop(go_on);

@@ -13,6 +13,10 @@ bool is_forked_child() noexcept;
 // Throws Error(invalid_state) in such a child.
 void refuse_after_fork();
 
+// Has `begin` called first of all when the process goes away: it tells what runs on threads of the core to come to its
+// end. There is one such function.
+void at_shut_down(void (*begin)() noexcept) noexcept;
+
 // Stops and joins the library's threads. From then on nothing runs a callback; what is posted is leaked on purpose.
 // Must be called without the interpreter, which the threads may need to finish what they are doing.
 // `go_on` is asked now and then while callbacks take their time; when it says no they are left to themselves.

@@ -1,0 +1,179 @@
+// Files and engines of cudafuture.storage.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "core/process.h"
+#include "storage/engine.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using storage::Access;
+using storage::Direct;
+using storage::Direction;
+using storage::Engine;
+using storage::File;
+using storage::Start;
+
+// What Python holds: when it lets go, the engine takes no more.
+struct EngineHandle {
+  std::shared_ptr<Engine> engine;
+
+  explicit EngineHandle(std::shared_ptr<Engine> engine) : engine(std::move(engine)) {}
+  EngineHandle(EngineHandle&&) = default;
+  ~EngineHandle() {
+    if (engine != nullptr) engine->close();
+  }
+};
+
+std::string described(const at::Tensor& tensor) {
+  return "a tensor of layout " + c10::str(tensor.layout()) + " on " + tensor.device().str();
+}
+
+// The tensor as its bytes are to be stored: views that negate or conjugate when they are read are made real.
+at::Tensor with_plain_bytes(const at::Tensor& tensor, Direction direction) {
+  if (tensor.layout() != at::kStrided || !tensor.has_storage()) {
+    throw nb::type_error((described(tensor) + " has no memory of its own to be read or written").c_str());
+  }
+  if (!tensor.is_cpu()) throw nb::type_error((described(tensor) + ": only tensors on the host can be taken").c_str());
+  if (!tensor.is_conj() && !tensor.is_neg()) return tensor;
+  if (direction == Direction::write) return tensor.resolve_conj().resolve_neg();
+  throw nb::value_error("a view that conjugates or negates cannot be read into");
+}
+
+void add_memory(storage::Memory& memory, const at::Tensor& tensor, Direction direction) {
+  if (tensor.numel() == 0) return;
+  const bool reads = direction == Direction::read;
+  void* const data = reads ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  if (data == nullptr) throw nb::type_error((described(tensor) + " has no memory").c_str());
+  if (tensor.is_contiguous()) {
+    memory.add(data, tensor.nbytes());
+    return;
+  }
+  if (reads && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw nb::value_error("elements of the tensor share memory: it cannot be read into");
+  }
+  memory.add_strided(data, tensor.itemsize(), tensor.sizes().data(), tensor.strides().data(),
+                     static_cast<std::size_t>(tensor.dim()));
+}
+
+at::Tensor expect_tensor(nb::handle object) {
+  if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
+  throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
+}
+
+// Autograd is told that a tensor changes.
+void note_change(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// Reads or writes tensors, one after the other from `offset` on. The future keeps them until it is done.
+nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,
+                    std::uint64_t offset, const std::string& name, int priority) {
+  const Entry entry;
+  refuse_after_fork();
+  storage::Request request;
+  request.direction = reads ? Direction::read : Direction::write;
+  request.file = file;
+  request.offset = offset;
+  nb::list keep;
+  for (nb::handle object : tensors) {
+    const at::Tensor given = expect_tensor(object);
+    const at::Tensor tensor = with_plain_bytes(given, request.direction);
+    add_memory(request.memory, tensor, request.direction);
+    keep.append(tensor.is_same(given) ? nb::borrow(object) : nb::steal(THPVariable_Wrap(tensor)));
+    if (reads) note_change(tensor);
+  }
+  request.keep = foreign(std::move(keep));
+  request.future = c10::make_intrusive<Future>(priority);
+  request.future->set_name(name);
+  if (!reads) {
+    request.released = c10::make_intrusive<Future>(priority);
+    request.future->set_released(request.released);
+  }
+  nb::object result = wrap(request.future);
+  {
+    const WithoutGil released;
+    self.engine->submit(std::move(request));
+  }
+  return result;
+}
+
+EngineHandle start_engine(const std::string& backend, std::size_t queue_depth, std::size_t block_size,
+                          std::size_t threads, std::size_t max_pending, std::optional<storage::FaultRates> faults) {
+  Engine::Options options;
+  if (backend == "io_uring") options.backend = storage::BackendKind::io_uring;
+  if (backend == "threads") options.backend = storage::BackendKind::threads;
+  options.queue_depth = queue_depth;
+  options.block_size = block_size;
+  options.threads = threads;
+  options.max_pending = max_pending;
+  options.faults = faults;
+  const WithoutGil released;
+  return EngineHandle(Engine::start(options));
+}
+
+nb::dict statistics_of(const EngineHandle& self) {
+  const Engine::Statistics s = self.engine->statistics();
+  nb::dict d;
+  d["reads"] = s.reads;
+  d["writes"] = s.writes;
+  d["bytes_read"] = s.bytes_read;
+  d["bytes_written"] = s.bytes_written;
+  d["blocks"] = s.blocks;
+  d["again"] = s.again;
+  d["staged"] = s.staged;
+  d["pending"] = s.pending;
+  return d;
+}
+
+std::shared_ptr<File> open_file(const std::string& path, const std::string& mode, std::optional<bool> direct) {
+  const WithoutGil released;
+  const Access access = mode == "r" ? Access::read : mode == "w" ? Access::write : Access::read_write;
+  const Start start = mode[0] == 'w' ? Start::empty : Start::existing;
+  return File::open(path, access, start, !direct ? Direct::automatic : *direct ? Direct::yes : Direct::no);
+}
+
+}  // namespace
+
+void bind_storage(nb::module_& m) {
+  nb::class_<storage::FaultRates>(m, "StorageFaults")
+      .def(nb::init<std::uint64_t, double, double, double, double, double, double, bool>(), nb::kw_only(),
+           nb::arg("seed") = 0, nb::arg("io_error") = 0, nb::arg("no_space") = 0, nb::arg("again") = 0,
+           nb::arg("interrupted") = 0, nb::arg("cut_short") = 0, nb::arg("late") = 0, nb::arg("held") = false);
+  nb::class_<File>(m, "StorageFile")
+      .def_prop_ro("is_direct", &File::is_direct)
+      .def_prop_ro("unit", &File::unit)
+      .def_prop_ro("size", &File::size)
+      .def("allocate", &File::allocate, nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
+      .def("truncate", &File::truncate, nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
+      .def("sync", &File::sync, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &File::close);
+  nb::class_<EngineHandle>(m, "StorageEngine")
+      .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend_name(); })
+      .def_prop_ro("why_not_io_uring", [](const EngineHandle& self) { return self.engine->why_not_io_uring(); })
+      .def("statistics", statistics_of)
+      .def("transfer", transfer, nb::arg("file"), nb::arg("reads"), nb::arg("tensors"), nb::arg("offset"),
+           nb::arg("name"), nb::arg("priority"))
+      .def("let_go", [](EngineHandle& self) { self.engine->let_go(); })
+      .def("close", [](EngineHandle& self) {
+        const Entry entry;
+        const WithoutGil released;
+        self.engine->close();
+        self.engine->join();
+      });
+  m.def("start_storage_engine", start_engine, nb::arg("backend"), nb::arg("queue_depth"), nb::arg("block_size"),
+        nb::arg("threads"), nb::arg("max_pending"), nb::arg("faults") = nb::none());
+  m.def("open_storage_file", open_file, nb::arg("path"), nb::arg("mode"), nb::arg("direct").none());
+}
+
+}  // namespace cudafuture::bind

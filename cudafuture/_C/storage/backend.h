@@ -1,0 +1,27 @@
+// What asks the kernel. Used by one thread, its engine's, but for wake().
+#pragma once
+
+#include <vector>
+
+#include "storage/block.h"
+
+namespace cudafuture::storage {
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // Takes a block; it is begun by the next wait() at the latest. At most as many are inside as the queue is deep.
+  virtual void put(Block& block) noexcept = 0;
+
+  // Begins what was put. Appends to `ended` what has ended since; when that is nothing and `may_block`, waits until
+  // something has, or for wake().
+  virtual void wait(bool may_block, std::vector<Block*>& ended) noexcept = 0;
+
+  // Lets a wait(), or else the next one, come back. By any thread.
+  virtual void wake() noexcept = 0;
+
+  virtual const char* name() const noexcept = 0;
+};
+
+}  // namespace cudafuture::storage

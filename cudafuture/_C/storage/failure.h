@@ -1,0 +1,38 @@
+// A read or a write that failed. The binding makes a cudafuture.errors.StorageError of it.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace cudafuture::storage {
+
+class Failure final : public std::exception {
+ public:
+  Failure(std::string message, int code, std::string path, std::uint64_t offset = 0, std::uint64_t wanted = 0,
+          std::uint64_t got = 0)
+      : message_(std::move(message)),
+        path_(std::move(path)),
+        code_(code),
+        offset_(offset),
+        wanted_(wanted),
+        got_(got) {}
+
+  const char* what() const noexcept override { return message_.c_str(); }
+  int code() const noexcept { return code_; }  // errno; 0: none, as at the end of a file
+  const std::string& path() const noexcept { return path_; }
+  std::uint64_t offset() const noexcept { return offset_; }  // of the whole read or write, in bytes
+  std::uint64_t wanted() const noexcept { return wanted_; }  // bytes
+  std::uint64_t got() const noexcept { return got_; }        // bytes before the first that failed
+
+ private:
+  std::string message_;
+  std::string path_;
+  int code_;
+  std::uint64_t offset_;
+  std::uint64_t wanted_;
+  std::uint64_t got_;
+};
+
+}  // namespace cudafuture::storage

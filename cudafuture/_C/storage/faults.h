@@ -1,0 +1,54 @@
+// A backend that lies: it makes up results by a seeded schedule, so that tests see what disks do once in years.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "storage/backend.h"
+
+namespace cudafuture::storage {
+
+// How often each happens, as a part of all results: 0 never, 1 always.
+struct FaultRates {
+  std::uint64_t seed = 0;
+  double io_error = 0;     // EIO, and nothing has gone over
+  double no_space = 0;     // ENOSPC, of writes
+  double again = 0;        // EAGAIN
+  double interrupted = 0;  // EINTR
+  double cut_short = 0;    // less goes over than was asked for
+  double late = 0;         // the result comes after others, which came later
+  bool held = false;       // no result comes before let_go()
+};
+
+class Faults final : public Backend {
+ public:
+  Faults(std::unique_ptr<Backend> real, const FaultRates& rates);
+
+  void put(Block& block) noexcept override;
+  void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
+  void wake() noexcept override { real_->wake(); }
+  const char* name() const noexcept override { return real_->name(); }
+
+  void let_go() noexcept;  // by any thread
+
+ private:
+  struct Held {
+    Block* block;
+    unsigned rounds;  // of wait()
+  };
+
+  bool happens(double rate) noexcept { return rate > 0 && std::uniform_real_distribution<>()(random_) < rate; }
+  bool make_up(Block& block) noexcept;
+
+  std::unique_ptr<Backend> real_;
+  FaultRates rates_;
+  std::mt19937_64 random_;
+  std::atomic<bool> is_held_;
+  std::vector<Block*> made_up_;
+  std::vector<Held> held_;
+};
+
+}  // namespace cudafuture::storage

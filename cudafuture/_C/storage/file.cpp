@@ -1,0 +1,130 @@
+#include "storage/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "storage/failure.h"
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+[[noreturn]] void fail(const char* verb, const std::string& path, int code) {
+  throw Failure(std::string(verb) + " " + path + ": " + std::generic_category().message(code), code, path);
+}
+
+int flags_of(Access access) {
+  switch (access) {
+    case Access::read:
+      return O_RDONLY | O_CLOEXEC;
+    case Access::write:
+      return O_WRONLY | O_CLOEXEC;
+    case Access::read_write:
+      return O_RDWR | O_CLOEXEC;
+  }
+  return O_RDONLY | O_CLOEXEC;
+}
+
+int open_file(const std::string& path, int flags) {
+  int descriptor;
+  do {
+    descriptor = ::open(path.c_str(), flags, 0666);
+  } while (descriptor < 0 && errno == EINTR);
+  return descriptor;
+}
+
+// What the kernel says (since Linux 6.1); before that, what nearly all devices can do.
+Alignment alignment_of(int descriptor) {
+#ifdef STATX_DIOALIGN
+  struct statx status = {};
+  if (::statx(descriptor, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN) != 0) {
+    return {status.stx_dio_offset_align, status.stx_dio_mem_align};
+  }
+#endif
+  (void)descriptor;
+  return {kPage, kPage};
+}
+
+// Reads or writes nothing that matters: some file systems open a file past the cache, and then refuse to use it.
+bool can_read_directly(int descriptor, const Alignment& alignment) {
+  const std::size_t size = std::max({kPage, alignment.offset, alignment.memory});
+  void* memory = nullptr;
+  if (::posix_memalign(&memory, size, size) != 0) return false;
+  ssize_t got;
+  do {
+    got = ::pread(descriptor, memory, size, 0);
+  } while (got < 0 && errno == EINTR);
+  std::free(memory);
+  return got >= 0;
+}
+
+}  // namespace
+
+std::shared_ptr<File> File::open(const std::string& path, Access access, Start start, Direct direct) {
+  return std::shared_ptr<File>(new File(path, access, start, direct));
+}
+
+File::File(std::string path, Access access, Start start, Direct direct)
+    : path_(std::move(path)), access_(access), must_be_direct_(direct == Direct::yes) {
+  cached_ = open_file(path_, flags_of(access) | (start == Start::empty ? O_CREAT | O_TRUNC : 0));
+  if (cached_ < 0) fail("cannot open", path_, errno);
+  if (direct == Direct::no) return;
+  direct_ = open_file(path_, flags_of(access) | O_DIRECT);
+  int code = errno;
+  if (direct_ >= 0) {
+    alignment_ = alignment_of(direct_);
+    if (alignment_.offset != 0 && alignment_.memory != 0 &&
+        (access == Access::write || can_read_directly(direct_, alignment_))) {
+      unit_ = std::max({kPage, alignment_.offset, alignment_.memory});
+      is_direct_.store(true, std::memory_order_relaxed);
+      return;
+    }
+    code = EINVAL;
+    ::close(std::exchange(direct_, -1));
+  }
+  if (direct != Direct::yes) return;
+  ::close(cached_);
+  fail("no direct I/O for", path_, code);
+}
+
+File::~File() {
+  if (direct_ >= 0) ::close(direct_);
+  ::close(cached_);
+}
+
+std::uint64_t File::size() const {
+  struct stat status = {};
+  if (::fstat(cached_, &status) != 0) fail("cannot ask the size of", path_, errno);
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+void File::allocate(std::uint64_t size) const {
+  int code;
+  do {
+    code = ::posix_fallocate(cached_, 0, static_cast<off_t>(size));
+  } while (code == EINTR);
+  if (code != 0) fail("cannot allocate", path_, code);
+}
+
+void File::truncate(std::uint64_t size) const {
+  int code;
+  do {
+    code = ::ftruncate(cached_, static_cast<off_t>(size));
+  } while (code != 0 && errno == EINTR);
+  if (code != 0) fail("cannot truncate", path_, errno);
+}
+
+void File::sync() const {
+  if (::fdatasync(cached_) != 0) fail("cannot sync", path_, errno);
+}
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,69 @@
+// A file that an engine reads and writes: open past the page cache, through it, or both.
+//
+// Whole units of a file that is open past the page cache go past it; what covers a part of a unit goes through it. A
+// unit is at least a page: so no page is ever written both ways by neighbours that do not overlap, which could lose
+// what one of them has written.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace cudafuture::storage {
+
+enum class Access : std::uint8_t { read, write, read_write };
+enum class Start : std::uint8_t { existing, empty };  // empty: made when it is not there
+enum class Direct : std::uint8_t { automatic, yes, no };
+
+// What a direct transfer needs where a file is; zeros: there are none.
+struct Alignment {
+  std::size_t offset = 0;  // of offsets and sizes, in bytes
+  std::size_t memory = 0;  // of addresses
+};
+
+class File {
+ public:
+  // Throws Failure; with Direct::yes also where the file system has no direct I/O.
+  static std::shared_ptr<File> open(const std::string& path, Access access, Start start, Direct direct);
+
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  const std::string& path() const noexcept { return path_; }
+  Access access() const noexcept { return access_; }
+  int through_cache() const noexcept { return cached_; }
+  int past_cache() const noexcept { return direct_; }
+  // Whether transfers go past the page cache. Not for ever: a file system may refuse what it has promised.
+  bool is_direct() const noexcept { return is_direct_.load(std::memory_order_relaxed); }
+  bool must_be_direct() const noexcept { return must_be_direct_; }
+  void fall_back() noexcept { is_direct_.store(false, std::memory_order_relaxed); }
+  std::size_t unit() const noexcept { return unit_; }
+  const Alignment& alignment() const noexcept { return alignment_; }
+
+  std::uint64_t size() const;               // bytes; throws Failure
+  void allocate(std::uint64_t size) const;  // has blocks for so many bytes, and is at least so long; throws Failure
+  void truncate(std::uint64_t size) const;  // throws Failure
+  void sync() const;                        // data, and what it takes to read it; throws Failure
+
+  // Begins no more reads and writes. The descriptors are closed when those under way have ended.
+  void close() noexcept { is_closed_.store(true, std::memory_order_release); }
+  bool is_closed() const noexcept { return is_closed_.load(std::memory_order_acquire); }
+
+ private:
+  File(std::string path, Access access, Start start, Direct direct);
+
+  std::string path_;
+  Access access_;
+  int cached_ = -1;
+  int direct_ = -1;
+  Alignment alignment_;
+  std::size_t unit_ = 0;
+  bool must_be_direct_;
+  std::atomic<bool> is_direct_{false};
+  std::atomic<bool> is_closed_{false};
+};
+
+}  // namespace cudafuture::storage

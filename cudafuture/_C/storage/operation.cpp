@@ -1,0 +1,175 @@
+#include "storage/operation.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+#include "core/error.h"
+#include "storage/failure.h"
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr unsigned kMostInVain = 1000;  // a kernel that goes on like that has a fault
+constexpr std::uint64_t kPage = 4096;
+
+std::uint64_t floor_to(std::uint64_t value, std::uint64_t unit) { return value - value % unit; }
+std::uint64_t ceil_to(std::uint64_t value, std::uint64_t unit) { return floor_to(value + unit - 1, unit); }
+
+}  // namespace
+
+bool Operation::begin() noexcept {
+  if (std::exchange(has_begun_, true)) return true;
+  if (!request_.future->start()) return false;
+  if (!request_.file->is_closed()) return true;
+  failure_ = std::make_exception_ptr(
+      Error(ErrorKind::invalid_state, "the file was closed before this could begin: " + request_.file->path()));
+  return false;
+}
+
+void Operation::next(Block& block) noexcept {
+  const File& file = *request_.file;
+  block.operation = this;
+  block.direction = request_.direction;
+  block.offset = request_.offset + cut_;
+  block.at = cut_;
+  block.ahead = block.done = block.first = 0;
+  block.in_vain = 0;
+  block.is_staged = false;
+  if (!file.is_direct() || file.unit() > block.buffer_size) {
+    cut_through_cache(block, block.buffer_size - block.offset % std::min<std::uint64_t>(kPage, block.buffer_size));
+  } else if (request_.direction == Direction::write) {
+    cut_write(block);
+  } else {
+    cut_read(block);
+  }
+  cut_ += block.wanted;
+  ++under_way_;
+  if (!block.is_staged) ++using_memory_;
+  if (using_memory_ == 0 && !has_next()) release_memory();
+}
+
+void Operation::cut_through_cache(Block& block, std::size_t most) const noexcept {
+  block.descriptor = request_.file->through_cache();
+  block.size = block.wanted = std::min(most, size() - cut_);
+  if (!aim_at_memory(block)) aim_at_buffer(block);
+}
+
+void Operation::cut_write(Block& block) const noexcept {
+  const std::size_t unit = request_.file->unit();
+  const std::size_t left = size() - cut_;
+  const std::size_t into_unit = block.offset % unit;
+  if (into_unit != 0 || left < unit) return cut_through_cache(block, unit - into_unit);
+  block.descriptor = request_.file->past_cache();
+  block.size = block.wanted = floor_to(std::min(left, block.buffer_size), unit);
+  if (!aim_at_memory(block) || !suits_device(block)) aim_at_buffer(block);
+}
+
+void Operation::cut_read(Block& block) const noexcept {
+  const std::size_t unit = request_.file->unit();
+  const std::size_t left = size() - cut_;
+  block.descriptor = request_.file->past_cache();
+  block.ahead = block.offset % unit;
+  // What fits into one block goes in one, with all of its units; of more, the whole units go first.
+  if (block.ahead == 0 && (left % unit == 0 || left > block.buffer_size)) {
+    block.size = block.wanted = floor_to(std::min(left, block.buffer_size), unit);
+    if (aim_at_memory(block) && suits_device(block)) return;
+  }
+  block.offset -= block.ahead;
+  block.size = std::min<std::size_t>(ceil_to(block.ahead + left, unit), floor_to(block.buffer_size, unit));
+  block.wanted = std::min(left, block.size - block.ahead);
+  aim_at_buffer(block);
+}
+
+bool Operation::aim_at_memory(Block& block) const noexcept {
+  block.count = request_.memory.pieces(block.at, block.wanted, block.pieces.data(), Block::kMostPieces);
+  return block.count > 0;
+}
+
+bool Operation::suits_device(const Block& block) const noexcept {
+  const Alignment& alignment = request_.file->alignment();
+  return std::all_of(block.pieces.begin(), block.pieces.begin() + block.count, [&alignment](const iovec& piece) {
+    return reinterpret_cast<std::uintptr_t>(piece.iov_base) % alignment.memory == 0 &&
+           piece.iov_len % alignment.offset == 0;
+  });
+}
+
+void Operation::aim_at_buffer(Block& block) const noexcept {
+  block.is_staged = true;
+  block.pieces[0] = {block.buffer, block.size};
+  block.count = 1;
+  if (request_.direction == Direction::write) request_.memory.gather(block.at, block.wanted, block.buffer);
+}
+
+Operation::Outcome Operation::take(Block& block) noexcept {
+  File& file = *request_.file;
+  const std::int64_t result = block.result;
+  if (result == -EINVAL && block.descriptor == file.past_cache() && !file.must_be_direct()) {
+    file.fall_back();
+    block.descriptor = file.through_cache();
+    return Outcome::again;
+  }
+  const bool is_in_vain = result == -EAGAIN || result == -EINTR || (result == 0 && block.direction == Direction::write);
+  if (is_in_vain && ++block.in_vain < kMostInVain) return Outcome::again;
+  if (result <= 0) return failed(block, static_cast<int>(-result));
+  block.in_vain = 0;
+  block.advance(static_cast<std::size_t>(result));
+  if (block.done >= block.ahead + block.wanted) return ended(block);
+  // The end of the file, or of the room: the rest is no whole unit any more.
+  if (block.descriptor == file.past_cache() && block.offset % file.unit() != 0) block.descriptor = file.through_cache();
+  return Outcome::again;
+}
+
+Operation::Outcome Operation::failed(Block& block, int code) noexcept {
+  const std::size_t at = block.at + (block.done > block.ahead ? block.done - block.ahead : 0);
+  if (failure_ == nullptr || at < failed_at_) {
+    failed_at_ = at;
+    failure_ = error(code, at);
+  }
+  block.wanted = 0;
+  return ended(block);
+}
+
+Operation::Outcome Operation::ended(Block& block) noexcept {
+  if (!block.is_staged) {
+    --using_memory_;
+  } else if (request_.direction == Direction::read) {
+    request_.memory.scatter(block.at, block.wanted, block.buffer + block.ahead);
+  }
+  --under_way_;
+  block.operation = nullptr;
+  if (using_memory_ == 0 && !has_next()) release_memory();
+  return Outcome::ended;
+}
+
+void Operation::release_memory() noexcept {
+  if (request_.released == nullptr) return;
+  const FuturePtr released = std::move(request_.released);
+  released->complete(Value());
+}
+
+void Operation::finish() noexcept {
+  release_memory();
+  if (failure_ != nullptr) {
+    request_.future->fail(Value::of_error(failure_));
+  } else {
+    request_.future->complete(Value::of_native(static_cast<std::int64_t>(size())));
+  }
+}
+
+std::exception_ptr Operation::error(int code, std::uint64_t got) const {
+  const bool is_read = request_.direction == Direction::read;
+  std::string message = (is_read ? "reading " : "writing ") + std::to_string(size()) + " bytes at offset " +
+                        std::to_string(request_.offset) + " of " + request_.file->path() + " ended after " +
+                        std::to_string(got) + ": ";
+  if (code != 0) {
+    message += std::generic_category().message(code);
+  } else {
+    message += is_read ? "there the file ends" : "the kernel takes no more";
+  }
+  return std::make_exception_ptr(
+      Failure(std::move(message), code, request_.file->path(), request_.offset, size(), got));
+}
+
+}  // namespace cudafuture::storage

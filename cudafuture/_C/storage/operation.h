@@ -1,0 +1,81 @@
+// One read or write of the user's: cut into blocks, and ended when all of them have.
+//
+//     next() ──► block ──► kernel ──► take() ──► again, for the rest
+//        ▲                               │
+//        └─────── while there is more    └──► ended; after the last one finish() completes the future
+//
+// Of a file that goes past the page cache whole units do, and the kernel takes them from the user's memory if that is
+// aligned; else they are staged in the block's buffer. A part of a unit is written through the cache; it is read past
+// it, with all of its unit, into the buffer. After a failure nothing more is cut.
+//
+// Used by one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "core/future.h"
+#include "storage/block.h"
+#include "storage/file.h"
+#include "storage/memory.h"
+
+namespace cudafuture::storage {
+
+struct Request {
+  Direction direction = Direction::read;
+  std::shared_ptr<File> file;
+  std::uint64_t offset = 0;  // in the file, bytes
+  Memory memory;
+  Foreign keep;        // whatever owns the memory
+  FuturePtr future;    // completes with the bytes that went over
+  FuturePtr released;  // null; or completes when a write does not need the memory any more
+};
+
+class Operation {
+ public:
+  enum class Outcome : std::uint8_t { again, ended };
+
+  explicit Operation(Request&& request) noexcept : request_(std::move(request)) {}
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  // False when it was cancelled, or its file was closed: then it is over. Does nothing the second time.
+  bool begin() noexcept;
+  bool has_next() const noexcept { return failure_ == nullptr && cut_ < request_.memory.size(); }
+  void next(Block& block) noexcept;
+  Outcome take(Block& block) noexcept;
+  bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
+  void finish() noexcept;
+  bool has_succeeded() const noexcept { return failure_ == nullptr && cut_ == size(); }
+
+  std::size_t size() const noexcept { return request_.memory.size(); }
+  Direction direction() const noexcept { return request_.direction; }
+
+  Operation* next_in_line = nullptr;  // of its engine
+  bool is_in_line = false;
+
+ private:
+  void cut_through_cache(Block& block, std::size_t most) const noexcept;
+  void cut_write(Block& block) const noexcept;
+  void cut_read(Block& block) const noexcept;
+  bool aim_at_memory(Block& block) const noexcept;
+  bool suits_device(const Block& block) const noexcept;
+  void aim_at_buffer(Block& block) const noexcept;
+  Outcome failed(Block& block, int code) noexcept;
+  Outcome ended(Block& block) noexcept;
+  void release_memory() noexcept;
+  std::exception_ptr error(int code, std::uint64_t got) const;
+
+  Request request_;
+  bool has_begun_ = false;
+  std::size_t cut_ = 0;           // bytes of the memory
+  std::size_t under_way_ = 0;     // blocks
+  std::size_t using_memory_ = 0;  // of them those that are not staged
+  std::exception_ptr failure_;    // at the first byte that has failed
+  std::size_t failed_at_ = 0;     // bytes before that one
+};
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,44 @@
+// A backend of threads that block in the kernel: for where io_uring is not there, or is forbidden.
+//
+// Lock: mutex_ guards the two lists and the flags; nothing is taken under it.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "storage/backend.h"
+
+namespace cudafuture::storage {
+
+class Threads final : public Backend {
+ public:
+  explicit Threads(std::size_t count);
+  ~Threads() override;
+
+  void put(Block& block) noexcept override;
+  void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
+  void wake() noexcept override;
+  const char* name() const noexcept override { return "threads"; }
+
+ private:
+  void loop() noexcept;
+
+  std::vector<Block*> new_;  // of the engine's thread
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable end_;
+  Block* first_ = nullptr;
+  Block* last_ = nullptr;
+  std::vector<Block*> ended_;
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// Asks the kernel in the calling thread. The result is bytes, or a negative errno.
+std::int64_t transfer(const Block& block) noexcept;
+
+}  // namespace cudafuture::storage

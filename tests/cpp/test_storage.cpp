@@ -1,0 +1,241 @@
+// The storage engine under the sanitizers: on both backends, with results that are made up, cancelled, and never waited
+// for.
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "callback.h"
+#include "fake_runtime.h"
+#include "rules.h"
+#include "storage/engine.h"
+#include "storage/failure.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+using namespace cudafuture::storage;
+
+namespace {
+
+constexpr std::size_t kBlock = 4096;
+
+class Folder {
+ public:
+  Folder() { REQUIRE(::mkdtemp(name_.data()) != nullptr); }
+  ~Folder() {
+    ::unlink(file().c_str());
+    ::rmdir(name_.c_str());
+  }
+  std::string file() const { return name_ + "/file"; }
+
+ private:
+  std::string name_ = "/tmp/cudafuture-storage-XXXXXX";
+};
+
+// Both backends, where both are there.
+std::vector<BackendKind> backends() {
+  std::vector<BackendKind> found = {BackendKind::threads};
+  try {
+    Engine::Options options;
+    options.backend = BackendKind::io_uring;
+    options.queue_depth = 1;
+    Engine::start(options)->close();
+    found.push_back(BackendKind::io_uring);
+  } catch (const Failure& e) {
+    MESSAGE(e.what());
+  }
+  return found;
+}
+
+Engine::Options small(BackendKind backend) {
+  Engine::Options options;
+  options.backend = backend;
+  options.queue_depth = 3;
+  options.block_size = 4 * kBlock;
+  options.threads = 2;
+  return options;
+}
+
+using Bytes = std::vector<std::uint8_t>;
+
+// Memory that lives as long as the operation, and no longer: the sanitizer sees who comes too late.
+struct Transfer {
+  std::unique_ptr<Bytes> bytes;
+  FuturePtr future = pending();
+};
+
+Transfer submit(Engine& engine, const std::shared_ptr<File>& file, Direction direction, std::uint64_t offset,
+                Bytes content) {
+  Transfer transfer{std::make_unique<Bytes>(std::move(content)), pending()};
+  Request request;
+  request.direction = direction;
+  request.file = file;
+  request.offset = offset;
+  request.memory.add(transfer.bytes->data(), transfer.bytes->size());
+  request.future = transfer.future;
+  engine.submit(std::move(request));
+  return transfer;
+}
+
+void wait_for(const Transfer& transfer) { transfer.future->wait_until(nullptr); }
+
+Bytes numbered(std::size_t size, int seed) {
+  Bytes bytes(size);
+  std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(seed));
+  return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("storage: what is written by several threads is read, though the kernel does its worst") {
+  for (const BackendKind backend : backends()) {
+    for (const Direct direct : {Direct::automatic, Direct::no}) {
+      Engine::Options options = small(backend);
+      options.faults = FaultRates{7, 0, 0, 0.1, 0.1, 0.3, 0.3, false};
+      const Folder folder;
+      const auto engine = Engine::start(options);
+      const auto file = File::open(folder.file(), Access::read_write, Start::empty, direct);
+      constexpr int kThreads = 4;
+      together(kThreads, [&](int number) {
+        std::minstd_rand random(static_cast<unsigned>(number));
+        const std::uint64_t mine = static_cast<std::uint64_t>(number) * 50'000;
+        for (int turn = 0; turn < 20; ++turn) {
+          const std::size_t size = 1 + random() % 50'000;
+          wait_for(submit(*engine, file, Direction::write, mine, numbered(size, turn)));
+          const Transfer read = submit(*engine, file, Direction::read, mine, Bytes(size));
+          wait_for(read);
+          CHECK(read.future->state() == State::completed);
+          CHECK(*read.bytes == numbered(size, turn));
+        }
+      });
+      engine->close();
+      engine->join();
+      CHECK(engine->statistics().pending == 0);
+      CHECK(engine->statistics().again > 0);
+    }
+  }
+}
+
+TEST_CASE("storage: a failure fails its operation and no other") {
+  for (const BackendKind backend : backends()) {
+    Engine::Options options = small(backend);
+    options.faults = FaultRates{3, 0.2, 0.2, 0, 0, 0, 0.5, false};
+    const Folder folder;
+    const auto engine = Engine::start(options);
+    const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
+    int failed = 0;
+    std::vector<Transfer> writes;
+    for (int i = 0; i < 200; ++i)
+      writes.push_back(
+          submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 8000, numbered(8000, i)));
+    for (int i = 0; i < 200; ++i) {
+      const Transfer& write = writes[static_cast<std::size_t>(i)];
+      wait_for(write);
+      if (write.future->state() == State::failed) {
+        ++failed;
+        write.future->mark_seen();
+        CHECK_THROWS_AS(std::rethrow_exception(write.future->value().error), Failure);
+        continue;
+      }
+      while (true) {
+        const Transfer read = submit(*engine, file, Direction::read, static_cast<std::uint64_t>(i) * 8000, Bytes(8000));
+        wait_for(read);
+        read.future->mark_seen();
+        if (read.future->state() == State::failed) continue;
+        CHECK(*read.bytes == numbered(8000, i));
+        break;
+      }
+    }
+    CHECK(failed > 0);
+    CHECK(failed < 200);
+  }
+}
+
+TEST_CASE("storage: memory is the engine's until the future is done, and not for a moment longer") {
+  for (const BackendKind backend : backends()) {
+    Engine::Options options = small(backend);
+    options.faults = FaultRates{1, 0, 0, 0, 0, 0, 0, true};
+    const Folder folder;
+    const auto engine = Engine::start(options);
+    const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
+    std::vector<Transfer> writes;
+    for (int i = 0; i < 50; ++i)
+      writes.push_back(
+          submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 3 * kBlock, numbered(3 * kBlock, i)));
+    std::atomic<int> freed{0};
+    for (Transfer& write : writes) {
+      Bytes* const bytes = write.bytes.release();
+      write.future->attach(call([bytes, &freed](Future&) {
+        delete bytes;
+        ++freed;
+      }));
+    }
+    while (engine->statistics().blocks == 0) std::this_thread::yield();  // the first has begun
+    int cancelled = 0;
+    for (const Transfer& write : writes) cancelled += write.future->cancel() ? 1 : 0;
+    CHECK(cancelled > 0);
+    CHECK(cancelled < 50);
+    engine->let_go();
+    engine->close();
+    engine->join();
+    CHECK(freed == 50);
+    CHECK(engine->statistics().writes == 50);
+  }
+}
+
+TEST_CASE("storage: engines that nobody holds end by themselves") {
+  for (const BackendKind backend : backends()) {
+    const Folder folder;
+    const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
+    std::vector<Transfer> writes;
+    for (int i = 0; i < 8; ++i) {
+      const auto engine = Engine::start(small(backend));
+      writes.push_back(submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 100, numbered(100, i)));
+      engine->close();
+    }
+    for (const Transfer& write : writes) {
+      wait_for(write);
+      CHECK(write.future->state() == State::completed);
+    }
+    CHECK(file->size() == 800);
+  }
+}
+
+TEST_CASE("storage: memory in strides is gathered and scattered from any place on") {
+  std::vector<std::int16_t> numbers(6 * 7 * 8);
+  std::iota(numbers.begin(), numbers.end(), std::int16_t{0});
+  const std::int64_t sizes[] = {8, 6, 7};
+  const std::int64_t strides[] = {1, 56, 8};  // of a permuted tensor
+  std::vector<std::int16_t> expected;
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 6; ++j)
+      for (int k = 0; k < 7; ++k) expected.push_back(static_cast<std::int16_t>(i + 56 * j + 8 * k));
+  Memory memory;
+  memory.add_strided(numbers.data(), 2, sizes, strides, 3);
+  REQUIRE(memory.size() == 2 * expected.size());
+  const auto* const whole = reinterpret_cast<const std::byte*>(expected.data());
+  for (std::size_t at = 0; at < memory.size(); at += 5) {
+    for (const std::size_t size : {std::size_t{1}, std::size_t{13}, memory.size() - at}) {
+      if (at + size > memory.size()) continue;
+      std::vector<std::byte> got(size);
+      memory.gather(at, size, got.data());
+      CHECK(std::memcmp(got.data(), whole + at, size) == 0);
+    }
+  }
+  std::vector<std::int16_t> copy(expected.size());
+  Memory target;
+  target.add_strided(copy.data(), 2, sizes, strides, 3);
+  for (std::size_t at = 0; at < target.size(); at += 11)
+    target.scatter(at, std::min<std::size_t>(11, target.size() - at), whole + at);
+  CHECK(copy == numbers);
+}
