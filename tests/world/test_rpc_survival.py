@@ -219,7 +219,7 @@ def use_what_is_late(rank: int, store: str) -> None:
     with begin(rank, 2, store):
         if rank == 0:
             late = rpc_ext.remote("callee", wait_for_release, timeout=0.05)
-            rpc_async("callee", hold, timeout=0.05).exception(timeout=LONG)  # its time was over sooner
+            rpc_async("callee", hold, timeout=0.2).exception(timeout=LONG)  # the reference's time was over sooner
             assert not late._rref._get_future().done()  # torch would mark another reference as late, one that is gone
             uses: list[Callable[[], object]] = [
                 late.to_here,
@@ -231,7 +231,8 @@ def use_what_is_late(rank: int, store: str) -> None:
                 with pytest.raises(TimeoutError, match="worker 'callee' has not made the value of an RRef in time"):
                     use()
             rpc_sync("callee", let_go)
-            assert late.to_here() is None  # after all
+            late._rref._get_future().wait()  # it is made, after all
+            assert late.to_here() is None
 
 
 def test_a_value_that_is_not_made_in_time_is_a_timeout_wherever_the_reference_goes(tmp_path: Path) -> None:
