@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -15,3 +16,10 @@ def frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def on_the_host() -> Iterator[None]:
+    """Make tensors on the host, whatever the default device of the run is."""
+    with torch.device("cpu"):
+        yield

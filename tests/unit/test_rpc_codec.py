@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from rpc_ext._codec import (
     kind_of,
     targets_of,
 )
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 KINDS = [getattr(Kind, name) for name in vars(Kind) if name.isupper()]
 META = torch.device("meta")  # of a device that there is everywhere
@@ -46,13 +47,6 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
-
-
-@pytest.fixture(autouse=True)
-def on_the_host() -> Iterator[None]:
-    """Make tensors on the host, whatever the default device of the run is."""
-    with torch.device("cpu"):
-        yield
 
 
 def flat(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,7 @@ from unit.child import Child
 PATIENCE = 60.0
 BLOCK = 4096
 
-
-@pytest.fixture(autouse=True)
-def on_the_host() -> Iterator[None]:
-    with torch.device("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.fixture(params=["io_uring", "threads"])

@@ -6,7 +6,7 @@ import errno
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +18,7 @@ from cudafuture.storage import Engine, File
 PATIENCE = 60.0
 BLOCK = 1 << 14
 
-Backend = Literal["io_uring", "threads"]
-
-
-@pytest.fixture(autouse=True)
-def on_the_host() -> Iterator[None]:
-    """Make tensors on the host, whatever the default device of the run is."""
-    with torch.device("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.fixture(params=["io_uring", "threads"])

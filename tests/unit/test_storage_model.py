@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,7 @@ from soak import soak_count
 PATIENCE = 60.0
 SIZE = 1 << 17  # of the file
 
-pytestmark = pytest.mark.xdist_group("storage-model")
-
-
-@pytest.fixture(autouse=True)
-def on_the_host() -> Iterator[None]:
-    with torch.device("cpu"):
-        yield
+pytestmark = [pytest.mark.xdist_group("storage-model"), pytest.mark.usefixtures("on_the_host")]
 
 
 class Operation:
