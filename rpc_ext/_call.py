@@ -60,7 +60,7 @@ class Call:
         """Send the call; its tensors on devices that the agent cannot carry are copied to the host first."""
         timeout = self.remaining()
         if timeout < 0:
-            self.on_error(1, "")
+            self.expire()
         elif encoded.targets is None:
             self._send(encoded.payload, encoded.tensors, timeout)
         else:
@@ -69,7 +69,7 @@ class Call:
     def _staged(self, encoded: Encoded) -> _staging.Staged:
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
             if (remaining := self.remaining()) < 0:
-                self.on_error(1, "")
+                self.expire()
             elif tensors is None:
                 assert error is not None
                 self.fail(error)
@@ -128,7 +128,7 @@ class Call:
         """Ask for the answer to a call of a batch that was not there with the others."""
         remaining = self.remaining()
         if remaining < 0:
-            self.on_error(1, "")
+            self.expire()
         else:
             self._send(payload, [], remaining)
 

@@ -1,4 +1,4 @@
-"""Who looks after batches: nobody else would, while their calls wait to be sent."""
+"""Who looks after what is due at some time: batches whose calls wait to be sent, futures that expire."""
 
 from __future__ import annotations
 

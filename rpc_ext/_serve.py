@@ -217,13 +217,9 @@ class Server:
 
         def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
             done.value()  # raises where an owner has not
-            outer, _threads.server = _threads.server, self
-            try:
-                with use_streams(*streams):
-                    outcome, is_future = call_function(call)[1:]
-                    return outcome if is_future else CUDAFuture.completed(outcome)
-            finally:
-                _threads.server = outer
+            with self._in_this_thread(), use_streams(*streams):
+                _, outcome, is_future = call_function(call)
+                return outcome if is_future else CUDAFuture.completed(outcome)
 
         caller: int = call[0]
         return caller, confirmed.then_async(run), True
