@@ -51,7 +51,7 @@ Answer = tuple[bytes, "list[torch.Tensor]"]
 
 class _Threads(threading.local):
     server: Server | None = None  # whose call this thread runs
-    unconfirmed: CUDAFuture[None] | None = None  # what the last call of a batch waits for before it begins
+    begun: CUDAFuture[None] | None = None  # done when the last call with RRefs that this thread has taken was begun
 
 
 _threads = _Threads()
@@ -212,14 +212,19 @@ class Server:
         except BaseException:
             _C.forget_rrefs()
             raise
-        confirmed = _threads.unconfirmed = self._confirmed(owners)
+        confirmed = self._confirmed(owners)
+        begun: CUDAFuture[None] = CUDAFuture()
+        _threads.begun = begun
         streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
         def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
-            done.value()  # raises where an owner has not
-            with self._in_this_thread(), use_streams(*streams):
-                _, outcome, is_future = call_function(call)
-                return outcome if is_future else CUDAFuture.completed(outcome)
+            try:
+                done.value()  # raises where an owner has not
+                with self._in_this_thread(), use_streams(*streams):
+                    _, outcome, is_future = call_function(call)
+                    return outcome if is_future else CUDAFuture.completed(outcome)
+            finally:
+                begun.set_result(None)
 
         caller: int = call[0]
         return caller, confirmed.then_async(run), True
@@ -298,11 +303,11 @@ class Server:
                 if type(how) is int:
                     answers.append(self._answer_direct(caller, functions, table, how, what))
                     continue
-                _threads.unconfirmed = None
+                _threads.begun = None
                 answers.append(self._answer(how, list(itertools.islice(carried, what))))
-                confirmed, _threads.unconfirmed = _threads.unconfirmed, None
-                if confirmed is not None and not confirmed.done():
-                    return confirmed.then_async(go_on_later)  # after the call itself
+                begun, _threads.begun = _threads.begun, None
+                if begun is not None and not begun.done():
+                    return begun.then_async(go_on_later)
             return self._all_answers(answers)
 
         def go_on_later(_: CUDAFuture[None]) -> CUDAFuture[Answer]:
