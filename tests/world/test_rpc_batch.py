@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import rpc_ext
-from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, executors, wait_all
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from soak import soak_count
@@ -248,6 +248,40 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
     assert not first.done()
     gate.open()
     assert (first.wait(timeout=PATIENCE), before.wait(timeout=PATIENCE)) == (1, 2)
+
+
+def test_a_call_whose_references_have_just_been_confirmed_is_still_the_first(
+    worker: rpc_ext.Session, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread confirms them and begins the call; the next one waits for that."""
+    confirmed: CUDAFuture[None] = CUDAFuture()
+    between, may_begin = threading.Event(), threading.Event()
+    answer, server = worker.server._answer, worker.server
+
+    def stop_between(_: object) -> None:
+        between.set()
+        assert may_begin.wait(PATIENCE)
+
+    def answer_and_confirm(*message: Any) -> Any:
+        answered = answer(*message)
+        if not between.is_set():
+            threading.Thread(target=confirmed.set_result, args=(None,)).start()
+            assert between.wait(PATIENCE)  # they are confirmed, and the call has not begun
+        return answered
+
+    confirmed.add_done_callback(stop_between, executor=executors.inline)
+    monkeypatch.setattr(server, "_confirmed", lambda owners: confirmed)
+    monkeypatch.setattr(server, "_answer", answer_and_confirm)
+    with batch(ME):
+        first = rpc_async(ME, sees, (gate, rpc_ext.RRef(1)))
+        second = rpc_async(ME, sees, (gate, 2))
+    assert between.wait(PATIENCE)
+    assert rpc_sync(ME, same, (3,)) == 3  # the only thread has done with the batch what it can do now
+    assert gate.seen == []
+    may_begin.set()
+    assert first.wait(timeout=PATIENCE).to_here() == 1
+    assert second.wait(timeout=PATIENCE) == 2
+    assert gate.seen[1:] == [2]
 
 
 def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
