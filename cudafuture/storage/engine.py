@@ -38,6 +38,8 @@ class EngineStatistics:
     """requests for the rest of one, or for one that the kernel sent back"""
     staged: int
     """blocks that went by a buffer of the engine's: the kernel could not use the tensor's memory as it lies"""
+    copied: int
+    """of them blocks that a device filled or emptied"""
     pending: int
     """reads and writes that have not ended"""
 
@@ -46,14 +48,16 @@ class Engine:
     """Reads and writes files with io_uring, or with threads that block where that is not to be had.
 
     A read or write is cut into blocks. At most `queue_depth` of them are with the kernel at a time; what is submitted
-    meanwhile waits its turn, first come first served. Futures complete in any order.
+    meanwhile waits its turn: first come first served, with what is at most a block and what is more taking turns. Those
+    with tensors on devices have at most three quarters of the blocks. Futures complete in any order.
 
     Args:
         backend: ``"io_uring"``, ``"threads"`` (pread and pwrite), or ``"auto"``: io_uring, or threads where the kernel
             or a sandbox forbids that, or the library was built without it.
         queue_depth: blocks with the kernel, 1 to 4,096. The default is 32.
         block_size: bytes, a multiple of 4,096 up to 1 GiB. The default is 512 KiB. The engine's memory is at most
-            ``queue_depth * block_size``, and only used for what has to be staged.
+            ``queue_depth * block_size``, and only used for what has to be staged. It is pinned from the first time on
+            that a tensor on a device is read or written.
         threads: of the backend of that name, 1 to 1,024. The default is 8.
         max_pending: reads and writes that may be pending; whoever submits more blocks until there is room. The default
             is any number: then back-pressure is what you make of the futures.

@@ -28,11 +28,15 @@ MODES = ("r", "r+", "w", "w+")
 class File:
     """A file that tensors are read from and written to, at any offset and of any length.
 
-    Tensors are on the host, of any dtype and with any strides; what is stored are their elements, as
+    Tensors are on the host or on devices, of any dtype and with any strides; what is stored are their elements, as
     ``tensor.contiguous()`` lays them out. A tensor belongs to the read or write until its future is done: do not change
     one that is written, nor look at one that is read. A write's ``future.released`` may complete sooner than the write:
     from then on the tensor may be changed. Reads and writes of one file that overlap have no order among them, other
     than that of futures that you wait for.
+
+    On devices, a write takes the tensor as the caller's current stream leaves it, and a read fills it after what that
+    stream has had to do so far. They are copied on streams of the pool, by way of pinned buffers of the engine. The
+    future of a read completes when the last copy is enqueued; its events order whoever waits for it.
 
     Files bypass the page cache where they can (O_DIRECT): whole pages go from the tensor's memory, if that is aligned,
     else by way of a buffer. Pages of which a write covers a part only go through the cache.
@@ -94,8 +98,10 @@ class File:
         The future completes with the bytes that were read, which are those of the tensor; it fails with StorageError
         where the file ends before, and on any other error: its ``errno``, ``wanted`` and ``got`` say more.
 
+        `priority` is that of the future, and of the streams that copy: lower is more urgent, 0 is the default.
+
         Raises:
-            TypeError: no tensor, or one without memory on the host.
+            TypeError: no tensor, or one without memory on the host or on a device with streams.
             ValueError: a negative offset, or a tensor that cannot be filled: its elements share memory.
             InvalidStateError: the engine is closed.
 

@@ -332,3 +332,13 @@ def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -
         file.read(source).wait(timeout=PATIENCE)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 16 << 10  # KiB; the tensor has 64 MiB
+
+
+def test_what_is_small_does_not_wait_for_all_of_what_is_large(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        order: list[str] = []
+        large = file.write(ones(200)).then(lambda done: order.append("large"))
+        small = [file.write(ones(1), (200 + i) * BLOCK).then(lambda done: order.append("small")) for i in range(5)]
+        engine._native.let_go()
+        wait_all([large, *small], timeout=PATIENCE)
+        assert order == ["small"] * 5 + ["large"]

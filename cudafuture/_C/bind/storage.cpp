@@ -1,8 +1,5 @@
 // Files and engines of cudafuture.storage.
-#include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 #include <string>
@@ -11,6 +8,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/tensors.h"
 #include "core/process.h"
 #include "storage/engine.h"
 
@@ -35,47 +33,6 @@ struct EngineHandle {
   }
 };
 
-std::string described(const at::Tensor& tensor) {
-  return "a tensor of layout " + c10::str(tensor.layout()) + " on " + tensor.device().str();
-}
-
-// The tensor as its bytes are to be stored: views that negate or conjugate when they are read are made real.
-at::Tensor with_plain_bytes(const at::Tensor& tensor, Direction direction) {
-  if (tensor.layout() != at::kStrided || !tensor.has_storage()) {
-    throw nb::type_error((described(tensor) + " has no memory of its own to be read or written").c_str());
-  }
-  if (!tensor.is_cpu()) throw nb::type_error((described(tensor) + ": only tensors on the host can be taken").c_str());
-  if (!tensor.is_conj() && !tensor.is_neg()) return tensor;
-  if (direction == Direction::write) return tensor.resolve_conj().resolve_neg();
-  throw nb::value_error("a view that conjugates or negates cannot be read into");
-}
-
-void add_memory(storage::Memory& memory, const at::Tensor& tensor, Direction direction) {
-  if (tensor.numel() == 0) return;
-  const bool reads = direction == Direction::read;
-  void* const data = reads ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  if (data == nullptr) throw nb::type_error((described(tensor) + " has no memory").c_str());
-  if (tensor.is_contiguous()) {
-    memory.add(data, tensor.nbytes());
-    return;
-  }
-  if (reads && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    throw nb::value_error("elements of the tensor share memory: it cannot be read into");
-  }
-  memory.add_strided(data, tensor.itemsize(), tensor.sizes().data(), tensor.strides().data(),
-                     static_cast<std::size_t>(tensor.dim()));
-}
-
-at::Tensor expect_tensor(nb::handle object) {
-  if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
-  throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
-}
-
-// Autograd is told that a tensor changes.
-void note_change(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
 // Reads or writes tensors, one after the other from `offset` on. The future keeps them until it is done.
 nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,
                     std::uint64_t offset, const std::string& name, int priority) {
@@ -85,15 +42,10 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   request.direction = reads ? Direction::read : Direction::write;
   request.file = file;
   request.offset = offset;
-  nb::list keep;
-  for (nb::handle object : tensors) {
-    const at::Tensor given = expect_tensor(object);
-    const at::Tensor tensor = with_plain_bytes(given, request.direction);
-    add_memory(request.memory, tensor, request.direction);
-    keep.append(tensor.is_same(given) ? nb::borrow(object) : nb::steal(THPVariable_Wrap(tensor)));
-    if (reads) note_change(tensor);
-  }
-  request.keep = foreign(std::move(keep));
+  Tensors taken = take_tensors(tensors, request.direction, priority);
+  for (storage::Memory& memory : taken.memory) request.memory.add(std::move(memory));
+  request.device = std::move(taken.device);
+  request.keep = foreign(std::move(taken.keep));
   request.future = c10::make_intrusive<Future>(priority);
   request.future->set_name(name);
   if (!reads) {
@@ -132,6 +84,7 @@ nb::dict statistics_of(const EngineHandle& self) {
   d["blocks"] = s.blocks;
   d["again"] = s.again;
   d["staged"] = s.staged;
+  d["copied"] = s.copied;
   d["pending"] = s.pending;
   return d;
 }

@@ -61,6 +61,15 @@ enum class Edge : std::uint8_t {
   guard_destroy,
   guard_to_torch,
 
+  // in storage
+  storage_source_wait,    // a write begins when what its caller had enqueued has finished
+  storage_source_copied,  // the disk gets a buffer when the device has filled it
+  storage_target_wait,
+  storage_target_record_stream,
+  storage_target_copied,  // a buffer is used again when the device has read it
+  storage_read_record,
+  storage_failure_record,
+
   // in Python
   copy_source_wait,
   copy_source_record_stream,

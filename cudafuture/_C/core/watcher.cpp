@@ -34,14 +34,18 @@ Watcher& Watcher::get() noexcept {
 
 // What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
 void Watcher::watch(Continuation* c) noexcept {
-  if (is_forked_child()) return;
-  if (put(c)) {
-    wake_.notify_one();
-  } else if (foreign_runtime().inside()) {
+  if (is_forked_child() || try_watch(c)) return;
+  if (foreign_runtime().inside()) {
     c->abandon();
   } else {
     CallbackThread::get().lose();
   }
+}
+
+bool Watcher::try_watch(Continuation* c) noexcept {
+  if (!put(c)) return false;
+  wake_.notify_one();
+  return true;
 }
 
 bool Watcher::put(Continuation* c) noexcept {

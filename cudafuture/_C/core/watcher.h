@@ -36,6 +36,7 @@ class Watcher {
   // Runs `c` (its parent is done) as soon as the device work behind the parent's events has finished. An error that the
   // device reports instead becomes the late error of the parent; `c` runs all the same.
   void watch(Continuation* c) noexcept;
+  bool try_watch(Continuation* c) noexcept;  // false: the process goes away, and nothing is watched any more
 
   // First and longest pause between two polls.
   void set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept;

@@ -1,6 +1,7 @@
 // What asks the kernel. Used by one thread, its engine's, but for wake().
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "storage/block.h"
@@ -20,6 +21,9 @@ class Backend {
 
   // Lets a wait(), or else the next one, come back. By any thread.
   virtual void wake() noexcept = 0;
+
+  // Says where the buffers of all blocks are, while no block is inside.
+  virtual void use_buffers(std::byte* buffers, std::size_t bytes) noexcept = 0;
 
   virtual const char* name() const noexcept = 0;
 };

@@ -1,11 +1,14 @@
 // One request to the kernel, and the buffer that it may be staged in. An engine has as many as its queue is deep.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <sys/uio.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+
+#include "core/future.h"
 
 namespace cudafuture::storage {
 
@@ -38,6 +41,9 @@ struct Block {
   // ---- for the engine
   std::byte* buffer = nullptr;
   std::size_t buffer_size = 0;
+  at::Tensor pinned;          // the buffer, where devices can reach it
+  bool is_of_device = false;  // its operation's
+  FuturePtr copied;           // done; its events say when devices have done with the buffer
   Block* next = nullptr;
 
   // Asks for what is left when so many bytes more have gone over.

@@ -1,7 +1,5 @@
 #include "storage/engine.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <list>
@@ -27,40 +25,11 @@ Running& running() {
   return *running;
 }
 
-std::byte* map_memory(std::size_t bytes) {
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  ::madvise(memory, bytes, MADV_HUGEPAGE);
-  return static_cast<std::byte*>(memory);
-}
-
 void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept {
   counter.fetch_add(amount, std::memory_order_relaxed);
 }
 
 }  // namespace
-
-void Engine::Line::push(Operation* operation) noexcept {
-  operation->next_in_line = nullptr;
-  operation->is_in_line = true;
-  (last_ == nullptr ? first_ : last_->next_in_line) = operation;
-  last_ = operation;
-}
-
-Operation* Engine::Line::pop() noexcept {
-  Operation* const operation = first_;
-  first_ = operation->next_in_line;
-  if (first_ == nullptr) last_ = nullptr;
-  operation->is_in_line = false;
-  return operation;
-}
-
-void Engine::Line::append(Line& other) noexcept {
-  if (other.empty()) return;
-  (last_ == nullptr ? first_ : last_->next_in_line) = other.first_;
-  last_ = other.last_;
-  other.first_ = other.last_ = nullptr;
-}
 
 // ---- begin and end
 
@@ -87,25 +56,30 @@ std::shared_ptr<Engine> Engine::start(const Options& options) {
 }
 
 Engine::Engine(const Options& options)
-    : options_(options), buffers_(map_memory(options.queue_depth * options.block_size)), blocks_(options.queue_depth) {
+    : options_(options),
+      buffers_(options.queue_depth * options.block_size),
+      blocks_(options.queue_depth),
+      most_for_devices_(
+          std::max<std::size_t>(1, options.queue_depth - std::max<std::size_t>(1, options.queue_depth / 4))) {
   free_.reserve(blocks_.size());
+  arrived_.reserve(blocks_.size());
+  landed_.reserve(blocks_.size());
   for (std::size_t i = blocks_.size(); i-- > 0;) {
-    blocks_[i].buffer = buffers_ + i * options.block_size;
     blocks_[i].buffer_size = options.block_size;
     free_.push_back(&blocks_[i]);
   }
+  for (Block& block : blocks_) arrivals_.emplace_back(static_cast<Watching&>(*this), block);
 }
 
-Engine::~Engine() { ::munmap(buffers_, options_.queue_depth * options_.block_size); }
+Engine::~Engine() = default;
 
 void Engine::close() noexcept {
   if (is_forked_child()) return;
-  bool wake;
   {
     std::lock_guard lock(mutex_);
     is_closed_ = true;
-    wake = std::exchange(wants_wake_, false);
-    if (wake) backend_->wake();
+    wants_work_ = false;
+    if (std::exchange(is_waiting_, false)) backend_->wake();
   }
   changed_.notify_all();
 }
@@ -135,8 +109,7 @@ void Engine::close_all() noexcept {
 
 bool Engine::set_up() noexcept {
   try {
-    const std::size_t bytes = options_.queue_depth * options_.block_size;
-    if (options_.backend != BackendKind::threads) backend_ = make_ring(blocks_.size(), buffers_, bytes, why_not_);
+    if (options_.backend != BackendKind::threads) backend_ = make_ring(blocks_.size(), why_not_);
     if (backend_ == nullptr) {
       if (options_.backend == BackendKind::io_uring) return false;
       backend_ = std::make_unique<Threads>(options_.threads);
@@ -147,10 +120,21 @@ bool Engine::set_up() noexcept {
       backend_ = std::move(faults);
     }
     backend_name_ = backend_->name();
+    aim_blocks_at_buffers();
     return true;
   } catch (const std::exception& e) {
     why_not_ = e.what();
     return false;
+  }
+}
+
+void Engine::aim_blocks_at_buffers() noexcept {
+  backend_->use_buffers(buffers_.data(), buffers_.size());
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    blocks_[i].buffer = buffers_.data() + i * options_.block_size;
+    if (!buffers_.are_pinned()) continue;
+    const auto size = static_cast<std::int64_t>(options_.block_size);
+    blocks_[i].pinned = buffers_.pinned().narrow(0, static_cast<std::int64_t>(i) * size, size);
   }
 }
 
@@ -170,7 +154,7 @@ void Engine::perform() noexcept {
     std::lock_guard lock(mutex_);
     backend.swap(backend_);
     faults_ = nullptr;
-    wants_wake_ = false;
+    is_waiting_ = wants_work_ = false;
   }
   backend = nullptr;
   {
@@ -185,31 +169,43 @@ void Engine::perform() noexcept {
 void Engine::submit(Request&& request) {
   refuse_after_fork();
   auto operation = std::make_unique<Operation>(std::move(request));
-  std::unique_lock lock(mutex_);
-  if (options_.max_pending != 0) {
-    changed_.wait(lock, [this] { return is_closed_ || pending_ < options_.max_pending; });
+  {
+    std::unique_lock lock(mutex_);
+    if (options_.max_pending != 0) {
+      changed_.wait(lock, [this] { return is_closed_ || pending_ < options_.max_pending; });
+    }
+    if (is_closed_) throw Error(ErrorKind::invalid_state, "the storage engine is closed");
+    ++pending_;
   }
-  if (is_closed_) throw Error(ErrorKind::invalid_state, "the storage engine is closed");
-  ++pending_;
-  inbox_.push(operation.release());
-  if (std::exchange(wants_wake_, false)) backend_->wake();
+  if (operation->waits_for_source()) {
+    watch_source(*this, operation.release());
+  } else {
+    put_in(operation.release());
+  }
+}
+
+void Engine::put_in(Operation* operation) noexcept {
+  std::lock_guard lock(mutex_);
+  inbox_.push(operation);
+  if (!std::exchange(wants_work_, false)) return;
+  is_waiting_ = false;
+  backend_->wake();
 }
 
 void Engine::loop() noexcept {
   std::vector<Block*> ended;
   ended.reserve(blocks_.size());
   while (true) {
-    {
-      std::lock_guard lock(mutex_);
-      line_.append(inbox_);
-    }
+    if (collect()) return;
+    for (Block* const block : landed_) land(*block);
+    landed_.clear();
     cut_blocks();
     bool may_block;
     {
       std::lock_guard lock(mutex_);
-      may_block = inbox_.empty() || free_.empty();
-      if (is_closed_ && inbox_.empty() && !has_work()) return;
-      wants_wake_ = may_block && !free_.empty();
+      may_block = !is_over() && arrived_.empty() && (inbox_.empty() || free_.empty());
+      is_waiting_ = may_block;
+      wants_work_ = may_block && !free_.empty();
     }
     backend_->wait(may_block, ended);
     for (Block* const block : ended) take(*block);
@@ -217,35 +213,115 @@ void Engine::loop() noexcept {
   }
 }
 
+// Takes in what other threads have left. True: it is over.
+bool Engine::collect() noexcept {
+  std::lock_guard lock(mutex_);
+  is_waiting_ = wants_work_ = false;
+  while (!inbox_.empty()) {
+    Operation* const operation = inbox_.pop();
+    const std::size_t line = (operation->size() > options_.block_size ? 1 : 0) + (operation->device() ? 2 : 0);
+    lines_[line].push(operation);
+  }
+  if (is_over()) return true;
+  landed_.swap(arrived_);
+  return false;
+}
+
 void Engine::cut_blocks() noexcept {
-  while (!line_.empty()) {
-    Operation* const operation = line_.first();
+  while (!free_.empty()) {
+    Line* const line = next_line();
+    if (line == nullptr) return;
+    Operation* const operation = line->first();
+    pin_buffers_for(*operation);
     if (!operation->begin()) {
-      end(line_.pop());
+      end(line->pop());
       continue;
     }
-    while (operation->has_next() && !free_.empty()) {
-      Block& block = *free_.back();
-      free_.pop_back();
-      operation->next(block);
-      add(counters_.blocks);
-      if (block.is_staged) add(counters_.staged);
-      backend_->put(block);
-    }
-    if (operation->has_next()) return;
-    line_.pop();
+    if (operation->has_next()) cut_block(*operation);
+    if (operation->has_next()) continue;
+    line->pop();
     if (operation->is_over()) end(operation);
   }
 }
 
+// The line whose turn it is; null: nobody's.
+Line* Engine::next_line() noexcept {
+  for (std::size_t i = 0; i < kLines; ++i) {
+    const std::size_t line = turn_;
+    turn_ = (turn_ + 1) % kLines;
+    if (lines_[line].empty()) continue;
+    if (!has_devices(line)) return &lines_[line];
+    if (of_device_lines_ >= most_for_devices_) continue;
+    if (buffers_.are_pinned() || free_.size() == blocks_.size()) return &lines_[line];
+    turn_ = line;  // once: other buffers are taken when no block is in use
+    return nullptr;
+  }
+  return nullptr;
+}
+
+void Engine::pin_buffers_for(Operation& operation) noexcept {
+  if (operation.device() == nullptr || buffers_.are_pinned()) return;
+  try {
+    buffers_.pin();
+    aim_blocks_at_buffers();
+  } catch (...) {
+    operation.give_up(std::current_exception());
+  }
+}
+
+void Engine::cut_block(Operation& operation) noexcept {
+  Block& block = *free_.back();
+  free_.pop_back();
+  block.is_of_device = operation.device() != nullptr;
+  if (block.is_of_device) ++of_device_lines_;
+  add(counters_.blocks);
+  const Operation::Outcome outcome = operation.next(block);
+  if (block.is_staged) add(counters_.staged);
+  pass_on(block, outcome);
+}
+
 void Engine::take(Block& block) noexcept {
   Operation* const operation = block.operation;
-  if (operation->take(block) == Operation::Outcome::again) {
-    add(counters_.again);
-    backend_->put(block);
-    return;
+  const Operation::Outcome outcome = operation->take(block);
+  if (outcome == Operation::Outcome::kernel) add(counters_.again);
+  pass_on(block, outcome);
+  if (operation->is_over()) end(operation);
+}
+
+void Engine::pass_on(Block& block, Operation::Outcome outcome) noexcept {
+  switch (outcome) {
+    case Operation::Outcome::kernel:
+      return backend_->put(block);
+    case Operation::Outcome::ended:
+      return free_block(block);
+    case Operation::Outcome::device:
+      break;
   }
+  add(counters_.copied);
+  arrivals_[static_cast<std::size_t>(&block - blocks_.data())].watch();
+}
+
+void Engine::free_block(Block& block) noexcept {
+  if (block.is_of_device) --of_device_lines_;
   free_.push_back(&block);
+}
+
+void Engine::arrived(Block& block) noexcept {
+  std::lock_guard lock(mutex_);
+  arrived_.push_back(&block);
+  if (!std::exchange(is_waiting_, false)) return;
+  wants_work_ = false;
+  backend_->wake();
+}
+
+// The device has done with the buffer.
+void Engine::land(Block& block) noexcept {
+  Operation* const operation = block.operation;
+  if (operation == nullptr) {
+    block.copied = nullptr;
+    return free_block(block);
+  }
+  pass_on(block, operation->copied(block));
   if (operation->is_over()) end(operation);
 }
 
@@ -266,9 +342,9 @@ void Engine::end(Operation* operation) noexcept {
 
 Engine::Statistics Engine::statistics() const noexcept {
   const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
-  Statistics s{
-      read(counters_.reads),  read(counters_.writes), read(counters_.bytes_read), read(counters_.bytes_written),
-      read(counters_.blocks), read(counters_.again),  read(counters_.staged),     0};
+  Statistics s{read(counters_.reads),         read(counters_.writes), read(counters_.bytes_read),
+               read(counters_.bytes_written), read(counters_.blocks), read(counters_.again),
+               read(counters_.staged),        read(counters_.copied), 0};
   std::lock_guard lock(mutex_);
   s.pending = pending_;
   return s;

@@ -1,12 +1,16 @@
 // Reads and writes of files: one thread, one backend, one line of operations.
 //
-//     submit() ──► inbox ──► line ──► blocks ──► backend ──► kernel
-//                                        ▲                     │
-//                                        └──── free again ◄────┘
+//     submit() ──► inbox ──► lines ──► blocks ◄──► backend ◄──► kernel
+//                                        ▲ ▲
+//                        free again ─────┘ └──► copies of devices
 //
-// Any thread submits. The engine's own takes operations in the order in which they came, cuts the first one into blocks
-// while there are free ones, and the next one when that is cut. There are as many blocks as the queue is deep, each
-// with a buffer of the block's size: that is all the memory that an engine takes.
+// Any thread submits. The engine's own puts operations in lines, by whether they need devices and whether they are more
+// than a block: in each it takes them in the order in which they came, and it takes from the lines in turn, a block
+// from each. So what is small never waits for all of what is large; and as those with devices get at most three
+// quarters of the blocks, a device that is busy does not hold up the others.
+//
+// There are as many blocks as the queue is deep, each with a buffer of the block's size: that is all the memory that an
+// engine takes.
 //
 // Without a user an engine ends when what was submitted has been done; so does the process.
 //
@@ -16,10 +20,12 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,14 +34,17 @@
 
 #include "core/thread_cache.h"
 #include "storage/backend.h"
+#include "storage/buffers.h"
 #include "storage/faults.h"
+#include "storage/line.h"
 #include "storage/operation.h"
+#include "storage/watch.h"
 
 namespace cudafuture::storage {
 
 enum class BackendKind : std::uint8_t { automatic, io_uring, threads };
 
-class Engine final : private ThreadCache::Task {
+class Engine final : private ThreadCache::Task, private Watching {
  public:
   struct Options {
     BackendKind backend = BackendKind::automatic;
@@ -54,6 +63,7 @@ class Engine final : private ThreadCache::Task {
     std::uint64_t blocks = 0;   // asked of the kernel for the first time
     std::uint64_t again = 0;    // and once more
     std::uint64_t staged = 0;   // blocks that went by a buffer
+    std::uint64_t copied = 0;   // of them those that a device filled or emptied
     std::uint64_t pending = 0;  // operations now
   };
 
@@ -78,28 +88,31 @@ class Engine final : private ThreadCache::Task {
   Statistics statistics() const noexcept;
 
  private:
-  class Line {
-   public:
-    bool empty() const noexcept { return first_ == nullptr; }
-    Operation* first() const noexcept { return first_; }
-    void push(Operation* operation) noexcept;
-    Operation* pop() noexcept;
-    void append(Line& other) noexcept;
-
-   private:
-    Operation* first_ = nullptr;
-    Operation* last_ = nullptr;
-  };
+  // Of each line: bit 0, more than a block; bit 1, with devices.
+  static constexpr std::size_t kLines = 4;
+  static bool has_devices(std::size_t line) noexcept { return (line & 2) != 0; }
 
   explicit Engine(const Options& options);
 
   void perform() noexcept override;
   bool set_up() noexcept;
+  void aim_blocks_at_buffers() noexcept;
   void loop() noexcept;
+  bool collect() noexcept;
   void cut_blocks() noexcept;
+  Line* next_line() noexcept;
+  void pin_buffers_for(Operation& operation) noexcept;
+  void cut_block(Operation& operation) noexcept;
+  void pass_on(Block& block, Operation::Outcome outcome) noexcept;
+  void free_block(Block& block) noexcept;
   void take(Block& block) noexcept;
+  void land(Block& block) noexcept;
+  void arrived(Block& block) noexcept override;
+  void put_in(Operation* operation) noexcept override;
   void end(Operation* operation) noexcept;
-  bool has_work() const noexcept { return !line_.empty() || free_.size() < blocks_.size(); }
+  bool is_over() const noexcept {
+    return is_closed_ && pending_ == 0 && arrived_.empty() && free_.size() == blocks_.size();
+  }
   static void close_all() noexcept;
 
   const Options options_;
@@ -107,25 +120,33 @@ class Engine final : private ThreadCache::Task {
   std::string why_not_;
 
   // ---- of the engine's thread
-  std::byte* buffers_ = nullptr;
+  Buffers buffers_;
   std::vector<Block> blocks_;
-  std::vector<Block*> free_;  // the last to be free is the first to be used: its buffer is in the cache
+  std::deque<Arrival> arrivals_;  // one for each block
+  std::vector<Block*> free_;      // the last to be free is the first to be used: its buffer is in the cache
   std::unique_ptr<Backend> backend_;
   Faults* faults_ = nullptr;
-  Line line_;
+  std::array<Line, kLines> lines_;
+  std::size_t turn_ = 0;             // of the lines
+  std::size_t most_for_devices_;     // blocks
+  std::size_t of_device_lines_ = 0;  // blocks that are not free
+  std::vector<Block*> landed_;
   std::shared_ptr<Engine> self_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Line inbox_;
+  std::vector<Block*> arrived_;
   std::size_t pending_ = 0;
-  bool wants_wake_ = false;
+  bool is_waiting_ = false;  // and has to be woken for an arrival
+  bool wants_work_ = false;  // and has to be woken for what is submitted, too
   bool is_closed_ = false;
   bool is_set_up_ = false;
   bool has_ended_ = false;
 
   struct Counters {
-    std::atomic<std::uint64_t> reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0};
+    std::atomic<std::uint64_t> reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0},
+        copied{0};
   };
   Counters counters_;
 };

@@ -30,6 +30,7 @@ class Faults final : public Backend {
   void put(Block& block) noexcept override;
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
   void wake() noexcept override { real_->wake(); }
+  void use_buffers(std::byte* buffers, std::size_t bytes) noexcept override { real_->use_buffers(buffers, bytes); }
   const char* name() const noexcept override { return real_->name(); }
 
   void let_go() noexcept;  // by any thread

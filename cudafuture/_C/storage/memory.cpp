@@ -5,16 +5,23 @@
 #include <utility>
 
 namespace cudafuture::storage {
+namespace {
+
+at::Tensor slice(const at::Tensor& bytes, std::size_t at, std::size_t size) {
+  return bytes.narrow(0, static_cast<std::int64_t>(at), static_cast<std::int64_t>(size));
+}
+
+}  // namespace
 
 void Memory::add(void* data, std::size_t size) {
   if (size == 0) return;
-  pieces_.push_back({static_cast<std::byte*>(data), size_, size, size, {}});
+  pieces_.push_back({static_cast<std::byte*>(data), size_, size, size, {}, {}});
   size_ += size;
 }
 
 void Memory::add_strided(void* data, std::size_t item, const std::int64_t* sizes, const std::int64_t* strides,
                          std::size_t dims) {
-  Piece piece{static_cast<std::byte*>(data), size_, item, item, {}};
+  Piece piece{static_cast<std::byte*>(data), size_, item, item, {}, {}};
   for (std::size_t i = 0; i < dims; ++i) {
     const auto size = static_cast<std::size_t>(sizes[i]);
     piece.size *= size;
@@ -30,6 +37,22 @@ void Memory::add_strided(void* data, std::size_t item, const std::int64_t* sizes
   pieces_.push_back(std::move(piece));
 }
 
+void Memory::add_on_device(at::Tensor bytes) {
+  const std::size_t size = bytes.nbytes();
+  if (size == 0) return;
+  pieces_.push_back({nullptr, size_, size, size, {}, std::move(bytes)});
+  size_ += size;
+}
+
+void Memory::add(Memory&& more) {
+  for (Piece& piece : more.pieces_) {
+    piece.begin += size_;
+    pieces_.push_back(std::move(piece));
+  }
+  size_ += std::exchange(more.size_, 0);
+  more.pieces_.clear();
+}
+
 std::size_t Memory::find(std::size_t at) const noexcept {
   const auto after = std::upper_bound(pieces_.begin(), pieces_.end(), at,
                                       [](std::size_t value, const Piece& piece) { return value < piece.begin; });
@@ -40,7 +63,7 @@ std::size_t Memory::pieces(std::size_t at, std::size_t size, iovec* into, std::s
   std::size_t count = 0;
   for (std::size_t i = find(at); size > 0; ++i) {
     const Piece& piece = pieces_[i];
-    if (count == most || !piece.outer.empty()) return 0;
+    if (count == most || !piece.outer.empty() || piece.data == nullptr) return 0;
     const std::size_t skipped = at - piece.begin;
     const std::size_t part = std::min(size, piece.size - skipped);
     into[count++] = {piece.data + skipped, part};
@@ -79,32 +102,74 @@ void Memory::walk_strided(const Piece& piece, std::size_t at, std::size_t size, 
 }
 
 template <class Copy>
-void Memory::walk(std::size_t at, std::size_t size, Copy&& copy) const noexcept {
+void Memory::walk(const Piece& piece, std::size_t at, std::size_t size, Copy&& copy) noexcept {
+  if (piece.outer.empty()) {
+    copy(piece.data + at, size);
+  } else {
+    walk_strided(piece, at, size, copy);
+  }
+}
+
+// Calls visit(piece, place in it, bytes) for each.
+template <class Visit>
+void Memory::visit(std::size_t at, std::size_t size, Visit&& visit) const {
   for (std::size_t i = find(at); size > 0; ++i) {
     const Piece& piece = pieces_[i];
     const std::size_t skipped = at - piece.begin;
     const std::size_t part = std::min(size, piece.size - skipped);
-    if (piece.outer.empty()) {
-      copy(piece.data + skipped, part);
-    } else {
-      walk_strided(piece, skipped, part, copy);
-    }
+    visit(piece, skipped, part);
     at += part;
     size -= part;
   }
 }
 
+bool Memory::is_on_device(std::size_t at, std::size_t size) const noexcept {
+  bool found = false;
+  visit(at, size, [&found](const Piece& piece, std::size_t, std::size_t) { found |= piece.data == nullptr; });
+  return found;
+}
+
 void Memory::gather(std::size_t at, std::size_t size, std::byte* into) const noexcept {
-  walk(at, size, [&into](const std::byte* data, std::size_t part) {
+  const auto copy = [&into](const std::byte* data, std::size_t part) {
     std::memcpy(into, data, part);
     into += part;
-  });
+  };
+  visit(at, size,
+        [&copy](const Piece& piece, std::size_t skipped, std::size_t part) { walk(piece, skipped, part, copy); });
 }
 
 void Memory::scatter(std::size_t at, std::size_t size, const std::byte* from) const noexcept {
-  walk(at, size, [&from](std::byte* data, std::size_t part) {
+  const auto copy = [&from](std::byte* data, std::size_t part) {
     std::memcpy(data, from, part);
     from += part;
+  };
+  visit(at, size,
+        [&copy](const Piece& piece, std::size_t skipped, std::size_t part) { walk(piece, skipped, part, copy); });
+}
+
+void Memory::gather(std::size_t at, std::size_t size, const at::Tensor& into) const {
+  auto* const begin = static_cast<std::byte*>(into.mutable_data_ptr());
+  std::size_t done = 0;
+  visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
+    if (piece.data == nullptr) {
+      slice(into, done, part).copy_(slice(piece.on_device, skipped, part), /*non_blocking=*/true);
+    } else {
+      gather(piece.begin + skipped, part, begin + done);
+    }
+    done += part;
+  });
+}
+
+void Memory::scatter(std::size_t at, std::size_t size, const at::Tensor& from) const {
+  const auto* const begin = static_cast<const std::byte*>(from.const_data_ptr());
+  std::size_t done = 0;
+  visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
+    if (piece.data == nullptr) {
+      slice(piece.on_device, skipped, part).copy_(slice(from, done, part), /*non_blocking=*/true);
+    } else {
+      scatter(piece.begin + skipped, part, begin + done);
+    }
+    done += part;
   });
 }
 

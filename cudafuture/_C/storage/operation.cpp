@@ -1,10 +1,12 @@
 #include "storage/operation.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <string>
 #include <system_error>
 
+#include "core/edge.h"
 #include "core/error.h"
 #include "storage/failure.h"
 
@@ -28,7 +30,14 @@ bool Operation::begin() noexcept {
   return false;
 }
 
-void Operation::next(Block& block) noexcept {
+bool Operation::waits_for_source() const noexcept {
+  if (request_.device == nullptr || request_.direction == Direction::read || !stands(Edge::storage_source_wait)) {
+    return false;
+  }
+  return !request_.device->earlier()->device_work_finished();
+}
+
+Operation::Outcome Operation::next(Block& block) noexcept {
   const File& file = *request_.file;
   block.operation = this;
   block.direction = request_.direction;
@@ -47,7 +56,47 @@ void Operation::next(Block& block) noexcept {
   cut_ += block.wanted;
   ++under_way_;
   if (!block.is_staged) ++using_memory_;
+  if (request_.direction == Direction::read) return Outcome::kernel;
+  return fill_buffer(block);
+}
+
+// Of a write.
+Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
+  if (block.is_staged && request_.device != nullptr && request_.memory.is_on_device(block.at, block.wanted)) {
+    try {
+      block.copied = request_.device->gather(request_.memory, block);
+    } catch (...) {
+      return failed_at(block, block.at, std::current_exception());
+    }
+    ++using_memory_;
+    return stands(Edge::storage_source_copied) ? Outcome::device : copied(block);
+  }
+  if (block.is_staged) request_.memory.gather(block.at, block.wanted, block.buffer);
+  check(block);
   if (using_memory_ == 0 && !has_next()) release_memory();
+  return Outcome::kernel;
+}
+
+Operation::Outcome Operation::copied(Block& block) noexcept {
+  if (const std::exception_ptr error = block.copied->late_error()) return failed_at(block, block.at, error);
+  block.copied = nullptr;
+  --using_memory_;
+  check(block);
+  if (using_memory_ == 0 && !has_next()) release_memory();
+  return Outcome::kernel;
+}
+
+// Takes the checksum of what a block has in its buffer or in memory.
+void Operation::check(const Block& block) noexcept {
+  if (request_.checksum == nullptr) return;
+  std::array<iovec, Block::kMostPieces> pieces;
+  std::size_t count = 1;
+  if (block.is_staged) {
+    pieces[0] = {block.buffer + block.ahead, block.wanted};
+  } else {
+    count = request_.memory.pieces(block.at, block.wanted, pieces.data(), pieces.size());
+  }
+  request_.checksum->take(block.at, pieces.data(), count);
 }
 
 void Operation::cut_through_cache(Block& block, std::size_t most) const noexcept {
@@ -99,7 +148,6 @@ void Operation::aim_at_buffer(Block& block) const noexcept {
   block.is_staged = true;
   block.pieces[0] = {block.buffer, block.size};
   block.count = 1;
-  if (request_.direction == Direction::write) request_.memory.gather(block.at, block.wanted, block.buffer);
 }
 
 Operation::Outcome Operation::take(Block& block) noexcept {
@@ -108,39 +156,64 @@ Operation::Outcome Operation::take(Block& block) noexcept {
   if (result == -EINVAL && block.descriptor == file.past_cache() && !file.must_be_direct()) {
     file.fall_back();
     block.descriptor = file.through_cache();
-    return Outcome::again;
+    return Outcome::kernel;
   }
   const bool is_in_vain = result == -EAGAIN || result == -EINTR || (result == 0 && block.direction == Direction::write);
-  if (is_in_vain && ++block.in_vain < kMostInVain) return Outcome::again;
+  if (is_in_vain && ++block.in_vain < kMostInVain) return Outcome::kernel;
   if (result <= 0) return failed(block, static_cast<int>(-result));
   block.in_vain = 0;
   block.advance(static_cast<std::size_t>(result));
   if (block.done >= block.ahead + block.wanted) return ended(block);
   // The end of the file, or of the room: the rest is no whole unit any more.
   if (block.descriptor == file.past_cache() && block.offset % file.unit() != 0) block.descriptor = file.through_cache();
-  return Outcome::again;
+  return Outcome::kernel;
 }
 
 Operation::Outcome Operation::failed(Block& block, int code) noexcept {
   const std::size_t at = block.at + (block.done > block.ahead ? block.done - block.ahead : 0);
-  if (failure_ == nullptr || at < failed_at_) {
-    failed_at_ = at;
-    failure_ = error(code, at);
-  }
+  return failed_at(block, at, error(code, at));
+}
+
+Operation::Outcome Operation::failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept {
+  note_failure(at, std::move(error));
+  if (block.copied != nullptr) --using_memory_;
+  block.copied = nullptr;
   block.wanted = 0;
   return ended(block);
 }
 
 Operation::Outcome Operation::ended(Block& block) noexcept {
-  if (!block.is_staged) {
-    --using_memory_;
-  } else if (request_.direction == Direction::read) {
-    request_.memory.scatter(block.at, block.wanted, block.buffer + block.ahead);
+  Outcome outcome = Outcome::ended;
+  if (!block.is_staged) --using_memory_;
+  if (request_.direction == Direction::read && block.wanted != 0) {
+    check(block);
+    if (block.is_staged) outcome = empty_buffer(block);
   }
   --under_way_;
   block.operation = nullptr;
   if (using_memory_ == 0 && !has_next()) release_memory();
-  return Outcome::ended;
+  return outcome;
+}
+
+// Of a read.
+Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
+  if (request_.device == nullptr || !request_.memory.is_on_device(block.at, block.wanted)) {
+    request_.memory.scatter(block.at, block.wanted, block.buffer + block.ahead);
+    return Outcome::ended;
+  }
+  try {
+    block.copied = request_.device->scatter(request_.memory, block);
+    return stands(Edge::storage_target_copied) ? Outcome::device : Outcome::ended;
+  } catch (...) {
+    note_failure(block.at, std::current_exception());
+    return Outcome::ended;
+  }
+}
+
+void Operation::note_failure(std::size_t at, std::exception_ptr error) noexcept {
+  if (failure_ != nullptr && at >= failed_after_) return;
+  failed_after_ = at;
+  failure_ = std::move(error);
 }
 
 void Operation::release_memory() noexcept {
@@ -149,12 +222,29 @@ void Operation::release_memory() noexcept {
   released->complete(Value());
 }
 
+void Operation::give_up(std::exception_ptr error) noexcept {
+  if (request_.future->start()) failure_ = std::move(error);
+  cut_ = size();
+}
+
 void Operation::finish() noexcept {
   release_memory();
+  EventSet events;
+  std::vector<at::Tensor> targets;
+  if (request_.device != nullptr && request_.direction == Direction::read) {
+    try {
+      if (failure_ == nullptr) request_.device->fill_targets();
+      events = request_.device->events(failure_ == nullptr ? Edge::storage_read_record : Edge::storage_failure_record);
+      targets = request_.device->targets();
+    } catch (...) {
+      if (failure_ == nullptr) failure_ = std::current_exception();
+    }
+  }
   if (failure_ != nullptr) {
-    request_.future->fail(Value::of_error(failure_));
+    request_.future->fail(Value::of_error(failure_), std::move(events));
   } else {
-    request_.future->complete(Value::of_native(static_cast<std::int64_t>(size())));
+    request_.future->complete(Value::of_native(static_cast<std::int64_t>(size())), std::move(events),
+                              std::move(targets));
   }
 }
 

@@ -1,8 +1,13 @@
 // One read or write of the user's: cut into blocks, and ended when all of them have.
 //
 //     next() ──► block ──► kernel ──► take() ──► again, for the rest
-//        ▲                               │
-//        └─────── while there is more    └──► ended; after the last one finish() completes the future
+//        ▲          │        ▲           │
+//        │          ▼        │           └──► ended; after the last one finish() completes the future
+//        │        device ──► copied()
+//        └─────── while there is more
+//
+// What is on a device goes by the block's buffer. Of a write the device fills it first. Of a read the device empties
+// it last, when the block has ended for the operation: its future is complete when the last such copy is enqueued.
 //
 // Of a file that goes past the page cache whole units do, and the kernel takes them from the user's memory if that is
 // aligned; else they are staged in the block's buffer. A part of a unit is written through the cache; it is read past
@@ -19,6 +24,8 @@
 
 #include "core/future.h"
 #include "storage/block.h"
+#include "storage/checksum.h"
+#include "storage/device.h"
 #include "storage/file.h"
 #include "storage/memory.h"
 
@@ -28,15 +35,18 @@ struct Request {
   Direction direction = Direction::read;
   std::shared_ptr<File> file;
   std::uint64_t offset = 0;  // in the file, bytes
+  Foreign keep;              // whatever owns the memory
   Memory memory;
-  Foreign keep;        // whatever owns the memory
-  FuturePtr future;    // completes with the bytes that went over
-  FuturePtr released;  // null; or completes when a write does not need the memory any more
+  std::shared_ptr<DeviceSide> device;  // null: all of it is on the host
+  std::shared_ptr<Checksum> checksum;  // null, or to be taken on the way; blocks have to be whole leaves
+  FuturePtr future;                    // completes with the bytes that went over
+  FuturePtr released;                  // null; or completes when a write does not need the memory any more
 };
 
 class Operation {
  public:
-  enum class Outcome : std::uint8_t { again, ended };
+  // Where a block goes next: to the kernel; to wait for its copies, and after those of a write to copied(); nowhere.
+  enum class Outcome : std::uint8_t { kernel, device, ended };
 
   explicit Operation(Request&& request) noexcept : request_(std::move(request)) {}
   Operation(const Operation&) = delete;
@@ -45,14 +55,18 @@ class Operation {
   // False when it was cancelled, or its file was closed: then it is over. Does nothing the second time.
   bool begin() noexcept;
   bool has_next() const noexcept { return failure_ == nullptr && cut_ < request_.memory.size(); }
-  void next(Block& block) noexcept;
+  Outcome next(Block& block) noexcept;
   Outcome take(Block& block) noexcept;
+  Outcome copied(Block& block) noexcept;
   bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
   void finish() noexcept;
+  void give_up(std::exception_ptr error) noexcept;  // before it has begun
   bool has_succeeded() const noexcept { return failure_ == nullptr && cut_ == size(); }
 
   std::size_t size() const noexcept { return request_.memory.size(); }
   Direction direction() const noexcept { return request_.direction; }
+  const DeviceSide* device() const noexcept { return request_.device.get(); }
+  bool waits_for_source() const noexcept;
 
   Operation* next_in_line = nullptr;  // of its engine
   bool is_in_line = false;
@@ -64,7 +78,12 @@ class Operation {
   bool aim_at_memory(Block& block) const noexcept;
   bool suits_device(const Block& block) const noexcept;
   void aim_at_buffer(Block& block) const noexcept;
+  Outcome fill_buffer(Block& block) noexcept;
+  Outcome empty_buffer(Block& block) noexcept;
+  void check(const Block& block) noexcept;
   Outcome failed(Block& block, int code) noexcept;
+  Outcome failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept;
+  void note_failure(std::size_t at, std::exception_ptr error) noexcept;
   Outcome ended(Block& block) noexcept;
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;
@@ -73,9 +92,9 @@ class Operation {
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
   std::size_t under_way_ = 0;     // blocks
-  std::size_t using_memory_ = 0;  // of them those that are not staged
+  std::size_t using_memory_ = 0;  // of them those that are not staged, or not yet
   std::exception_ptr failure_;    // at the first byte that has failed
-  std::size_t failed_at_ = 0;     // bytes before that one
+  std::size_t failed_after_ = 0;  // bytes before that one
 };
 
 }  // namespace cudafuture::storage

@@ -43,7 +43,7 @@ class Ring final : public Backend {
   }
 
   // Returns an errno, or 0.
-  int set_up(std::size_t depth, std::byte* buffers, std::size_t bytes) noexcept {
+  int set_up(std::size_t depth) noexcept {
     event_ = ::eventfd(0, EFD_CLOEXEC);
     if (event_ < 0) return errno;
     int code = -EINVAL;
@@ -56,8 +56,6 @@ class Ring final : public Backend {
     if (code != 0) return -code;
     rings_made_and_ended.fetch_add(1, std::memory_order_acq_rel);
     is_set_up_ = true;
-    buffers_ = buffers;
-    bytes_ = bytes;
     listen();
     return io_uring_submit(&ring_) < 0 ? EINVAL : 0;
   }
@@ -115,6 +113,13 @@ class Ring final : public Backend {
     }
   }
 
+  void use_buffers(std::byte* buffers, std::size_t bytes) noexcept override {
+    if (are_registered_) io_uring_unregister_buffers(&ring_);
+    are_registered_ = has_tried_ = false;
+    buffers_ = buffers;
+    bytes_ = bytes;
+  }
+
   const char* name() const noexcept override { return "io_uring"; }
 
  private:
@@ -149,9 +154,9 @@ class Ring final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_ring(std::size_t depth, std::byte* buffers, std::size_t bytes, std::string& why_not) {
+std::unique_ptr<Backend> make_ring(std::size_t depth, std::string& why_not) {
   auto ring = std::make_unique<Ring>();
-  const int code = ring->set_up(depth, buffers, bytes);
+  const int code = ring->set_up(depth);
   if (code == 0) return ring;
   why_not = "io_uring: " + std::generic_category().message(code);
   return nullptr;
@@ -163,7 +168,7 @@ std::unique_ptr<Backend> make_ring(std::size_t depth, std::byte* buffers, std::s
 
 namespace cudafuture::storage {
 
-std::unique_ptr<Backend> make_ring(std::size_t, std::byte*, std::size_t, std::string& why_not) {
+std::unique_ptr<Backend> make_ring(std::size_t, std::string& why_not) {
   why_not = "io_uring: the library was built without liburing";
   return nullptr;
 }

@@ -14,7 +14,7 @@
 namespace cudafuture::storage {
 
 // A ring for so many blocks at a time, made by the thread that uses it; null, with the reason, where there is none.
-// `buffers` holds those of all blocks: they are registered with the kernel where the limit of locked memory allows.
-std::unique_ptr<Backend> make_ring(std::size_t depth, std::byte* buffers, std::size_t bytes, std::string& why_not);
+// Its buffers are registered with the kernel where the limit of locked memory allows.
+std::unique_ptr<Backend> make_ring(std::size_t depth, std::string& why_not);
 
 }  // namespace cudafuture::storage

@@ -21,6 +21,7 @@ class Threads final : public Backend {
   void put(Block& block) noexcept override;
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
   void wake() noexcept override;
+  void use_buffers(std::byte*, std::size_t) noexcept override {}
   const char* name() const noexcept override { return "threads"; }
 
  private:

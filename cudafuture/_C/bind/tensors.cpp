@@ -1,0 +1,94 @@
+#include "bind/tensors.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+#include <utility>
+
+#include "core/future.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using storage::DeviceSide;
+using storage::Direction;
+using storage::Memory;
+
+std::string described(const at::Tensor& tensor) {
+  return "a tensor of layout " + c10::str(tensor.layout()) + " on " + tensor.device().str();
+}
+
+at::Tensor expect_tensor(nb::handle object) {
+  if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
+  throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
+}
+
+void expect_memory(const at::Tensor& tensor, Direction direction) {
+  if (tensor.layout() != at::kStrided || !tensor.has_storage()) {
+    throw nb::type_error((described(tensor) + " has no memory of its own to be read or written").c_str());
+  }
+  if (!tensor.is_cpu() && !has_streams(tensor.device())) {
+    throw nb::type_error((described(tensor) + ": only the host and devices with streams can be taken").c_str());
+  }
+  if (direction == Direction::write) return;
+  if (tensor.is_conj() || tensor.is_neg()) {
+    throw nb::value_error("a view that conjugates or negates cannot be read into");
+  }
+  if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw nb::value_error("elements of the tensor share memory: it cannot be read into");
+  }
+}
+
+void add_on_host(Memory& memory, const at::Tensor& tensor, Direction direction) {
+  if (tensor.numel() == 0) return;
+  const bool reads = direction == Direction::read;
+  void* const data = reads ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  if (data == nullptr) throw nb::type_error((described(tensor) + " has no memory").c_str());
+  if (tensor.is_contiguous()) {
+    memory.add(data, tensor.nbytes());
+    return;
+  }
+  memory.add_strided(data, tensor.itemsize(), tensor.sizes().data(), tensor.strides().data(),
+                     static_cast<std::size_t>(tensor.dim()));
+}
+
+// Autograd is told that a tensor changes.
+void note_change(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
+  Tensors taken;
+  std::vector<at::Tensor> all;
+  for (nb::handle object : tensors) {
+    at::Tensor tensor = expect_tensor(object);
+    expect_memory(tensor, direction);
+    nb::object owner = nb::borrow(object);
+    if (tensor.is_cpu() && (tensor.is_conj() || tensor.is_neg())) {  // made real: that is what is stored
+      tensor = tensor.resolve_conj().resolve_neg();
+      owner = nb::steal(THPVariable_Wrap(tensor));
+    }
+    taken.keep.append(owner);
+    all.push_back(std::move(tensor));
+  }
+  const std::vector<c10::Device> devices = devices_of(all);
+  const WithoutGil released;
+  if (!devices.empty()) taken.device = std::make_shared<DeviceSide>(devices, direction, priority);
+  taken.memory.resize(all.size());
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].is_cpu()) {
+      add_on_host(taken.memory[i], all[i], direction);
+    } else {
+      taken.memory[i].add_on_device(taken.device->bytes_of(all[i]));
+    }
+    if (direction == Direction::read) note_change(all[i]);
+  }
+  return taken;
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,23 @@
+// Tensors that Python gives to be read or written, as memory for the storage engine.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "bind/python.h"
+#include "storage/block.h"
+#include "storage/device.h"
+#include "storage/memory.h"
+
+namespace cudafuture::bind {
+
+struct Tensors {
+  std::vector<storage::Memory> memory;          // of each
+  std::shared_ptr<storage::DeviceSide> device;  // null: all are on the host
+  nb::list keep;                                // what owns the memory
+};
+
+// Throws TypeError and ValueError. Of a read the tensors are noted as changed.
+Tensors take_tensors(nb::handle tensors, storage::Direction direction, int priority);
+
+}  // namespace cudafuture::bind

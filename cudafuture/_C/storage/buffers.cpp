@@ -1,0 +1,43 @@
+#include "storage/buffers.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <new>
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::byte* map_memory(std::size_t bytes) {
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  ::madvise(memory, bytes, MADV_HUGEPAGE);
+  return static_cast<std::byte*>(memory);
+}
+
+}  // namespace
+
+Buffers::Buffers(std::size_t bytes) : data_(map_memory(bytes)), size_(bytes) {}
+
+Buffers::~Buffers() { give_back(); }
+
+void Buffers::give_back() noexcept {
+  if (!pinned_.defined()) ::munmap(data_, size_);
+}
+
+void Buffers::pin() {
+  const at::AutoDispatchBelowADInplaceOrView plain;
+  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true);
+  const at::Tensor memory = at::empty({static_cast<std::int64_t>(size_ + kPage)}, options);
+  const std::size_t before = -reinterpret_cast<std::uintptr_t>(memory.mutable_data_ptr()) % kPage;
+  at::Tensor pinned = memory.narrow(0, static_cast<std::int64_t>(before), static_cast<std::int64_t>(size_));
+  give_back();
+  pinned_ = std::move(pinned);
+  data_ = static_cast<std::byte*>(pinned_.mutable_data_ptr());
+}
+
+}  // namespace cudafuture::storage

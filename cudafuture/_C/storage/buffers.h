@@ -1,0 +1,33 @@
+// The memory in which an engine stages blocks: of the host, and pinned from the first time on that a device needs it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+namespace cudafuture::storage {
+
+class Buffers {
+ public:
+  explicit Buffers(std::size_t bytes);  // throws std::bad_alloc
+  ~Buffers();
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+
+  std::byte* data() const noexcept { return data_; }  // at a page
+  std::size_t size() const noexcept { return size_; }
+
+  // Takes pinned memory of the accelerator in place of what there was. Throws what its allocator has to say.
+  void pin();
+  bool are_pinned() const noexcept { return pinned_.defined(); }
+  const at::Tensor& pinned() const noexcept { return pinned_; }  // the same bytes
+
+ private:
+  void give_back() noexcept;
+
+  std::byte* data_;
+  std::size_t size_;
+  at::Tensor pinned_;
+};
+
+}  // namespace cudafuture::storage
