@@ -21,18 +21,6 @@ c10::Device with_index(c10::Device device) {
   return c10::Device(device.type(), c10::impl::VirtualGuardImpl(device.type()).getDevice().index());
 }
 
-c10::Device device_from(nb::handle object) {
-  static Imported device_class{"torch", "device"};
-  if (THPDevice_Check(object.ptr())) return with_index(reinterpret_cast<THPDevice*>(object.ptr())->device);
-  if (!nb::isinstance<nb::str>(object) && !nb::isinstance<nb::int_>(object)) {
-    const std::string message =
-        "a device is a torch.device, a str such as 'cuda:0' or an int, not " + std::string(nb::repr(object).c_str());
-    throw nb::type_error(message.c_str());
-  }
-  const nb::object made = device_class()(object);
-  return with_index(reinterpret_cast<THPDevice*>(made.ptr())->device);
-}
-
 c10::Stream stream_from(nb::handle object) {
   static Imported stream_class{"torch", "Stream"};
   if (!nb::isinstance(object, stream_class())) {
@@ -164,6 +152,18 @@ std::vector<c10::Stream> streams_from(nb::handle streams) {
     result.push_back(stream_from(streams));
   }
   return result;
+}
+
+c10::Device device_from(nb::handle object) {
+  static Imported device_class{"torch", "device"};
+  if (THPDevice_Check(object.ptr())) return with_index(reinterpret_cast<THPDevice*>(object.ptr())->device);
+  if (!nb::isinstance<nb::str>(object) && !nb::isinstance<nb::int_>(object)) {
+    const std::string message =
+        "a device is a torch.device, a str such as 'cuda:0' or an int, not " + std::string(nb::repr(object).c_str());
+    throw nb::type_error(message.c_str());
+  }
+  const nb::object made = device_class()(object);
+  return with_index(reinterpret_cast<THPDevice*>(made.ptr())->device);
 }
 
 nb::object device_object(c10::Device device) { return nb::steal(THPDevice_New(device)); }

@@ -54,8 +54,23 @@ nb::object of_c10(const c10::Error& error) {
   return make(type.ptr(), error.what_without_backtrace());
 }
 
+const char* class_of(storage::FailureKind kind) {
+  switch (kind) {
+    case storage::FailureKind::storage:
+      return "StorageError";
+    case storage::FailureKind::checksum:
+      return "ChecksumError";
+    case storage::FailureKind::quota:
+      return "QuotaError";
+    case storage::FailureKind::not_found:
+      return "NotFoundError";
+  }
+  return "StorageError";
+}
+
 nb::object of_storage(const storage::Failure& failure) {
-  nb::object error = make_error("StorageError", failure.what());
+  nb::object error = make_error(class_of(failure.kind()), failure.what());
+  if (failure.kind() == storage::FailureKind::not_found) return error;
   if (failure.code() != 0) error.attr("errno") = failure.code();
   error.attr("path") = make(reinterpret_cast<PyObject*>(&PyUnicode_Type), failure.path());
   error.attr("offset") = failure.offset();

@@ -83,6 +83,7 @@ std::vector<c10::Stream> streams_from(nb::handle streams);
 std::vector<c10::Device> devices_of_streams(const std::vector<c10::Stream>& streams);
 at::Tensor tensor_from(nb::handle object);
 nb::object device_object(c10::Device device);
+c10::Device device_from(nb::handle object);  // with an index, if it has streams
 nb::object stream_object(const c10::Stream& stream);
 std::string device_set(c10::ArrayRef<c10::Device> devices);
 
@@ -114,5 +115,6 @@ void bind_combine(nb::module_& m);
 void bind_await(nb::module_& m);
 void bind_edges(nb::module_& m);
 void bind_storage(nb::module_& m);
+void bind_store(nb::module_& m);
 
 }  // namespace cudafuture::bind

@@ -1,4 +1,5 @@
-// Files and engines of cudafuture.storage.
+#include "bind/storage.h"
+
 #include <nanobind/stl/shared_ptr.h>
 
 #include <cstdint>
@@ -21,17 +22,6 @@ using storage::Direction;
 using storage::Engine;
 using storage::File;
 using storage::Start;
-
-// What Python holds: when it lets go, the engine takes no more.
-struct EngineHandle {
-  std::shared_ptr<Engine> engine;
-
-  explicit EngineHandle(std::shared_ptr<Engine> engine) : engine(std::move(engine)) {}
-  EngineHandle(EngineHandle&&) = default;
-  ~EngineHandle() {
-    if (engine != nullptr) engine->close();
-  }
-};
 
 // Reads or writes tensors, one after the other from `offset` on. The future keeps them until it is done.
 nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,

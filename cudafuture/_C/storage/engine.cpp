@@ -166,12 +166,12 @@ void Engine::perform() noexcept {
 
 // ---- operations
 
-void Engine::submit(Request&& request) {
+void Engine::submit(Request&& request, Full when_full) {
   refuse_after_fork();
   auto operation = std::make_unique<Operation>(std::move(request));
   {
     std::unique_lock lock(mutex_);
-    if (options_.max_pending != 0) {
+    if (options_.max_pending != 0 && when_full == Full::wait) {
       changed_.wait(lock, [this] { return is_closed_ || pending_ < options_.max_pending; });
     }
     if (is_closed_) throw Error(ErrorKind::invalid_state, "the storage engine is closed");
@@ -332,7 +332,7 @@ void Engine::end(Operation* operation) noexcept {
   bool tells;
   {
     std::lock_guard lock(mutex_);
-    tells = options_.max_pending != 0 && pending_ == options_.max_pending;
+    tells = options_.max_pending != 0 && pending_ >= options_.max_pending;
     --pending_;
   }
   if (tells) changed_.notify_all();

@@ -73,8 +73,10 @@ class Engine final : private ThreadCache::Task, private Watching {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Blocks while as many operations are pending as there may be. Throws Error when the engine is closed.
-  void submit(Request&& request);
+  // Blocks while as many operations are pending as there may be, unless it must not. Throws Error when the engine is
+  // closed.
+  enum class Full : std::uint8_t { wait, exceed };
+  void submit(Request&& request, Full when_full = Full::wait);
 
   // Takes no more operations. Those that it has are still done.
   void close() noexcept;

@@ -1,4 +1,4 @@
-// A read or a write that failed. The binding makes a cudafuture.errors.StorageError of it.
+// A read or a write that failed. The binding makes one of cudafuture.errors of it, StorageError or NotFoundError.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,19 @@
 
 namespace cudafuture::storage {
 
+enum class FailureKind : std::uint8_t { storage, checksum, quota, not_found };
+
 class Failure final : public std::exception {
  public:
   Failure(std::string message, int code, std::string path, std::uint64_t offset = 0, std::uint64_t wanted = 0,
-          std::uint64_t got = 0)
+          std::uint64_t got = 0, FailureKind kind = FailureKind::storage)
       : message_(std::move(message)),
         path_(std::move(path)),
         code_(code),
         offset_(offset),
         wanted_(wanted),
-        got_(got) {}
+        got_(got),
+        kind_(kind) {}
 
   const char* what() const noexcept override { return message_.c_str(); }
   int code() const noexcept { return code_; }  // errno; 0: none, as at the end of a file
@@ -25,6 +28,7 @@ class Failure final : public std::exception {
   std::uint64_t offset() const noexcept { return offset_; }  // of the whole read or write, in bytes
   std::uint64_t wanted() const noexcept { return wanted_; }  // bytes
   std::uint64_t got() const noexcept { return got_; }        // bytes before the first that failed
+  FailureKind kind() const noexcept { return kind_; }
 
  private:
   std::string message_;
@@ -33,6 +37,7 @@ class Failure final : public std::exception {
   std::uint64_t offset_;
   std::uint64_t wanted_;
   std::uint64_t got_;
+  FailureKind kind_;
 };
 
 }  // namespace cudafuture::storage

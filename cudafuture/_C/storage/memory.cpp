@@ -44,6 +44,12 @@ void Memory::add_on_device(at::Tensor bytes) {
   size_ += size;
 }
 
+void Memory::skip(std::size_t size) {
+  if (size == 0) return;
+  pieces_.push_back({nullptr, size_, size, size, {}, {}});
+  size_ += size;
+}
+
 void Memory::add(Memory&& more) {
   for (Piece& piece : more.pieces_) {
     piece.begin += size_;
@@ -125,7 +131,7 @@ void Memory::visit(std::size_t at, std::size_t size, Visit&& visit) const {
 
 bool Memory::is_on_device(std::size_t at, std::size_t size) const noexcept {
   bool found = false;
-  visit(at, size, [&found](const Piece& piece, std::size_t, std::size_t) { found |= piece.data == nullptr; });
+  visit(at, size, [&found](const Piece& piece, std::size_t, std::size_t) { found |= piece.on_device.defined(); });
   return found;
 }
 
@@ -134,8 +140,11 @@ void Memory::gather(std::size_t at, std::size_t size, std::byte* into) const noe
     std::memcpy(into, data, part);
     into += part;
   };
-  visit(at, size,
-        [&copy](const Piece& piece, std::size_t skipped, std::size_t part) { walk(piece, skipped, part, copy); });
+  visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
+    if (piece.data != nullptr) return walk(piece, skipped, part, copy);
+    std::memset(into, 0, part);
+    into += part;
+  });
 }
 
 void Memory::scatter(std::size_t at, std::size_t size, const std::byte* from) const noexcept {
@@ -143,15 +152,17 @@ void Memory::scatter(std::size_t at, std::size_t size, const std::byte* from) co
     std::memcpy(data, from, part);
     from += part;
   };
-  visit(at, size,
-        [&copy](const Piece& piece, std::size_t skipped, std::size_t part) { walk(piece, skipped, part, copy); });
+  visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
+    if (piece.data != nullptr) return walk(piece, skipped, part, copy);
+    from += part;
+  });
 }
 
 void Memory::gather(std::size_t at, std::size_t size, const at::Tensor& into) const {
   auto* const begin = static_cast<std::byte*>(into.mutable_data_ptr());
   std::size_t done = 0;
   visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
-    if (piece.data == nullptr) {
+    if (piece.on_device.defined()) {
       slice(into, done, part).copy_(slice(piece.on_device, skipped, part), /*non_blocking=*/true);
     } else {
       gather(piece.begin + skipped, part, begin + done);
@@ -164,7 +175,7 @@ void Memory::scatter(std::size_t at, std::size_t size, const at::Tensor& from) c
   const auto* const begin = static_cast<const std::byte*>(from.const_data_ptr());
   std::size_t done = 0;
   visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
-    if (piece.data == nullptr) {
+    if (piece.on_device.defined()) {
       slice(piece.on_device, skipped, part).copy_(slice(from, done, part), /*non_blocking=*/true);
     } else {
       scatter(piece.begin + skipped, part, begin + done);

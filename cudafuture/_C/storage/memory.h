@@ -22,6 +22,7 @@ class Memory {
 
   void add_on_device(at::Tensor bytes);  // of one dimension, dense
   void add(Memory&& more);
+  void skip(std::size_t size);  // zeros to be written; read, and dropped
 
   std::size_t size() const noexcept { return size_; }                  // bytes
   bool is_on_device(std::size_t at, std::size_t size) const noexcept;  // any of those bytes
@@ -49,7 +50,7 @@ class Memory {
     std::size_t size;                // bytes
     std::size_t run;                 // bytes of its innermost contiguous runs
     c10::SmallVector<Dim, 0> outer;  // those outside the runs; empty: contiguous
-    at::Tensor on_device;            // then there is no data
+    at::Tensor on_device;            // then there is no data; nor where bytes are skipped
   };
 
   template <class Visit>

@@ -231,7 +231,7 @@ void Operation::finish() noexcept {
   release_memory();
   EventSet events;
   std::vector<at::Tensor> targets;
-  if (request_.device != nullptr && request_.direction == Direction::read) {
+  if (request_.device != nullptr && request_.direction == Direction::read && !request_.is_part) {
     try {
       if (failure_ == nullptr) request_.device->fill_targets();
       events = request_.device->events(failure_ == nullptr ? Edge::storage_read_record : Edge::storage_failure_record);

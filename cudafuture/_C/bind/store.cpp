@@ -1,0 +1,250 @@
+// Stores of cudafuture.storage.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "bind/storage.h"
+#include "bind/tensors.h"
+#include "core/process.h"
+#include "storage/checksum.h"
+#include "storage/failure.h"
+#include "storage/store.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using storage::Call;
+using storage::CallPtr;
+using storage::Direction;
+using storage::Failure;
+using storage::Store;
+
+using StorePtr = std::shared_ptr<Store>;
+using Keys = std::vector<std::string>;
+
+constexpr std::size_t kLongestKey = 1024;
+
+std::string key_of(nb::handle object) {
+  if (!PyUnicode_Check(object.ptr())) {
+    throw nb::type_error(("a key is a str, not " + std::string(nb::repr(object).c_str())).c_str());
+  }
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
+  std::string key(text, static_cast<std::size_t>(size));
+  if (key.empty() || key.size() > kLongestKey) {
+    throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());
+  }
+  if (key.find('\0') != std::string::npos) throw nb::value_error("a key has no NUL");
+  return key;
+}
+
+Keys keys_of(nb::handle objects) {
+  Keys keys;
+  for (nb::handle object : objects) keys.push_back(key_of(object));
+  return keys;
+}
+
+CallPtr new_call(Call::Kind kind, const std::string& name, int priority) {
+  auto call = std::make_shared<Call>();
+  call->kind = kind;
+  call->future = c10::make_intrusive<Future>(priority);
+  call->future->set_name(name);
+  if (kind == Call::Kind::write) {
+    call->released = c10::make_intrusive<Future>(priority);
+    call->future->set_released(call->released);
+  }
+  return call;
+}
+
+storage::Shape shape_of(nb::handle object) {
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  return {tensor.scalar_type(), tensor.sizes().vec()};
+}
+
+nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, const std::string& name, int priority) {
+  const Entry entry;
+  refuse_after_fork();
+  const CallPtr call = new_call(Call::Kind::write, name, priority);
+  Keys names = keys_of(keys);
+  Tensors taken = take_tensors(tensors, Direction::write, priority);
+  storage::Writes writes(names.size());
+  for (std::size_t i = 0; i < writes.size(); ++i) {
+    writes[i] = {call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory[i]), 0};
+  }
+  call->device = std::move(taken.device);
+  call->keep = foreign(std::move(taken.keep));
+  nb::object result = wrap(call->future);
+  {
+    const WithoutGil released;
+    self->write(std::move(writes), call);
+  }
+  return result;
+}
+
+// What is there of each key; none, and the call has failed: one is not there.
+std::optional<std::vector<storage::Entry>> find(const Store& store, const Keys& keys, const CallPtr& call) {
+  std::vector<storage::Entry> entries;
+  for (const std::string& key : keys) {
+    std::optional<storage::Entry> found = store.find(key);
+    if (!found) {
+      call->future->fail(Value::of_error(std::make_exception_ptr(
+          Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
+      return std::nullopt;
+    }
+    entries.push_back(*std::move(found));
+  }
+  return entries;
+}
+
+nb::list make_tensors(const std::vector<storage::Entry>& entries, c10::Device device) {
+  nb::list tensors;
+  for (const storage::Entry& entry : entries) {
+    at::Tensor tensor;
+    {
+      const WithoutGil released;
+      tensor = at::empty(entry.shape.sizes, at::TensorOptions().dtype(entry.shape.dtype).device(device));
+    }
+    tensors.append(nb::steal(THPVariable_Wrap(std::move(tensor))));
+  }
+  return tensors;
+}
+
+void expect_shapes(const std::vector<storage::Entry>& entries, const Keys& keys, nb::list outs) {
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const nb::handle out = outs[i];
+    if (!THPVariable_Check(out.ptr())) continue;  // refused right after
+    const storage::Shape shape = shape_of(out);
+    if (shape == entries[i].shape) continue;
+    const auto text = [](const storage::Shape& s) {
+      return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
+    };
+    throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i].shape) +
+                           ", and the one to be filled " + "of " + text(shape))
+                              .c_str());
+  }
+}
+
+nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list,
+                const std::string& name, int priority) {
+  const Entry entry;
+  refuse_after_fork();
+  const CallPtr call = new_call(Call::Kind::read, name, priority);
+  const Keys names = keys_of(keys);
+  std::optional<std::vector<storage::Entry>> entries = find(*self, names, call);
+  if (!entries) return wrap(call->future);
+  nb::list tensors;
+  if (outs.is_none()) {
+    tensors = make_tensors(*entries, device.is_none() ? c10::Device(c10::kCPU) : device_from(device));
+  } else {
+    tensors = nb::cast<nb::list>(outs);
+    expect_shapes(*entries, names, tensors);
+  }
+  Tensors taken = take_tensors(tensors, Direction::read, priority);
+  storage::Reads reads(names.size());
+  for (std::size_t i = 0; i < reads.size(); ++i) {
+    call->results.push_back(THPVariable_Unpack(nb::handle(tensors[i]).ptr()));
+    reads[i] = {call, names[i], std::move((*entries)[i]), std::move(taken.memory[i])};
+  }
+  entries.reset();
+  call->gives_list = gives_list;
+  call->device = std::move(taken.device);
+  call->keep = foreign(std::move(taken.keep));
+  nb::object result = wrap(call->future);
+  {
+    const WithoutGil released;
+    self->read(std::move(reads), call);
+  }
+  return result;
+}
+
+nb::object erase(const StorePtr& self, nb::list keys, const std::string& name, int priority) {
+  const Entry entry;
+  refuse_after_fork();
+  const CallPtr call = new_call(Call::Kind::deletion, name, priority);
+  const Keys names = keys_of(keys);
+  nb::object result = wrap(call->future);
+  {
+    const WithoutGil released;
+    self->erase(names, call);
+  }
+  return result;
+}
+
+nb::object stat(const Store& self, nb::handle key) {
+  const std::string name = key_of(key);
+  const std::optional<storage::Entry> found = self.find(name);
+  if (!found) raise_error("NotFoundError", "there is no key '" + name + "'");
+  const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
+  return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(found->shape.sizes)), found->size);
+}
+
+nb::dict statistics_of(const Store& self) {
+  const Store::Statistics s = self.statistics();
+  nb::dict d;
+  d["keys"] = s.keys;
+  d["bytes"] = s.bytes;
+  d["used"] = s.used;
+  d["slabs"] = s.slabs;
+  d["slab_bytes"] = s.slab_bytes;
+  d["journal_bytes"] = s.journal_bytes;
+  d["reads"] = s.reads;
+  d["writes"] = s.writes;
+  d["transfers"] = s.transfers;
+  d["checksum_errors"] = s.checksum_errors;
+  d["pending"] = s.pending;
+  return d;
+}
+
+StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::optional<bool> direct, bool checksum,
+                    bool durable, std::uint64_t capacity) {
+  Store::Options options;
+  options.folder = folder;
+  options.direct = !direct ? storage::Direct::automatic : *direct ? storage::Direct::yes : storage::Direct::no;
+  options.checksum = checksum;
+  options.durable = durable;
+  options.capacity = capacity;
+  const WithoutGil released;
+  return Store::open(engine.engine, options);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  m.def("set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); });
+  nb::class_<Store>(m, "Store")
+      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("name"), nb::arg("priority"))
+      .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
+           nb::arg("name"), nb::arg("priority"))
+      .def("erase", erase, nb::arg("keys"), nb::arg("name"), nb::arg("priority"))
+      .def("flush", [](Store& self) { return wrap(self.flush()); })
+      .def("keys", &Store::keys)
+      .def("stat", stat, nb::arg("key"))
+      .def(
+          "has", [](const Store& self, nb::handle key) { return self.find(key_of(key)).has_value(); }, nb::arg("key"))
+      .def("trim", &Store::trim, nb::call_guard<nb::gil_scoped_release>())
+      .def("statistics", statistics_of)
+      .def("close", [](Store& self) {
+        const Entry entry;
+        refuse_after_fork();
+        const WithoutGil released;
+        self.close();
+      });
+  m.def("open_store", open_store, nb::arg("engine"), nb::arg("folder"), nb::arg("direct").none(), nb::arg("checksum"),
+        nb::arg("durable"), nb::arg("capacity"));
+}
+
+}  // namespace cudafuture::bind

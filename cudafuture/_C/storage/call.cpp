@@ -1,0 +1,51 @@
+#include "storage/call.h"
+
+#include <ATen/core/List.h>
+
+#include <utility>
+
+#include "core/edge.h"
+
+namespace cudafuture::storage {
+
+void Call::note_failure(std::exception_ptr error) noexcept {
+  std::lock_guard lock(mutex_);
+  if (failure_ == nullptr) failure_ = std::move(error);
+}
+
+std::exception_ptr Call::failure() const noexcept {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Call::part_released() noexcept {
+  if (using_memory_.fetch_sub(1, std::memory_order_acq_rel) != 1 || released == nullptr) return;
+  released->complete(Value());
+}
+
+Value Call::value() {
+  if (kind == Kind::deletion) return {};
+  if (kind == Kind::write) return Value::of_native(static_cast<std::int64_t>(bytes));
+  if (!gives_list) return Value::of_native(std::move(results.front()));
+  return Value::of_native(c10::IValue(c10::List<at::Tensor>(std::exchange(results, {}))));
+}
+
+void Call::finish() noexcept {
+  EventSet events;
+  if (kind == Kind::read && device != nullptr) {
+    try {
+      if (failure() == nullptr) device->fill_targets();
+      events = device->events(failure() == nullptr ? Edge::storage_read_record : Edge::storage_failure_record);
+    } catch (...) {
+      note_failure(std::current_exception());
+    }
+  }
+  if (released != nullptr && !released->done()) released->complete(Value());
+  if (std::exception_ptr error = failure()) {
+    future->fail(Value::of_error(std::move(error)), std::move(events));
+  } else {
+    future->complete(value(), std::move(events));
+  }
+}
+
+}  // namespace cudafuture::storage

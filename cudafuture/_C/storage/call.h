@@ -1,0 +1,53 @@
+// One call of a user of a store: of one key or many. It is done when all of its parts are.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/future.h"
+#include "storage/device.h"
+
+namespace cudafuture::storage {
+
+struct Epoch;
+
+class Call {
+ public:
+  enum class Kind : std::uint8_t { write, read, deletion };
+
+  Kind kind = Kind::write;
+  Foreign keep;  // what owns the memory; the last to be dropped
+  FuturePtr future;
+  FuturePtr released;                  // null; or of a write
+  std::shared_ptr<DeviceSide> device;  // null: all tensors are on the host
+  std::uint64_t bytes = 0;             // of all parts
+  std::vector<at::Tensor> results;     // of a read
+  bool gives_list = false;             // of results, and not the only one
+  std::shared_ptr<Epoch> epoch;        // of the store, which counts it
+
+  void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
+
+  void note_failure(std::exception_ptr error) noexcept;  // the first one counts
+  std::exception_ptr failure() const noexcept;
+  bool part_ended() noexcept { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }  // true: the last one
+  void part_released() noexcept;
+  void finish() noexcept;  // completes the future
+
+ private:
+  Value value();
+
+  std::atomic<std::size_t> left_{0};
+  std::atomic<std::size_t> using_memory_{0};
+  mutable std::mutex mutex_;
+  std::exception_ptr failure_;
+};
+using CallPtr = std::shared_ptr<Call>;
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,60 @@
+// Makes what was written durable: many changes at a time, on a thread that is there while there are some.
+//
+//     changes ──► fdatasync of their slabs ──► batch in the journal ──► fdatasync ──► index, futures
+//
+// Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again: the store takes no
+// more changes.
+//
+// Lock: mutex_ guards the changes and the flag; nothing is taken under it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/thread_cache.h"
+#include "storage/call.h"
+#include "storage/entry.h"
+#include "storage/journal.h"
+
+namespace cudafuture::storage {
+
+class Store;
+
+// A key that was written, or deleted.
+struct Change {
+  CallPtr call;
+  std::string key;
+  Entry entry;  // of a deletion: what was there, whose place stays taken meanwhile, and the turn
+  bool is_deletion = false;
+};
+
+class Committer final : private ThreadCache::Task {
+ public:
+  Committer(Store& store, std::unique_ptr<Journal> journal) : store_(store), journal_(std::move(journal)) {}
+
+  void commit(std::vector<Change>&& changes) noexcept;
+  void compact();  // while nothing is committed
+  std::uint64_t journal_bytes() const noexcept;
+
+ private:
+  void perform() noexcept override;
+  std::exception_ptr make_durable(const std::vector<Change>& changes) noexcept;
+  void compact_if_worth_it() noexcept;
+
+  Store& store_;
+  std::unique_ptr<Journal> journal_;
+  std::exception_ptr broken_;
+  std::uint64_t compact_at_ = 0;  // bytes of the journal
+  std::atomic<std::uint64_t> journal_bytes_{0};
+
+  std::mutex mutex_;
+  std::vector<Change> changes_;
+  std::shared_ptr<Store> working_for_;  // while the task runs
+};
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,60 @@
+#include "storage/extents.h"
+
+#include <iterator>
+
+namespace cudafuture::storage {
+
+Extents::Extents(std::uint64_t size) : size_(size) {
+  if (size != 0) add(0, size);
+}
+
+void Extents::add(std::uint64_t offset, std::uint64_t size) {
+  by_offset_.emplace(offset, size);
+  by_size_.emplace(size, offset);
+  free_ += size;
+}
+
+void Extents::remove(Runs::iterator run) {
+  by_size_.erase({run->second, run->first});
+  free_ -= run->second;
+  by_offset_.erase(run);
+}
+
+std::optional<std::uint64_t> Extents::take(std::uint64_t size) {
+  const auto fit = by_size_.lower_bound({size, 0});
+  if (fit == by_size_.end()) return std::nullopt;
+  const std::uint64_t offset = fit->second;
+  take_at(offset, size);
+  return offset;
+}
+
+bool Extents::take_at(std::uint64_t offset, std::uint64_t size) {
+  auto run = by_offset_.upper_bound(offset);
+  if (run == by_offset_.begin()) return false;
+  --run;
+  const auto [begin, length] = *run;
+  if (offset + size > begin + length) return false;
+  remove(run);
+  if (offset > begin) add(begin, offset - begin);
+  if (offset + size < begin + length) add(offset + size, begin + length - offset - size);
+  return true;
+}
+
+void Extents::give_back(std::uint64_t offset, std::uint64_t size) {
+  auto after = by_offset_.lower_bound(offset);
+  if (after != by_offset_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == offset) {
+      offset = before->first;
+      size += before->second;
+      remove(before);
+    }
+  }
+  if (after != by_offset_.end() && offset + size == after->first) {
+    size += after->second;
+    remove(after);
+  }
+  add(offset, size);
+}
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,54 @@
+#include "storage/packs.h"
+
+#include <utility>
+
+#include "storage/slabs.h"
+
+namespace cudafuture::storage {
+
+std::vector<Writes> Packs::cut(Writes&& writes, std::uint64_t size) {
+  std::vector<Writes> packs;
+  std::uint64_t end = size;
+  for (Write& write : writes) {
+    const std::uint64_t offset = Slabs::next_offset(end, write.memory.size());
+    end = offset + write.memory.size();
+    if (end > size) {
+      packs.emplace_back();
+      end = write.memory.size();
+    }
+    packs.back().push_back(std::move(write));
+  }
+  return packs;
+}
+
+std::vector<Writes> Packs::add(Writes&& writes) {
+  std::lock_guard lock(mutex_);
+  for (Write& write : writes) {
+    bytes_ += write.memory.size();
+    waiting_.push_back(std::move(write));
+  }
+  return take(false);
+}
+
+std::vector<Writes> Packs::ended() {
+  std::lock_guard lock(mutex_);
+  return take(true);
+}
+
+std::vector<Writes> Packs::take(bool ended) {
+  if (ended) --under_way_;
+  if (waiting_.empty() || (under_way_ != 0 && bytes_ < size_)) return {};
+  std::vector<Writes> packs = cut(std::exchange(waiting_, {}), size_);
+  bytes_ = 0;
+  std::uint64_t last = 0;
+  for (const Write& write : packs.back()) last += write.memory.size();
+  if (last < size_ && (under_way_ != 0 || packs.size() > 1)) {
+    waiting_ = std::move(packs.back());
+    packs.pop_back();
+    bytes_ = last;
+  }
+  under_way_ += packs.size();
+  return packs;
+}
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,255 @@
+#include "storage/slabs.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include "storage/failure.h"
+#include "storage/folder.h"
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr std::uint64_t kSmallestSlab = 16 << 20;
+constexpr std::uint64_t kLargestSlab = 1 << 30;
+constexpr std::uint64_t kLine = 64;  // what is smaller than a page lies at multiples of this
+constexpr char kPrefix[] = "slab-";
+
+constexpr std::uint64_t kPage = Slabs::kPage;
+
+std::uint64_t ceil_to(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+struct Pages {
+  std::uint64_t first;
+  std::uint64_t last;
+};
+Pages pages_of(std::uint64_t offset, std::uint64_t size) { return {offset / kPage, (offset + size - 1) / kPage}; }
+
+}  // namespace
+
+Place::~Place() { slabs_->give_back(*this); }
+
+std::uint64_t Slabs::charge_of(std::uint64_t size) noexcept { return ceil_to(size, size < kPage ? kLine : kPage); }
+
+std::uint64_t Slabs::next_offset(std::uint64_t end, std::uint64_t size) noexcept {
+  return ceil_to(end, size < kPage ? kLine : kPage);
+}
+
+std::string Slabs::path_of(std::uint64_t number) const {
+  char name[32];
+  std::snprintf(name, sizeof name, "/%s%08llu", kPrefix, static_cast<unsigned long long>(number));
+  return options_.folder + name;
+}
+
+void Slabs::reserve(std::uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (options_.capacity != 0 && bytes > options_.capacity - std::min(options_.capacity, charged_)) {
+    throw Failure("no room for " + std::to_string(bytes) + " bytes: " + std::to_string(charged_) + " of " +
+                      std::to_string(options_.capacity) + " are in use",
+                  EDQUOT, options_.folder, 0, bytes, 0, FailureKind::quota);
+  }
+  charged_ += bytes;
+}
+
+void Slabs::cancel_reservation(std::uint64_t bytes) noexcept {
+  std::lock_guard lock(mutex_);
+  charged_ -= bytes;
+}
+
+std::vector<PlacePtr> Slabs::take(const std::vector<std::uint64_t>& sizes) {
+  std::vector<std::uint64_t> offsets;
+  std::uint64_t end = 0;
+  for (const std::uint64_t size : sizes) {
+    offsets.push_back(next_offset(end, size));
+    end = offsets.back() + size;
+  }
+  std::vector<PlacePtr> places;
+  places.reserve(sizes.size());
+  std::lock_guard lock(mutex_);
+  const auto [slab, begin] = find_room(ceil_to(end, kPage));
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    places.push_back(std::make_shared<const Place>(shared_from_this(), slab, begin + offsets[i], sizes[i]));
+    used_ += sizes[i];
+  }
+  share_pages(*slab, places);
+  return places;
+}
+
+// Notes which pages are touched by more than one. The places are in order.
+void Slabs::share_pages(Slab& slab, const std::vector<PlacePtr>& places) {
+  std::uint64_t last = ~std::uint64_t{0};
+  for (const PlacePtr& place : places) {
+    const Pages pages = pages_of(place->offset(), place->size());
+    if (pages.first == last) ++slab.shared.try_emplace(last, 1).first->second;
+    last = pages.last;
+  }
+}
+
+std::pair<Slabs::SlabPtr, std::uint64_t> Slabs::find_room(std::uint64_t size) {
+  for (const SlabPtr& slab : slabs_) {
+    if (slab->file == nullptr) continue;
+    if (const auto offset = slab->extents.take(size)) return {slab, *offset};
+  }
+  const SlabPtr slab = grow(size);
+  return {slab, slab->extents.take(size).value()};
+}
+
+// The more there is, the larger is what is added; a disk that has no room for that may have some for less.
+Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
+  std::uint64_t all = 0;
+  for (const SlabPtr& slab : slabs_) all += slab->extents.size();
+  std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, kLargestSlab));
+  if (options_.capacity != 0) {
+    const std::uint64_t left = options_.capacity - std::min(options_.capacity, all);
+    wanted = std::clamp(ceil_to(left, kPage), size, wanted);
+  }
+  for (bool has_trimmed = false;; wanted = std::max(size, ceil_to(wanted / 2, kPage))) {
+    try {
+      return make_slab(wanted);
+    } catch (const Failure& failure) {
+      if (failure.code() != ENOSPC && failure.code() != EFBIG) throw;
+      if (!std::exchange(has_trimmed, true))
+        remove_empty();
+      else if (wanted == size)
+        throw;
+    }
+  }
+}
+
+Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
+  auto slab = std::make_shared<Slab>(next_, size);
+  const std::string path = path_of(next_);
+  try {
+    slab->file = File::open(path, Access::read_write, Start::empty, options_.direct);
+    slab->file->allocate(size);
+    if (options_.durable) sync_folder(options_.folder);
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
+  ++next_;
+  slabs_.push_back(slab);
+  return slab;
+}
+
+// ---- what was there before
+
+Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
+  const auto known =
+      std::find_if(slabs_.begin(), slabs_.end(), [number](const SlabPtr& slab) { return slab->number == number; });
+  if (known != slabs_.end()) return *known;
+  SlabPtr slab;
+  try {
+    auto file = File::open(path_of(number), Access::read_write, Start::existing, options_.direct);
+    slab = std::make_shared<Slab>(number, file->size() / kPage * kPage);
+    slab->file = std::move(file);
+  } catch (...) {
+    slab = std::make_shared<Slab>(number, 0);
+    slab->failure = std::current_exception();
+  }
+  next_ = std::max(next_, number + 1);
+  slabs_.push_back(slab);
+  return slab;
+}
+
+PlacePtr Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
+  std::lock_guard lock(mutex_);
+  const SlabPtr slab = open_slab(number);
+  // The first and the last page may be another's as well. All are counted; finish_adoption() forgets those of one
+  // owner.
+  Pages pages = pages_of(offset, size);
+  const bool has_one = pages.first == pages.last;
+  const bool shares_first = slab->shared[pages.first]++ != 0;
+  const bool shares_last = !has_one && slab->shared[pages.last]++ != 0;
+  if (shares_first) ++pages.first;
+  if (shares_last) --pages.last;
+  // Beyond the end of a file that was cut off nothing is to be had: reading says so.
+  const std::uint64_t end = (pages.last + 1) * kPage;
+  if (pages.first <= pages.last && end <= slab->extents.size() &&
+      !slab->extents.take_at(pages.first * kPage, end - pages.first * kPage)) {
+    throw Failure("two keys have the same place in " + path_of(number), 0, path_of(number), offset, size);
+  }
+  charged_ += charge_of(size);
+  used_ += size;
+  return std::make_shared<const Place>(shared_from_this(), slab, offset, size);
+}
+
+void Slabs::finish_adoption() {
+  std::lock_guard lock(mutex_);
+  for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
+  std::vector<std::filesystem::path> strangers;
+  for (const auto& entry : std::filesystem::directory_iterator(options_.folder)) {
+    const std::string name = entry.path().filename();
+    if (!name.starts_with(kPrefix)) continue;
+    std::uint64_t number = 0;
+    std::from_chars(name.data() + sizeof kPrefix - 1, name.data() + name.size(), number);
+    const auto is_it = [number](const SlabPtr& slab) { return slab->number == number; };
+    if (std::none_of(slabs_.begin(), slabs_.end(), is_it)) strangers.push_back(entry.path());
+  }
+  for (const auto& path : strangers) ::unlink(path.c_str());
+}
+
+// ---- giving back
+
+void Slabs::give_back(const Place& place) noexcept {
+  std::lock_guard lock(mutex_);
+  charged_ -= charge_of(place.size());
+  used_ -= place.size();
+  Slab& slab = *place.slab_;
+  const auto is_still_used = [&slab](std::uint64_t page) {
+    const auto shared = slab.shared.find(page);
+    if (shared == slab.shared.end()) return false;
+    if (--shared->second > 0) return true;
+    slab.shared.erase(shared);
+    return false;
+  };
+  Pages pages = pages_of(place.offset(), place.size());
+  const bool has_one = pages.first == pages.last;
+  const bool keeps_first = is_still_used(pages.first);
+  const bool keeps_last = !has_one && is_still_used(pages.last);
+  if (keeps_first) ++pages.first;
+  if (keeps_last) --pages.last;
+  const std::uint64_t end = (pages.last + 1) * kPage;
+  if (pages.first > pages.last || end > slab.extents.size()) return;  // the latter: of a file that was cut off
+  slab.extents.give_back(pages.first * kPage, end - pages.first * kPage);
+}
+
+std::uint64_t Slabs::remove_empty() noexcept {
+  std::uint64_t bytes = 0;
+  std::erase_if(slabs_, [&](const SlabPtr& slab) {
+    if (slab->extents.free() != slab->extents.size() || slab->file == nullptr) return false;
+    bytes += slab->extents.size();
+    ::unlink(slab->file->path().c_str());
+    return true;
+  });
+  return bytes;
+}
+
+std::uint64_t Slabs::trim() noexcept {
+  std::lock_guard lock(mutex_);
+  return remove_empty();
+}
+
+void Slabs::remove_all() noexcept {
+  std::lock_guard lock(mutex_);
+  for (const SlabPtr& slab : slabs_) ::unlink(path_of(slab->number).c_str());
+}
+
+Slabs::Statistics Slabs::statistics() const {
+  std::lock_guard lock(mutex_);
+  Statistics s;
+  s.slabs = slabs_.size();
+  s.used = used_;
+  for (const SlabPtr& slab : slabs_) s.bytes += slab->extents.size();
+  return s;
+}
+
+}  // namespace cudafuture::storage

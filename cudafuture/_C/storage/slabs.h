@@ -1,0 +1,119 @@
+// The files of a store, and who has which bytes of them.
+//
+// A slab is a file whose blocks are allocated when it is made. A place is a stretch of bytes in one; the pages that it
+// touches belong to it, and are free again when it is dropped. Places that were taken together may share a page.
+//
+// Slabs that are empty stay for what comes next, as writing over blocks that a file has is fastest. trim() removes
+// them; so does taking, when the disk is full.
+//
+// Lock: mutex_ guards everything; only the kernel is called under it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "storage/extents.h"
+#include "storage/file.h"
+
+namespace cudafuture::storage {
+
+class Slabs;
+
+struct Slab {
+  Slab(std::uint64_t number, std::uint64_t size) : number(number), extents(size) {}
+
+  std::uint64_t number;
+  std::shared_ptr<File> file;  // null: it could not be opened
+  std::exception_ptr failure;  // then, why
+  Extents extents;
+  std::unordered_map<std::uint64_t, std::uint32_t>
+      shared;  // pages, and how many places touch them when that is not one
+};
+
+class Place {
+ public:
+  Place(std::shared_ptr<Slabs> slabs, std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size) noexcept
+      : slabs_(std::move(slabs)), slab_(std::move(slab)), offset_(offset), size_(size) {}
+  ~Place();
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+
+  const Slab& slab() const noexcept { return *slab_; }
+  std::uint64_t offset() const noexcept { return offset_; }
+  std::uint64_t size() const noexcept { return size_; }  // bytes
+
+ private:
+  friend class Slabs;
+
+  std::shared_ptr<Slabs> slabs_;
+  std::shared_ptr<Slab> slab_;
+  std::uint64_t offset_;
+  std::uint64_t size_;
+};
+using PlacePtr = std::shared_ptr<const Place>;
+
+class Slabs : public std::enable_shared_from_this<Slabs> {
+ public:
+  static constexpr std::uint64_t kPage = 4096;
+
+  struct Options {
+    std::string folder;
+    Direct direct = Direct::automatic;
+    bool durable = false;        // then a slab's name is on the disk before anything is written to it
+    std::uint64_t capacity = 0;  // bytes that places may have in all; 0: any number
+  };
+  struct Statistics {
+    std::uint64_t slabs = 0;
+    std::uint64_t bytes = 0;  // of their files
+    std::uint64_t used = 0;   // of places
+  };
+
+  explicit Slabs(Options options) : options_(std::move(options)) {}
+
+  // One place after the other in one stretch of whole pages: those of less than a page anywhere, the others at pages.
+  // None is empty, and their charge was reserved. Throws Failure when there is no room; then nothing is taken.
+  std::vector<PlacePtr> take(const std::vector<std::uint64_t>& sizes);
+
+  // Counts bytes that are to be taken soon against the capacity. Throws Failure.
+  void reserve(std::uint64_t bytes);
+  void cancel_reservation(std::uint64_t bytes) noexcept;
+  static std::uint64_t charge_of(std::uint64_t size) noexcept;  // of a place of so many bytes
+  // Where the next one of a stretch begins, of so many bytes, when the one before ends there.
+  static std::uint64_t next_offset(std::uint64_t end, std::uint64_t size) noexcept;
+
+  // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
+  PlacePtr adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
+  void finish_adoption();  // removes what nobody has adopted
+
+  std::uint64_t trim() noexcept;  // returns bytes
+  void remove_all() noexcept;
+  Statistics statistics() const;
+
+ private:
+  friend class Place;
+  using SlabPtr = std::shared_ptr<Slab>;
+
+  std::string path_of(std::uint64_t number) const;
+  std::pair<SlabPtr, std::uint64_t> find_room(std::uint64_t size);
+  SlabPtr grow(std::uint64_t size);
+  SlabPtr make_slab(std::uint64_t size);
+  SlabPtr open_slab(std::uint64_t number);
+  static void share_pages(Slab& slab, const std::vector<PlacePtr>& places);
+  std::uint64_t remove_empty() noexcept;
+  void give_back(const Place& place) noexcept;
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::vector<SlabPtr> slabs_;
+  std::uint64_t next_ = 0;     // number
+  std::uint64_t charged_ = 0;  // bytes of places and reservations
+  std::uint64_t used_ = 0;     // of places
+};
+
+}  // namespace cudafuture::storage

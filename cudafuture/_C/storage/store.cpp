@@ -1,0 +1,388 @@
+#include "storage/store.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "core/error.h"
+#include "storage/failure.h"
+#include "storage/then.h"
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr std::uint64_t kPage = Slabs::kPage;
+constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is written by itself
+
+void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept {
+  counter.fetch_add(amount, std::memory_order_relaxed);
+}
+
+// The error with which a part has ended; null: none.
+std::exception_ptr error_of(const Future& done) noexcept {
+  return done.state() == State::failed ? done.value().error : nullptr;
+}
+
+}  // namespace
+
+// What the engine is asked to do at once.
+struct Store::Writing {
+  Writes writes;
+  std::vector<PlacePtr> places;
+  std::shared_ptr<Checksum> checksum;
+  bool is_pack;
+};
+
+struct Store::Reading {
+  Reads reads;
+  std::shared_ptr<Checksum> checksum;
+};
+
+// ---- begin and end
+
+std::shared_ptr<Store> Store::open(std::shared_ptr<Engine> engine, const Options& options) {
+  auto store = std::make_shared<Store>(std::move(engine), options);
+  if (options.durable) store->recover();
+  return store;
+}
+
+Store::Store(std::shared_ptr<Engine> engine, const Options& options)
+    : engine_(std::move(engine)),
+      options_(options),
+      pack_size_(engine_->options().block_size),
+      slabs_(
+          std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable, options.capacity})),
+      packs_(pack_size_) {}
+
+Store::~Store() {
+  if (!options_.durable) slabs_->remove_all();
+}
+
+void Store::recover() {
+  auto journal =
+      std::make_unique<Journal>(options_.folder, [this](Record&& record) { index_.replay(std::move(record)); });
+  index_.finish_replay();
+  index_.adopt([this](const std::string&, Entry& entry, const Record& record) {
+    if (entry.size != 0) entry.place = slabs_->adopt(record.slab, record.offset, entry.size);
+  });
+  slabs_->finish_adoption();
+  committer_ = std::make_unique<Committer>(*this, std::move(journal));
+  committer_->compact();
+}
+
+void Store::close() noexcept {
+  ledger_.close();
+  if (!options_.durable) slabs_->remove_all();
+}
+
+void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexcept {
+  if (error != nullptr) call->note_failure(error);
+  if (!call->part_ended()) return;
+  const CallPtr ended = call;
+  ended->finish();
+  ledger_.end(*ended);
+}
+
+// ---- writing
+
+void Store::write(Writes&& writes, const CallPtr& call) {
+  ledger_.begin(*call);
+  call->future->start();
+  call->expect(writes.size() + 1);  // and this function
+  std::uint64_t charge = 0;
+  for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
+  try {
+    slabs_->reserve(charge);
+  } catch (...) {
+    call->expect(1);
+    return end_part(call, std::current_exception());
+  }
+  Writes small;
+  std::vector<Change> empty;
+  for (Write& write : writes) {
+    write.turn = index_.begin(write.key);
+    call->bytes += write.memory.size();
+    if (write.memory.size() == 0) {
+      empty.push_back({call, write.key, {write.shape, 0, nullptr, 0, false, write.turn}, false});
+      call->part_released();
+    } else if (write.memory.size() < kSmall) {
+      small.push_back(std::move(write));
+    } else {
+      Writes one;
+      one.push_back(std::move(write));
+      put(std::move(one), false, Full::wait);
+    }
+  }
+  if (call->device != nullptr) {  // such tensors are not packed with those of other calls: each has its own streams
+    for (Writes& pack : Packs::cut(std::move(small), pack_size_)) put(std::move(pack), false, Full::wait);
+  } else if (!small.empty()) {
+    for (Writes& pack : packs_.add(std::move(small))) put(std::move(pack), true, Full::wait);
+  }
+  if (!empty.empty()) commit(std::move(empty));
+  call->part_released();
+  end_part(call, nullptr);
+}
+
+void Store::put(Writes&& writes, bool is_pack, Full when_full) {
+  auto writing = std::make_shared<Writing>();
+  writing->is_pack = is_pack;
+  std::vector<std::uint64_t> sizes;
+  for (const Write& write : writes) sizes.push_back(write.memory.size());
+  try {
+    writing->places = slabs_->take(sizes);
+  } catch (...) {
+    if (writes.size() == 1) {
+      slabs_->cancel_reservation(Slabs::charge_of(sizes.front()));
+      give_up(writes.front(), std::current_exception());
+    } else {  // there may be room for some of them
+      for (Write& write : writes) {
+        Writes one;
+        one.push_back(std::move(write));
+        put(std::move(one), false, when_full);
+      }
+    }
+    if (is_pack) go_on_with_packs();
+    return;
+  }
+  writing->writes = std::move(writes);
+  submit(writing, when_full);
+}
+
+void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
+  const PlacePtr& first = writing->places.front();
+  Request request;
+  request.direction = Direction::write;
+  request.file = first->slab().file;
+  request.offset = first->offset();
+  request.device = writing->writes.front().call->device;
+  request.is_part = true;
+  if (options_.checksum) request.checksum = writing->checksum = std::make_shared<Checksum>();
+  for (std::size_t i = 0; i < writing->writes.size(); ++i) {
+    const Place& place = *writing->places[i];
+    request.memory.skip(place.offset() - first->offset() - request.memory.size());
+    if (options_.checksum) writing->checksum->add(request.memory.size(), place.size());
+    request.memory.add(std::move(writing->writes[i].memory));
+  }
+  request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
+  request.future = c10::make_intrusive<Future>(writing->writes.front().call->future->priority());
+  request.released = c10::make_intrusive<Future>();
+  then(request.released, [writing](Future&) {
+    for (const Write& write : writing->writes) write.call->part_released();
+  });
+  const FuturePtr done = request.future;
+  const FuturePtr released = request.released;
+  add(counters_.transfers);
+  try {
+    engine_->submit(std::move(request), when_full);
+  } catch (...) {
+    released->complete(Value());
+    done->fail(Value::of_error(std::current_exception()));
+    done->mark_seen();
+  }
+  then(done, [self = shared_from_this(), writing](Future& ended) { self->written(*writing, ended); });
+}
+
+void Store::written(Writing& writing, const Future& done) noexcept {
+  const std::exception_ptr error = error_of(done);
+  std::vector<Change> changes;
+  for (std::size_t i = 0; i < writing.writes.size(); ++i) {
+    Write& write = writing.writes[i];
+    if (error != nullptr) {
+      give_up(write, error);
+      continue;
+    }
+    Entry entry = {write.shape, writing.places[i]->size(), std::move(writing.places[i]),
+                   0,           options_.checksum,         write.turn};
+    if (options_.checksum) entry.digest = writing.checksum->digest(i, hash_of(write.key));
+    changes.push_back({write.call, std::move(write.key), std::move(entry), false});
+  }
+  writing.places.clear();
+  if (!changes.empty()) commit(std::move(changes));
+  if (writing.is_pack) go_on_with_packs();
+}
+
+void Store::go_on_with_packs() noexcept {
+  for (Writes& pack : packs_.ended()) put(std::move(pack), true, Full::exceed);
+}
+
+void Store::give_up(Write& write, const std::exception_ptr& error) noexcept {
+  add(counters_.writes);
+  index_.give_up(write.key);
+  end_part(write.call, error);
+}
+
+void Store::commit(std::vector<Change>&& changes) noexcept {
+  if (committer_ != nullptr) {
+    committer_->commit(std::move(changes));
+  } else {
+    install(changes, nullptr);
+  }
+}
+
+// The last step of each write and deletion.
+void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
+  for (Change& change : changes) {
+    if (change.is_deletion) {
+      change.entry.place = nullptr;
+    } else {
+      add(counters_.writes);
+      if (error != nullptr) {
+        index_.give_up(change.key);
+      } else {
+        index_.install(change.key, std::move(change.entry));
+      }
+    }
+    end_part(change.call, error);
+  }
+}
+
+void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
+  ledger_.begin(*call);
+  call->future->start();
+  std::vector<Change> changes;
+  std::string missing;
+  for (const std::string& key : keys) {
+    Index::Deleted deleted = index_.erase(key);
+    if (!deleted.was_there && missing.empty()) missing = key;
+    Entry entry = deleted.entry ? *std::move(deleted.entry) : Entry();
+    entry.turn = deleted.turn;
+    if (deleted.was_there) changes.push_back({call, key, std::move(entry), true});
+  }
+  if (!missing.empty()) {
+    call->note_failure(std::make_exception_ptr(
+        Failure("there is no key '" + missing + "'", 0, options_.folder, 0, 0, 0, FailureKind::not_found)));
+  }
+  call->expect(changes.size() + 1);
+  if (!changes.empty()) commit(std::move(changes));
+  end_part(call, nullptr);
+}
+
+// ---- reading
+
+void Store::read(Reads&& reads, const CallPtr& call) {
+  ledger_.begin(*call);
+  call->future->start();
+  call->expect(reads.size() + 1);
+  Reads some;
+  for (Read& read : reads) {
+    if (read.entry.size != 0) {
+      some.push_back(std::move(read));
+    } else {
+      end_part(call, check(read, 0));
+    }
+  }
+  for (Reads& side_by_side : join(std::move(some))) get(std::move(side_by_side), Full::wait);
+  end_part(call, nullptr);
+}
+
+// What lies side by side is read at once, as far as it fits into a block.
+std::vector<Reads> Store::join(Reads&& reads) const {
+  const auto where = [](const Read& read) {
+    return std::pair(read.entry.place->slab().number, read.entry.place->offset());
+  };
+  std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
+  std::vector<Reads> joined;
+  std::uint64_t begin = 0;
+  for (Read& read : reads) {
+    const Place& place = *read.entry.place;
+    if (!joined.empty()) {
+      const Place& last = *joined.back().back().entry.place;
+      const std::uint64_t end = last.offset() + last.size();
+      if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < kPage &&
+          place.offset() + place.size() + kPage - begin <= pack_size_) {
+        joined.back().push_back(std::move(read));
+        continue;
+      }
+    }
+    begin = place.offset() - place.offset() % kPage;
+    joined.emplace_back().push_back(std::move(read));
+  }
+  return joined;
+}
+
+void Store::get(Reads&& reads, Full when_full) {
+  auto reading = std::make_shared<Reading>();
+  const Place& first = *reads.front().entry.place;
+  if (first.slab().file == nullptr) {
+    for (const Read& read : reads) end_part(read.call, first.slab().failure);
+    return;
+  }
+  Request request;
+  request.direction = Direction::read;
+  request.file = first.slab().file;
+  request.offset = first.offset();
+  request.device = reads.front().call->device;
+  request.is_part = true;
+  if (options_.checksum) request.checksum = reading->checksum = std::make_shared<Checksum>();
+  for (Read& read : reads) {
+    request.memory.skip(read.entry.place->offset() - first.offset() - request.memory.size());
+    if (options_.checksum) reading->checksum->add(request.memory.size(), read.entry.size);
+    request.memory.add(Memory(read.memory));
+  }
+  request.future = c10::make_intrusive<Future>(reads.front().call->future->priority());
+  reading->reads = std::move(reads);
+  const FuturePtr done = request.future;
+  add(counters_.transfers);
+  try {
+    engine_->submit(std::move(request), when_full);
+  } catch (...) {
+    done->fail(Value::of_error(std::current_exception()));
+    done->mark_seen();
+  }
+  then(done, [self = shared_from_this(), reading](Future& ended) { self->was_read(*reading, ended); });
+}
+
+void Store::was_read(Reading& reading, const Future& done) noexcept {
+  const std::exception_ptr error = error_of(done);
+  if (error != nullptr && reading.reads.size() > 1) {  // whose fault was it?
+    for (Read& read : reading.reads) {
+      Reads one;
+      one.push_back(std::move(read));
+      get(std::move(one), Full::exceed);
+    }
+    return;
+  }
+  for (std::size_t i = 0; i < reading.reads.size(); ++i) {
+    Read& read = reading.reads[i];
+    add(counters_.reads);
+    const CallPtr call = std::move(read.call);
+    std::exception_ptr wrong = error;
+    if (wrong == nullptr && reading.checksum != nullptr) {
+      wrong = check(read, reading.checksum->digest(i, hash_of(read.key)));
+    }
+    read.entry.place = nullptr;
+    end_part(call, wrong);
+  }
+}
+
+std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept {
+  const Entry& entry = read.entry;
+  if (!entry.has_digest || !options_.checksum || entry.size == 0 || entry.digest == digest) return nullptr;
+  add(counters_.checksum_errors);
+  const std::string& path = entry.place->slab().file->path();
+  return std::make_exception_ptr(Failure("key '" + read.key + "': its " + std::to_string(entry.size) +
+                                             " bytes at offset " + std::to_string(entry.place->offset()) + " of " +
+                                             path + " are not those that were written",
+                                         0, path, entry.place->offset(), entry.size, 0, FailureKind::checksum));
+}
+
+Store::Statistics Store::statistics() const {
+  const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  const Index::Statistics index = index_.statistics();
+  const Slabs::Statistics slabs = slabs_->statistics();
+  Statistics s;
+  s.keys = index.keys;
+  s.bytes = index.bytes;
+  s.used = slabs.used;
+  s.slabs = slabs.slabs;
+  s.slab_bytes = slabs.bytes;
+  s.journal_bytes = committer_ == nullptr ? 0 : committer_->journal_bytes();
+  s.reads = read(counters_.reads);
+  s.writes = read(counters_.writes);
+  s.transfers = read(counters_.transfers);
+  s.checksum_errors = read(counters_.checksum_errors);
+  s.pending = ledger_.pending();
+  return s;
+}
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,126 @@
+// Tensors by name, in slabs.
+//
+//     write    keys ──► places ──► engine ──► [committer] ──► index
+//              small ones ──► packs ──┘
+//     read     index ──► places, side by side in one read ──► engine ──► digests
+//
+// A key's entry holds its place, and so does every read of it that is under way: a key that is written again gets
+// another place, and the old one is free when nobody reads it any more.
+//
+// What goes to the engine is one tensor of many blocks, or several in one block: so the leaves of a digest are whole in
+// a block. Its blocks have to be as large as the largest that is packed, and a page.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "storage/call.h"
+#include "storage/checksum.h"
+#include "storage/committer.h"
+#include "storage/engine.h"
+#include "storage/entry.h"
+#include "storage/index.h"
+#include "storage/ledger.h"
+#include "storage/packs.h"
+#include "storage/slabs.h"
+
+namespace cudafuture::storage {
+
+// A tensor that is to be read.
+struct Read {
+  CallPtr call;
+  std::string key;
+  Entry entry;
+  Memory memory;
+};
+using Reads = std::vector<Read>;
+
+class Store final : public std::enable_shared_from_this<Store> {
+ public:
+  static constexpr std::size_t kLeastBlock = 256 * 1024;  // bytes of a block of the engine
+
+  struct Options {
+    std::string folder;
+    Direct direct = Direct::automatic;
+    bool checksum = true;
+    bool durable = false;
+    std::uint64_t capacity = 0;  // bytes; 0: any number
+  };
+  struct Statistics {
+    std::uint64_t keys = 0;
+    std::uint64_t bytes = 0;  // of their tensors
+    std::uint64_t used = 0;   // of all places: also those being written, or still read after their key was replaced
+    std::uint64_t slabs = 0;
+    std::uint64_t slab_bytes = 0;
+    std::uint64_t journal_bytes = 0;
+    std::uint64_t reads = 0;  // tensors, that have ended
+    std::uint64_t writes = 0;
+    std::uint64_t transfers = 0;  // that the engine was asked for
+    std::uint64_t checksum_errors = 0;
+    std::uint64_t pending = 0;  // calls
+  };
+
+  // Throws Failure.
+  static std::shared_ptr<Store> open(std::shared_ptr<Engine> engine, const Options& options);
+  Store(std::shared_ptr<Engine> engine, const Options& options);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call.
+  void write(Writes&& writes, const CallPtr& call);
+  void read(Reads&& reads, const CallPtr& call);
+  void erase(const std::vector<std::string>& keys, const CallPtr& call);
+  FuturePtr flush() { return ledger_.flush(); }
+
+  std::optional<Entry> find(const std::string& key) const { return index_.find(key); }
+  std::vector<std::string> keys() const { return index_.keys(); }
+  std::uint64_t trim() noexcept { return slabs_->trim(); }
+
+  void close() noexcept;
+  Statistics statistics() const;
+
+ private:
+  friend class Committer;
+  struct Writing;
+  struct Reading;
+  using Full = Engine::Full;
+
+  void recover();
+
+  void put(Writes&& writes, bool is_pack, Full when_full);
+  void submit(const std::shared_ptr<Writing>& writing, Full when_full);
+  void written(Writing& writing, const Future& done) noexcept;
+  void give_up(Write& write, const std::exception_ptr& error) noexcept;
+  void go_on_with_packs() noexcept;
+  void commit(std::vector<Change>&& changes) noexcept;
+  void install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept;
+
+  std::vector<Reads> join(Reads&& reads) const;
+  void get(Reads&& reads, Full when_full);
+  void was_read(Reading& reading, const Future& done) noexcept;
+  std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
+
+  void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
+
+  const std::shared_ptr<Engine> engine_;
+  const Options options_;
+  const std::uint64_t pack_size_;
+  const std::shared_ptr<Slabs> slabs_;
+  Index index_;
+  Packs packs_;
+  Ledger ledger_;
+  std::unique_ptr<Committer> committer_;  // null: nothing survives
+
+  struct Counters {
+    std::atomic<std::uint64_t> reads{0}, writes{0}, transfers{0}, checksum_errors{0};
+  };
+  Counters counters_;
+};
+
+}  // namespace cudafuture::storage

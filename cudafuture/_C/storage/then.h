@@ -1,0 +1,29 @@
+// A continuation from a function: called with the future when that is done, on the thread that completes it.
+#pragma once
+
+#include <utility>
+
+#include "core/future.h"
+
+namespace cudafuture::storage {
+
+template <class Function>
+class Then final : public Continuation {
+ public:
+  explicit Then(Function function) : function_(std::move(function)) {}
+  void run(Future& parent) noexcept override {
+    function_(parent);
+    delete this;
+  }
+  void abandon() noexcept override { delete this; }
+
+ private:
+  Function function_;
+};
+
+template <class Function>
+void then(const FuturePtr& future, Function function) {
+  future->attach(new Then<Function>(std::move(function)));
+}
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,124 @@
+"""The folders of stores: who has which, and what is left of those that have died.
+
+::
+
+    dir/.stores            locked while a store is made or swept
+    dir/store-*/lease      locked while an ephemeral store lives
+    dir/lock               locked while a durable store is open; holds the pid of who has it
+
+Locks are flock's, which the kernel drops with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from cudafuture.errors import StorageError
+
+__all__ = ["DurableHome", "EphemeralHome"]
+
+_PREFIX = "store-"
+_homes: weakref.WeakSet[EphemeralHome | DurableHome] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close a forked child's copies of the locks: else they would be held until it ends, too."""
+    for home in _homes:
+        os.close(home.lock)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class EphemeralHome:
+    """A folder of its own inside `dir`, which is swept when its process is gone."""
+
+    def __init__(self, dir: str) -> None:
+        with _storage_errors(dir):
+            Path(dir).mkdir(parents=True, exist_ok=True)
+            with _locked(Path(dir, ".stores")):
+                _sweep(Path(dir))
+                self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=dir)
+                self.lock = _open(Path(self.path, "lease"))
+                fcntl.flock(self.lock, fcntl.LOCK_EX)
+        _homes.add(self)
+
+    def leave(self) -> None:
+        """Remove the folder."""
+        _homes.discard(self)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+class DurableHome:
+    """The folder `dir`, of one process at a time."""
+
+    def __init__(self, dir: str) -> None:
+        self.path = dir
+        with _storage_errors(dir):
+            Path(dir).mkdir(parents=True, exist_ok=True)
+            self.lock = _open(Path(dir, "lock"))
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self.lock, 32, 0).decode() or "unknown"
+                os.close(self.lock)
+                message = f"{dir} is a durable store that process {owner} has open"
+                raise StorageError(message, errno=errno.EBUSY, path=dir) from None
+            os.ftruncate(self.lock, 0)
+            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+        _homes.add(self)
+
+    def leave(self) -> None:
+        """Let others have it."""
+        _homes.discard(self)
+        os.close(self.lock)
+
+
+def _sweep(dir: Path) -> None:
+    """Remove what is left of stores whose process is gone. Called with the lock of the folder."""
+    for home in dir.glob(f"{_PREFIX}*"):
+        try:
+            lease = _open(home / "lease")
+        except (FileNotFoundError, NotADirectoryError):  # its owner has just removed it; or it is somebody else's
+            continue
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(home, ignore_errors=True)
+        finally:
+            os.close(lease)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = _open(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _storage_errors(dir: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as e:
+        raise StorageError(f"no store in {dir}: {e.strerror}", errno=e.errno, path=dir) from e

@@ -1,0 +1,335 @@
+"""Tensors by name on disk: what does not fit into memory, and is wanted again later."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture.storage import _xxhash
+from cudafuture.storage._home import DurableHome, EphemeralHome
+from cudafuture.storage.engine import Engine, default_engine
+
+__all__ = ["Entry", "Offloader", "OffloaderStatistics"]
+
+_LEAST_BLOCK = 1 << 18
+_LEAF = 1 << 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store knows of a key; see ``Offloader.stat()``."""
+
+    key: str
+    dtype: torch.dtype
+    shape: torch.Size
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OffloaderStatistics:
+    """What a store has, and what it has done so far; see ``Offloader.statistics()``."""
+
+    keys: int
+    bytes: int
+    """of the tensors of those"""
+    used: int
+    """bytes on disk that are taken: those included that are being written, or still read after they were replaced"""
+    capacity: int | None
+    slabs: int
+    """files"""
+    slab_bytes: int
+    """of those files"""
+    journal_bytes: int
+    reads: int
+    """tensors whose reading has ended, however it did"""
+    writes: int
+    transfers: int
+    """reads and writes that the engine was asked for: fewer than of tensors where small ones went together"""
+    checksum_errors: int
+    pending: int
+    """calls that have not ended"""
+
+
+class Offloader:
+    """A store of tensors by name, in a folder.
+
+    ``write`` puts a tensor under a key, ``read`` gets it back; both return futures, and take tensors on the host and on
+    devices. A key that is written again is replaced at once or not at all: whoever reads it meanwhile gets the old
+    tensor or the new one. Tensors lie in large files whose blocks are used again; small ones are written many at a time.
+
+    A store is ephemeral, unless it is `durable`: it has a folder of its own inside `dir`, which vanishes with it. When
+    its process is killed, the next store in `dir` removes it.
+
+    A durable store is `dir` itself. A write's future completes when its data and its name are on the disk (``fdatasync``,
+    of many writes at a time). After a crash everything whose future was done is there, and nothing that is not whole.
+    One process at a time can have it open.
+
+    Args:
+        dir: the folder; made where it is not there.
+        engine: what reads and writes; by default the process's own. Its blocks have to be a multiple of 64 KiB, and
+            256 KiB at least.
+        direct: whether to bypass the page cache, as for ``File``.
+        checksum: whether to take checksums of what is written (XXH3, of data and key), and check them when it is read.
+        durable: whether the store is to outlive its process, and crashes.
+        capacity: bytes that the store may take, at least 1; what does not fit is a QuotaError. Rewriting a key needs
+            room for both tensors. By default there is no limit.
+
+    Raises:
+        StorageError: the folder cannot be used; or it is another process's durable store: the message says whose.
+        ChecksumError: the list of what a durable store has is damaged.
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        *,
+        engine: Engine | None = None,
+        direct: Literal["auto"] | bool = "auto",
+        checksum: bool = True,
+        durable: bool = False,
+        capacity: int | None = None,
+    ) -> None:
+        if direct not in ("auto", True, False):
+            raise ValueError(f"direct={direct!r}: 'auto', True or False is wanted")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity={capacity!r} is not at least 1")
+        engine = engine or default_engine()
+        if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
+            raise ValueError(f"{engine!r}: its blocks are no multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
+        _xxhash.install()
+        self._dir = os.fspath(dir)
+        self._capacity, self._durable = capacity, durable
+        home = DurableHome(self._dir) if durable else EphemeralHome(self._dir)
+        try:
+            self._native = _C.open_store(
+                engine._native, home.path, None if direct == "auto" else direct, checksum, durable, capacity or 0
+            )
+        except BaseException:
+            home.leave()
+            raise
+        self._engine = engine  # which ends when nobody holds it
+        self._end = weakref.finalize(self, _end, self._native, home, os.getpid())
+
+    @property
+    def dir(self) -> str:
+        """The folder that it was given."""
+        return self._dir
+
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives its process."""
+        return self._durable
+
+    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
+        """Put a tensor under a key, in place of what was there.
+
+        The future completes with the tensor's bytes. It fails with QuotaError, or with StorageError when the disk
+        refuses; then the key is as it was. The tensor belongs to the write until ``future.released`` is done: do not
+        change it before. One on a device is taken as the caller's current stream leaves it.
+
+        Of several writes of a key that are under way at the same time the one that was asked for last wins. A write
+        that has begun cannot be cancelled.
+
+        Args:
+            key: 1 to 1,024 bytes of UTF-8 without NUL.
+            tensor: dense or strided, of any dtype and shape, also empty.
+            priority: of the future, and of the streams that copy from a device.
+
+        Raises:
+            ValueError: no such key can be.
+            TypeError: no tensor, or one without memory.
+            InvalidStateError: the store is closed.
+
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        """
+        return self._native.write([key], [tensor], f"write {key}", priority)
+
+    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+        """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
+
+        The future completes with the bytes of all, or fails as the first one does that fails. With too little room for
+        all of them it fails with QuotaError, and nothing is written.
+
+        >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
+        48
+        """
+        name = f"write {len(tensors)} tensors"
+        return self._native.write(list(tensors.keys()), list(tensors.values()), name, priority)
+
+    def read(
+        self,
+        key: str,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[torch.Tensor]:
+        """Get the tensor that was written under a key.
+
+        The future completes with `out`, filled, or with a new tensor on `device`, by default the host. It fails with
+        NotFoundError when there is no such key; with ChecksumError when the bytes are not those that were written, and
+        with StorageError when the disk refuses: then `out` may hold anything. The tensor on a device is filled after
+        what the caller's current stream has had to do so far; the events of the future order whoever waits for it.
+
+        Args:
+            key: as for ``write``.
+            out: of the dtype and shape that was written; any strides.
+            device: of a new tensor; not together with `out`.
+            priority: of the future, and of the streams that copy to a device.
+
+        Raises:
+            ValueError: `out` does not have the dtype and shape of what was written, or both were given.
+            InvalidStateError: the store is closed.
+
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.arange(3)).wait()
+        24
+        >>> store.read("weight").wait()
+        tensor([0, 1, 2])
+        """
+        _not_both(out, device)
+        outs = None if out is None else [out]
+        return self._native.read([key], outs, device, False, f"read {key}", priority)
+
+    def readv(
+        self,
+        keys: Iterable[str],
+        outs: Sequence[torch.Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Get many tensors, in the order of the keys. What lies side by side on the disk is read at once.
+
+        The future fails as the first ``read`` does that fails.
+
+        >>> store = Offloader("states")
+        >>> store.writev({"weight": torch.ones(2), "bias": torch.zeros(1)}).wait()
+        12
+        >>> store.readv(["bias", "weight"]).wait()
+        [tensor([0.]), tensor([1., 1.])]
+        """
+        _not_both(outs, device)
+        names = list(keys)
+        if outs is not None and len(outs) != len(names):
+            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+        into = None if outs is None else list(outs)
+        return self._native.read(names, into, device, True, f"read {len(names)} tensors", priority)
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Forget a key. Nobody finds it from now on; who reads it already still gets it.
+
+        The future completes when that is so for good. It fails with NotFoundError when there is no such key.
+
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.delete("weight").wait()
+        >>> "weight" in store
+        False
+        """
+        return self._native.erase([key], f"delete {key}", 0)
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        """Forget many keys. Those that there are go, also when the future fails because another one is not there.
+
+        >>> Offloader("states").deletev([]).wait()
+        """
+        names = list(keys)
+        return self._native.erase(names, f"delete {len(names)} keys", 0)
+
+    def keys(self) -> list[str]:
+        """Return all keys, in the order in which they were written last.
+
+        >>> Offloader("states").keys()
+        []
+        """
+        return self._native.keys()
+
+    def __contains__(self, key: str) -> bool:
+        return self._native.has(key)
+
+    def __len__(self) -> int:
+        return self.statistics().keys
+
+    def stat(self, key: str) -> Entry:
+        """Return what is known of a key.
+
+        Raises:
+            NotFoundError: there is no such key.
+
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
+        """
+        dtype, shape, nbytes = self._native.stat(key)
+        return Entry(key, dtype, torch.Size(shape), nbytes)
+
+    def flush(self) -> CUDAFuture[None]:
+        """Return a future that completes when all writes and deletions so far are done.
+
+        It fails as the first of those does that were pending and fail. For a store that is not durable nothing is
+        synced: done means that the kernel has it.
+
+        >>> Offloader("states").flush().wait()
+        """
+        return self._native.flush()
+
+    def trim(self) -> int:
+        """Remove the files in which nothing is, and return their bytes.
+
+        They are kept otherwise, since writing over blocks that a file has is fastest; and removed when the disk is full.
+
+        >>> Offloader("states").trim()
+        0
+        """
+        return self._native.trim()
+
+    def statistics(self) -> OffloaderStatistics:
+        """Return what there is, and what has been done so far.
+
+        >>> Offloader("states").statistics().keys
+        0
+        """
+        return OffloaderStatistics(capacity=self._capacity, **self._native.statistics())
+
+    def close(self) -> None:
+        """Take no more calls, and wait until those that were made have ended. An ephemeral store is gone then.
+
+        >>> Offloader("states").close()
+        """
+        self._end()
+
+    def __enter__(self) -> Offloader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{'durable' if self._durable else 'ephemeral'} Offloader in {self._dir!r}, {len(self)} keys>"
+
+
+def _not_both(out: object, device: object) -> None:
+    if out is not None and device is not None:
+        raise ValueError("a tensor to be filled is where it is: give it, or a device")
+
+
+def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:
+    """Close a store whose user does, or has gone, or exits. A forked child leaves it to its parent."""
+    if os.getpid() == pid:
+        native.close()
+        home.leave()
