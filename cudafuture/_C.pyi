@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from types import GenericAlias
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final, overload
 
 import torch
 from torch.distributed import Work
@@ -210,7 +210,7 @@ def open_storage_file(path: str, mode: str, direct: bool | None) -> StorageFile:
 class Store:
     """A native store; `cudafuture.storage.Offloader` is what to use."""
 
-    def write(self, keys: list[str], tensors: list[torch.Tensor], name: str, priority: int) -> CUDAFuture[int]: ...
+    def write(self, keys: list[str], tensors: list[torch.Tensor], priority: int) -> CUDAFuture[int]: ...
     @overload
     def read(
         self,
@@ -218,7 +218,6 @@ class Store:
         outs: list[torch.Tensor] | None,
         device: torch.device | str | int | None,
         gives_list: Literal[False],
-        name: str,
         priority: int,
     ) -> CUDAFuture[torch.Tensor]: ...
     @overload
@@ -228,10 +227,9 @@ class Store:
         outs: list[torch.Tensor] | None,
         device: torch.device | str | int | None,
         gives_list: Literal[True],
-        name: str,
         priority: int,
     ) -> CUDAFuture[list[torch.Tensor]]: ...
-    def erase(self, keys: list[str], name: str, priority: int) -> CUDAFuture[None]: ...
+    def erase(self, keys: list[str]) -> CUDAFuture[None]: ...
     def flush(self) -> CUDAFuture[None]: ...
     def keys(self) -> list[str]: ...
     def stat(self, key: str) -> tuple[torch.dtype, tuple[int, ...], int]: ...

@@ -63,14 +63,14 @@ class Offloader:
 
     ``write`` puts a tensor under a key, ``read`` gets it back; both return futures, and take tensors on the host and on
     devices. A key that is written again is replaced at once or not at all: whoever reads it meanwhile gets the old
-    tensor or the new one. Tensors lie in large files whose blocks are used again; small ones are written many at a time.
+    tensor or the new one. Tensors lie in large files whose blocks are used again; small ones are written many at once.
 
     A store is ephemeral, unless it is `durable`: it has a folder of its own inside `dir`, which vanishes with it. When
     its process is killed, the next store in `dir` removes it.
 
-    A durable store is `dir` itself. A write's future completes when its data and its name are on the disk (``fdatasync``,
-    of many writes at a time). After a crash everything whose future was done is there, and nothing that is not whole.
-    One process at a time can have it open.
+    A durable store is `dir` itself. A write's future completes when its data and its name are on the disk
+    (``fdatasync``, of many writes at a time). After a crash everything whose future was done is there, and nothing that
+    is not whole. One process at a time can have it open.
 
     Args:
         dir: the folder; made where it is not there.
@@ -153,7 +153,7 @@ class Offloader:
         >>> store.write("weight", torch.eye(3)).wait()
         36
         """
-        return self._native.write([key], [tensor], f"write {key}", priority)
+        return self._native.write([key], [tensor], priority)
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
         """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
@@ -164,8 +164,7 @@ class Offloader:
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        name = f"write {len(tensors)} tensors"
-        return self._native.write(list(tensors.keys()), list(tensors.values()), name, priority)
+        return self._native.write(list(tensors.keys()), list(tensors.values()), priority)
 
     def read(
         self,
@@ -200,7 +199,7 @@ class Offloader:
         """
         _not_both(out, device)
         outs = None if out is None else [out]
-        return self._native.read([key], outs, device, False, f"read {key}", priority)
+        return self._native.read([key], outs, device, False, priority)
 
     def readv(
         self,
@@ -225,7 +224,7 @@ class Offloader:
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
         into = None if outs is None else list(outs)
-        return self._native.read(names, into, device, True, f"read {len(names)} tensors", priority)
+        return self._native.read(names, into, device, True, priority)
 
     def delete(self, key: str) -> CUDAFuture[None]:
         """Forget a key. Nobody finds it from now on; who reads it already still gets it.
@@ -239,15 +238,14 @@ class Offloader:
         >>> "weight" in store
         False
         """
-        return self._native.erase([key], f"delete {key}", 0)
+        return self._native.erase([key])
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
         """Forget many keys. Those that there are go, also when the future fails because another one is not there.
 
         >>> Offloader("states").deletev([]).wait()
         """
-        names = list(keys)
-        return self._native.erase(names, f"delete {len(names)} keys", 0)
+        return self._native.erase(list(keys))
 
     def keys(self) -> list[str]:
         """Return all keys, in the order in which they were written last.
@@ -291,7 +289,8 @@ class Offloader:
     def trim(self) -> int:
         """Remove the files in which nothing is, and return their bytes.
 
-        They are kept otherwise, since writing over blocks that a file has is fastest; and removed when the disk is full.
+        They are kept otherwise, since writing over blocks that a file has is fastest, and removed when the disk is
+        full.
 
         >>> Offloader("states").trim()
         0

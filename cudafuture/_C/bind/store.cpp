@@ -58,11 +58,11 @@ Keys keys_of(nb::handle objects) {
   return keys;
 }
 
-CallPtr new_call(Call::Kind kind, const std::string& name, int priority) {
+CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
   auto call = std::make_shared<Call>();
   call->kind = kind;
   call->future = c10::make_intrusive<Future>(priority);
-  call->future->set_name(name);
+  call->future->set_name(verb + (keys.size() == 1 ? " " + keys.front() : " " + std::to_string(keys.size()) + " keys"));
   if (kind == Call::Kind::write) {
     call->released = c10::make_intrusive<Future>(priority);
     call->future->set_released(call->released);
@@ -75,11 +75,11 @@ storage::Shape shape_of(nb::handle object) {
   return {tensor.scalar_type(), tensor.sizes().vec()};
 }
 
-nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, const std::string& name, int priority) {
+nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority) {
   const Entry entry;
   refuse_after_fork();
-  const CallPtr call = new_call(Call::Kind::write, name, priority);
   Keys names = keys_of(keys);
+  const CallPtr call = new_call(Call::Kind::write, "write", names, priority);
   Tensors taken = take_tensors(tensors, Direction::write, priority);
   storage::Writes writes(names.size());
   for (std::size_t i = 0; i < writes.size(); ++i) {
@@ -139,11 +139,11 @@ void expect_shapes(const std::vector<storage::Entry>& entries, const Keys& keys,
 }
 
 nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list,
-                const std::string& name, int priority) {
+                int priority) {
   const Entry entry;
   refuse_after_fork();
-  const CallPtr call = new_call(Call::Kind::read, name, priority);
   const Keys names = keys_of(keys);
+  const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
   std::optional<std::vector<storage::Entry>> entries = find(*self, names, call);
   if (!entries) return wrap(call->future);
   nb::list tensors;
@@ -171,11 +171,11 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   return result;
 }
 
-nb::object erase(const StorePtr& self, nb::list keys, const std::string& name, int priority) {
+nb::object erase(const StorePtr& self, nb::list keys) {
   const Entry entry;
   refuse_after_fork();
-  const CallPtr call = new_call(Call::Kind::deletion, name, priority);
   const Keys names = keys_of(keys);
+  const CallPtr call = new_call(Call::Kind::deletion, "delete", names, 0);
   nb::object result = wrap(call->future);
   {
     const WithoutGil released;
@@ -224,12 +224,14 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
 }  // namespace
 
 void bind_store(nb::module_& m) {
-  m.def("set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); });
+  m.def(
+      "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
+      nb::arg("function"));
   nb::class_<Store>(m, "Store")
-      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("name"), nb::arg("priority"))
+      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"))
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
-           nb::arg("name"), nb::arg("priority"))
-      .def("erase", erase, nb::arg("keys"), nb::arg("name"), nb::arg("priority"))
+           nb::arg("priority"))
+      .def("erase", erase, nb::arg("keys"))
       .def("flush", [](Store& self) { return wrap(self.flush()); })
       .def("keys", &Store::keys)
       .def("stat", stat, nb::arg("key"))

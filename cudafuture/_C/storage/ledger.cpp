@@ -66,9 +66,4 @@ void Ledger::close() noexcept {
   idle_.wait(lock, [this] { return calls_ == 0; });
 }
 
-std::size_t Ledger::pending() const noexcept {
-  std::lock_guard lock(mutex_);
-  return calls_;
-}
-
 }  // namespace cudafuture::storage

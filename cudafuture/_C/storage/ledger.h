@@ -30,10 +30,9 @@ class Ledger {
   // Completes when all writes and deletions that have begun are done; fails as the first of them that fails.
   FuturePtr flush();
   void close() noexcept;  // begins no more calls, and returns when all have ended
-  std::size_t pending() const noexcept;
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<std::shared_ptr<Epoch>> epochs_;
   std::size_t calls_ = 0;

@@ -19,7 +19,8 @@ void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept
 }
 
 // The error with which a part has ended; null: none.
-std::exception_ptr error_of(const Future& done) noexcept {
+std::exception_ptr error_of(Future& done) noexcept {
+  done.mark_seen();
   return done.state() == State::failed ? done.value().error : nullptr;
 }
 
@@ -75,10 +76,17 @@ void Store::close() noexcept {
   if (!options_.durable) slabs_->remove_all();
 }
 
+void Store::begin(const CallPtr& call) {
+  ledger_.begin(*call);
+  add(counters_.pending);
+  call->future->start();
+}
+
 void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexcept {
   if (error != nullptr) call->note_failure(error);
   if (!call->part_ended()) return;
   const CallPtr ended = call;
+  counters_.pending.fetch_sub(1, std::memory_order_relaxed);
   ended->finish();
   ledger_.end(*ended);
 }
@@ -86,8 +94,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
 // ---- writing
 
 void Store::write(Writes&& writes, const CallPtr& call) {
-  ledger_.begin(*call);
-  call->future->start();
+  begin(call);
   call->expect(writes.size() + 1);  // and this function
   std::uint64_t charge = 0;
   for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
@@ -177,17 +184,17 @@ void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
   } catch (...) {
     released->complete(Value());
     done->fail(Value::of_error(std::current_exception()));
-    done->mark_seen();
   }
   then(done, [self = shared_from_this(), writing](Future& ended) { self->written(*writing, ended); });
 }
 
-void Store::written(Writing& writing, const Future& done) noexcept {
+void Store::written(Writing& writing, Future& done) noexcept {
   const std::exception_ptr error = error_of(done);
   std::vector<Change> changes;
   for (std::size_t i = 0; i < writing.writes.size(); ++i) {
     Write& write = writing.writes[i];
     if (error != nullptr) {
+      writing.places[i] = nullptr;
       give_up(write, error);
       continue;
     }
@@ -227,6 +234,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
     } else {
       add(counters_.writes);
       if (error != nullptr) {
+        change.entry.place = nullptr;
         index_.give_up(change.key);
       } else {
         index_.install(change.key, std::move(change.entry));
@@ -237,8 +245,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
 }
 
 void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
-  ledger_.begin(*call);
-  call->future->start();
+  begin(call);
   std::vector<Change> changes;
   std::string missing;
   for (const std::string& key : keys) {
@@ -260,8 +267,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
 // ---- reading
 
 void Store::read(Reads&& reads, const CallPtr& call) {
-  ledger_.begin(*call);
-  call->future->start();
+  begin(call);
   call->expect(reads.size() + 1);
   Reads some;
   for (Read& read : reads) {
@@ -327,12 +333,11 @@ void Store::get(Reads&& reads, Full when_full) {
     engine_->submit(std::move(request), when_full);
   } catch (...) {
     done->fail(Value::of_error(std::current_exception()));
-    done->mark_seen();
   }
   then(done, [self = shared_from_this(), reading](Future& ended) { self->was_read(*reading, ended); });
 }
 
-void Store::was_read(Reading& reading, const Future& done) noexcept {
+void Store::was_read(Reading& reading, Future& done) noexcept {
   const std::exception_ptr error = error_of(done);
   if (error != nullptr && reading.reads.size() > 1) {  // whose fault was it?
     for (Read& read : reading.reads) {
@@ -381,7 +386,7 @@ Store::Statistics Store::statistics() const {
   s.writes = read(counters_.writes);
   s.transfers = read(counters_.transfers);
   s.checksum_errors = read(counters_.checksum_errors);
-  s.pending = ledger_.pending();
+  s.pending = read(counters_.pending);
   return s;
 }
 

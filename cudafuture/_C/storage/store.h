@@ -95,7 +95,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   void put(Writes&& writes, bool is_pack, Full when_full);
   void submit(const std::shared_ptr<Writing>& writing, Full when_full);
-  void written(Writing& writing, const Future& done) noexcept;
+  void written(Writing& writing, Future& done) noexcept;
   void give_up(Write& write, const std::exception_ptr& error) noexcept;
   void go_on_with_packs() noexcept;
   void commit(std::vector<Change>&& changes) noexcept;
@@ -103,9 +103,10 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   std::vector<Reads> join(Reads&& reads) const;
   void get(Reads&& reads, Full when_full);
-  void was_read(Reading& reading, const Future& done) noexcept;
+  void was_read(Reading& reading, Future& done) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
+  void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
 
   const std::shared_ptr<Engine> engine_;
@@ -118,7 +119,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   std::unique_ptr<Committer> committer_;  // null: nothing survives
 
   struct Counters {
-    std::atomic<std::uint64_t> reads{0}, writes{0}, transfers{0}, checksum_errors{0};
+    std::atomic<std::uint64_t> reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
   };
   Counters counters_;
 };

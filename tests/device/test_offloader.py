@@ -1,0 +1,92 @@
+"""The store of tensors by name, with tensors on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import gather
+from cudafuture.storage import Engine, Offloader
+from device.harness import PRIORITIES, SIZE, Device
+
+PATIENCE = 60.0
+SIZES = [0, 1, 1000, 16384, 32768, 65536, 300_001]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Offloader]:
+    with (
+        Engine(queue_depth=4, block_size=1 << 18, threads=2) as engine,
+        Offloader(tmp_path, engine=engine) as store,
+    ):
+        yield store
+
+
+def numbered(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32, device="cpu") + seed
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_goes_from_any_device_to_any_other(accelerator: Device, store: Offloader, size: int) -> None:
+    places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
+    for source in places:
+        store.write("tensor", numbered(size).to(source)).wait(timeout=PATIENCE)
+        for target in places:
+            got = store.read("tensor", device=target).wait(timeout=PATIENCE)
+            assert got.device == target
+            assert torch.equal(got.cpu(), numbered(size))
+            out = torch.zeros(size, device=target)
+            assert store.read("tensor", out).wait(timeout=PATIENCE) is out
+            assert torch.equal(out.cpu(), numbered(size))
+
+
+def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: Offloader) -> None:
+    places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
+    tensors = {f"{i}": numbered(100 + i, i).to(places[i % len(places)]) for i in range(300)}
+    store.writev(tensors).wait(timeout=PATIENCE)
+    assert store.statistics().transfers <= 2
+    outs = [torch.zeros_like(t) for t in tensors.values()]
+    for got, tensor in zip(store.readv(tensors, outs).wait(timeout=PATIENCE), tensors.values(), strict=True):
+        assert torch.equal(got.cpu(), tensor.cpu())
+    for got, tensor in zip(store.readv(tensors, device="cpu").wait(timeout=PATIENCE), tensors.values(), strict=True):
+        assert torch.equal(got, tensor.cpu())
+
+
+def test_views_on_a_device_are_stored_and_filled(accelerator: Device, store: Offloader) -> None:
+    tensor = numbered(90_000).reshape(300, 300)
+    store.write("view", tensor.to(accelerator.at()).t()).wait(timeout=PATIENCE)
+    target = torch.zeros(300, 300, device=accelerator.at())
+    store.read("view", target.t()).wait(timeout=PATIENCE)
+    assert torch.equal(target.cpu(), tensor)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("size", [SIZE, 300_000])
+def test_streams_are_in_order_all_the_way(accelerator: Device, store: Offloader, priority: int, size: int) -> None:
+    with accelerator.on(accelerator.stream()):
+        x = torch.empty(size, device=accelerator.at())
+        accelerator.delay()
+        written = store.write("tensor", x.fill_(3.0), priority=priority)
+        assert written.released is not None
+        written.released.wait(non_blocking=True, timeout=PATIENCE)
+        x.fill_(4.0)
+        written.wait(non_blocking=True, timeout=PATIENCE)
+        y = torch.empty(size, device=accelerator.at())
+        accelerator.delay()
+        y.fill_(5.0)
+        read = store.read("tensor", y, priority=priority)
+    with accelerator.on(accelerator.stream()):
+        assert accelerator.read(read.wait(non_blocking=True, timeout=PATIENCE)) == 3.0
+    assert accelerator.read(read.then(lambda done: done.value() * 2, priority=priority).wait(timeout=PATIENCE)) == 6.0
+
+
+def test_what_was_read_may_be_dropped_with_the_device_still_at_it(accelerator: Device, store: Offloader) -> None:
+    store.write("tensor", numbered(100_000)).wait(timeout=PATIENCE)
+    reads = [store.read("tensor", device=accelerator.at()) for _ in range(8)]
+    whole = gather(*reads)
+    del reads
+    for got in whole.wait(timeout=PATIENCE):
+        assert torch.equal(got.cpu(), numbered(100_000))
