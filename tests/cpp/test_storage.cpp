@@ -1,8 +1,5 @@
 // The storage engine under the sanitizers: on both backends, with results that are made up, cancelled, and never waited
 // for.
-#include <stdlib.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -16,6 +13,7 @@
 
 #include "callback.h"
 #include "fake_runtime.h"
+#include "folder.h"
 #include "rules.h"
 #include "storage/engine.h"
 #include "storage/failure.h"
@@ -28,19 +26,6 @@ using namespace cudafuture::storage;
 namespace {
 
 constexpr std::size_t kBlock = 4096;
-
-class Folder {
- public:
-  Folder() { REQUIRE(::mkdtemp(name_.data()) != nullptr); }
-  ~Folder() {
-    ::unlink(file().c_str());
-    ::rmdir(name_.c_str());
-  }
-  std::string file() const { return name_ + "/file"; }
-
- private:
-  std::string name_ = "/tmp/cudafuture-storage-XXXXXX";
-};
 
 // Both backends, where both are there.
 std::vector<BackendKind> backends() {

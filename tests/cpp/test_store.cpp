@@ -1,0 +1,332 @@
+// The store under the sanitizers: many threads, on disks that fail, torn journals, and memory that ends with its call.
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "callback.h"
+#include "fake_runtime.h"
+#include "folder.h"
+#include "rules.h"
+#include "storage/extents.h"
+#include "storage/failure.h"
+#include "storage/journal.h"
+#include "storage/packs.h"
+#include "storage/store.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+using namespace cudafuture::storage;
+
+namespace {
+
+// FNV-1a: the real one is in a library that Python finds.
+std::uint64_t fnv(const void* data, std::size_t size, std::uint64_t seed) {
+  std::uint64_t hash = 0xcbf29ce484222325 ^ seed;
+  for (std::size_t i = 0; i < size; ++i) hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3;
+  return hash;
+}
+[[maybe_unused]] const bool has_hash = (set_hash(fnv), true);
+
+using Bytes = std::vector<std::uint8_t>;
+
+Bytes numbered(std::size_t size, unsigned seed) {
+  Bytes bytes(size);
+  std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(seed));
+  return bytes;
+}
+
+std::shared_ptr<Engine> engine(std::optional<FaultRates> faults = std::nullopt) {
+  Engine::Options options;
+  options.queue_depth = 4;
+  options.block_size = Store::kLeastBlock;
+  options.threads = 2;
+  options.faults = faults;
+  return Engine::start(options);
+}
+
+Store::Options durable(const Folder& folder) {
+  Store::Options options;
+  options.folder = folder.path();
+  options.durable = true;
+  return options;
+}
+
+CallPtr new_call(Call::Kind kind) {
+  auto call = std::make_shared<Call>();
+  call->kind = kind;
+  call->future = pending();
+  if (kind == Call::Kind::write) call->released = pending();
+  return call;
+}
+
+// The error of a call, when it is done; null: none.
+std::exception_ptr error_of(const CallPtr& call) {
+  call->future->wait_until(nullptr);
+  call->future->mark_seen();
+  return call->future->value().error;
+}
+
+std::exception_ptr write(Store& store, const std::string& key, const Bytes& content) {
+  Bytes bytes = content;  // gone when the call is done: the sanitizer sees who comes too late
+  const CallPtr call = new_call(Call::Kind::write);
+  Writes writes(1);
+  writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0};
+  writes[0].memory.add(bytes.data(), bytes.size());
+  store.write(std::move(writes), call);
+  call->released->wait_until(nullptr);
+  std::fill(bytes.begin(), bytes.end(), std::uint8_t{0xff});
+  return error_of(call);
+}
+
+std::optional<Bytes> read(Store& store, const std::string& key) {
+  std::optional<Entry> entry = store.find(key);
+  if (!entry) return std::nullopt;
+  Bytes bytes(entry->size);
+  const CallPtr call = new_call(Call::Kind::read);
+  call->results.emplace_back();
+  Reads reads(1);
+  reads[0] = {call, key, *std::move(entry), {}};
+  reads[0].memory.add(bytes.data(), bytes.size());
+  store.read(std::move(reads), call);
+  if (error_of(call) != nullptr) std::rethrow_exception(error_of(call));
+  return bytes;
+}
+
+std::exception_ptr erase(Store& store, const std::string& key) {
+  const CallPtr call = new_call(Call::Kind::deletion);
+  store.erase({key}, call);
+  return error_of(call);
+}
+
+std::vector<Record> records_of(const Folder& folder) {
+  std::vector<Record> records;
+  const Journal journal(folder.path(), [&](Record&& record) { records.push_back(std::move(record)); });
+  return records;
+}
+
+Record put(const std::string& key, std::uint64_t turn) {
+  Record record;
+  record.key = key;
+  record.turn = turn;
+  record.shape = {c10::ScalarType::Float, {2, 3}};
+  record.size = 24;
+  record.slab = 1;
+  record.offset = 4096;
+  record.digest = 42;
+  record.has_digest = true;
+  return record;
+}
+
+}  // namespace
+
+TEST_CASE("extents: what is taken and given back in any order is one run again") {
+  std::minstd_rand random(1);
+  for (int round = 0; round < 50; ++round) {
+    Extents extents(1 << 20);
+    std::vector<bool> is_taken(1 << 8);
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> taken;
+    for (int turn = 0; turn < 300; ++turn) {
+      const std::uint64_t size = (1 + random() % 20) << 12;
+      if (random() % 2 == 0 || taken.empty()) {
+        if (const auto offset = extents.take(size)) {
+          for (std::uint64_t page = *offset >> 12; page < (*offset + size) >> 12; ++page) {
+            CHECK(!is_taken[page]);
+            is_taken[page] = true;
+          }
+          taken.emplace_back(*offset, size);
+        }
+      } else {
+        std::swap(taken[random() % taken.size()], taken.back());
+        const auto [offset, length] = taken.back();
+        taken.pop_back();
+        extents.give_back(offset, length);
+        for (std::uint64_t page = offset >> 12; page < (offset + length) >> 12; ++page) is_taken[page] = false;
+      }
+      const auto free = std::count(is_taken.begin(), is_taken.end(), false);
+      CHECK(extents.free() == static_cast<std::uint64_t>(free) << 12);
+    }
+    for (const auto& [offset, size] : taken) extents.give_back(offset, size);
+    CHECK(extents.runs() == 1);
+    CHECK(extents.free() == extents.size());
+  }
+}
+
+TEST_CASE("extents: a place that is not free cannot be taken") {
+  Extents extents(10);
+  CHECK(extents.take_at(3, 4));
+  CHECK(!extents.take_at(6, 1));
+  CHECK(!extents.take_at(2, 2));
+  CHECK(!extents.take_at(9, 2));
+  CHECK(!extents.take(4));
+  CHECK(extents.take(3) == std::uint64_t{0});
+  CHECK(extents.take_at(7, 3));
+  CHECK(extents.runs() == 0);
+}
+
+TEST_CASE("packs: a full one goes at once, the rest when no other is under way") {
+  Bytes bytes(1000);
+  const auto writes = [&](std::size_t count) {
+    Writes made(count);
+    for (Write& write : made) write.memory.add(bytes.data(), bytes.size());
+    return made;
+  };
+  Packs packs(4096);  // of four with a place of 1024 bytes each
+  CHECK(packs.add(writes(1)).size() == 1);
+  CHECK(packs.add(writes(3)).empty());
+  const auto full = packs.add(writes(6));
+  CHECK(full.size() == 2);
+  CHECK(full[0].size() == 4);
+  CHECK(packs.ended().empty());
+  CHECK(packs.ended().empty());
+  const auto rest = packs.ended();
+  CHECK(rest.size() == 1);
+  CHECK(rest[0].size() == 1);
+  CHECK(packs.ended().empty());
+}
+
+TEST_CASE("journal: what was appended is shown again, and what a crash has torn is not") {
+  const Folder folder;
+  {
+    Journal journal(folder.path(), [](Record&&) { FAIL("there is nothing"); });
+    journal.append({put("a", 1), put("b", 2)});
+    Record deletion;
+    deletion.key = "a";
+    deletion.turn = 3;
+    deletion.is_deletion = true;
+    journal.append({deletion});
+  }
+  const std::string path = folder.path() + "/journal";
+  const auto whole = std::filesystem::file_size(path);
+  auto records = records_of(folder);
+  REQUIRE(records.size() == 3);
+  CHECK(records[1].key == "b");
+  CHECK(records[1].shape == put("b", 2).shape);
+  CHECK(records[1].digest == 42);
+  CHECK(records[2].is_deletion);
+  for (const auto size : {whole - 1, whole - 20, whole - 45}) {
+    std::filesystem::resize_file(path, size);
+    CHECK(records_of(folder).size() == 2);
+  }
+  std::filesystem::resize_file(path, 5);  // the making of it was interrupted
+  CHECK(records_of(folder).empty());
+}
+
+TEST_CASE("journal: damage before other records is an error") {
+  const Folder folder;
+  {
+    Journal journal(folder.path(), [](Record&&) {});
+    for (std::uint64_t turn = 1; turn < 5; ++turn) journal.append({put("key", turn)});
+  }
+  std::fstream file(folder.path() + "/journal", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(100);
+  file.put('x');
+  file.close();
+  CHECK_THROWS_AS(records_of(folder), Failure);
+}
+
+TEST_CASE("journal: it is replaced at once") {
+  const Folder folder;
+  {
+    Journal journal(folder.path(), [](Record&&) {});
+    for (std::uint64_t turn = 1; turn < 100; ++turn) journal.append({put("key", turn)});
+    const std::uint64_t before = journal.size();
+    journal.replace({put("key", 99)});
+    CHECK(journal.size() < before / 50);
+    journal.append({put("other", 100)});
+  }
+  const auto records = records_of(folder);
+  REQUIRE(records.size() == 2);
+  CHECK(records[0].turn == 99);
+  CHECK(records[1].key == "other");
+}
+
+TEST_CASE("store: threads write, read and delete, though the disk does its worst") {
+  for (const bool is_durable : {false, true}) {
+    const Folder folder;
+    Store::Options options = durable(folder);
+    options.durable = is_durable;
+    const auto disk = engine(FaultRates{5, 0.02, 0.02, 0.05, 0.05, 0.1, 0.3, false});
+    const auto store = Store::open(disk, options);
+    together(4, [&](int number) {
+      std::minstd_rand random(static_cast<unsigned>(number));
+      std::map<std::string, Bytes> model;
+      for (int turn = 0; turn < 60; ++turn) {
+        const std::string key = std::to_string(number) + " " + std::to_string(random() % 5);
+        const std::size_t size = random() % 4 == 0 ? random() % 600'000 : random() % 3000;
+        const auto known = model.find(key);
+        switch (random() % 3) {
+          case 0:
+            if (write(*store, key, numbered(size, random())) == nullptr) model.erase(key);
+            break;
+          case 1:
+            try {
+              const auto got = read(*store, key);
+              if (known != model.end()) CHECK(got == known->second);
+            } catch (const Failure& e) {
+              CHECK(e.kind() == FailureKind::storage);
+            }
+            break;
+          default:
+            if (const Bytes content = numbered(size, random()); write(*store, key, content) == nullptr) {
+              model[key] = content;
+            }
+            if (random() % 4 == 0 && erase(*store, key) == nullptr) model.erase(key);
+        }
+      }
+    });
+    const FuturePtr flushed = store->flush();
+    flushed->wait_until(nullptr);
+    flushed->mark_seen();
+    CHECK(store->statistics().used == store->statistics().bytes);
+    CHECK(store->statistics().checksum_errors == 0);
+    for (const std::string& key : store->keys()) CHECK(erase(*store, key) == nullptr);
+    CHECK(store->statistics().used == 0);
+    store->trim();
+    CHECK(store->statistics().slabs == 0);
+    store->close();
+    disk->close();
+    disk->join();
+  }
+}
+
+TEST_CASE("store: a durable one has its keys again") {
+  const Folder folder;
+  const auto disk = engine();
+  for (unsigned round = 0; round < 3; ++round) {
+    const auto store = Store::open(disk, durable(folder));
+    for (unsigned i = 0; i < 20 && round > 0; ++i) {
+      CHECK(read(*store, std::to_string(i)) == numbered(i * 10'000, i + round - 1));
+    }
+    for (unsigned i = 0; i < 20; ++i)
+      CHECK(write(*store, std::to_string(i), numbered(i * 10'000, i + round)) == nullptr);
+    store->close();
+  }
+  disk->close();
+  disk->join();
+}
+
+TEST_CASE("store: its last user may be a write that is under way") {
+  const Folder folder;
+  const auto disk = engine(FaultRates{0, 0, 0, 0, 0, 0, 0, true});
+  auto store = Store::open(disk, durable(folder));
+  const CallPtr call = new_call(Call::Kind::write);
+  Bytes bytes = numbered(1000, 1);
+  Writes writes(1);
+  writes[0] = {call, "key", {c10::ScalarType::Byte, {1000}}, {}, 0};
+  writes[0].memory.add(bytes.data(), bytes.size());
+  store->write(std::move(writes), call);
+  store = nullptr;
+  disk->let_go();
+  CHECK(error_of(call) == nullptr);
+  disk->close();
+  disk->join();
+}
