@@ -356,6 +356,9 @@ void bind_future(nb::module_& m) {
       "add_ready_callback",
       [](nb::handle future, nb::object fn) { add_done_callback(future, std::move(fn), nb::none(), true); },
       nb::arg("future"), nb::arg("fn"));
+  m.def(
+      "set_released", [](PyFuture& future, const PyFuture& released) { future.core->set_released(released.core); },
+      nb::arg("future"), nb::arg("released"));
   m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }

@@ -1,0 +1,120 @@
+"""GPUDirect Storage, through KvikIO: between the disk and the memory of a GPU, and nothing in between.
+
+Optional: ``pip install cudafuture[gds]``. Where a machine has no GPUDirect Storage KvikIO goes by memory of the host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._staging import devices_of, earlier_work
+from cudafuture.errors import InvalidStateError, StorageError
+from cudafuture.storage.engine import Engine
+from cudafuture.storage.file import File
+
+__all__ = ["GDSFile"]
+
+_DEVICES = {"cuda"}
+_AT_A_TIME = 8  # reads and writes; KvikIO cuts each and has threads of its own
+
+
+class GDSFile(File):
+    """A file whose tensors on CUDA devices go by GPUDirect Storage; all others as with ``File``, which it is.
+
+    A tensor goes directly when it is on a CUDA device and contiguous, and so are all others of its ``readv`` or
+    ``writev``. Such a write begins when what the caller's current stream had to do has finished, and such a read too:
+    the disk knows nothing of streams. A future that has begun cannot be cancelled.
+
+    Args:
+        path, mode, engine, direct: as for ``File``.
+
+    Raises:
+        ImportError: KvikIO is not installed.
+        StorageError, ValueError: as for ``File``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: Literal["r", "r+", "w", "w+"] = "r",
+        *,
+        engine: Engine | None = None,
+        direct: Literal["auto"] | bool = "auto",
+    ) -> None:
+        try:
+            import kvikio
+        except ImportError as e:
+            raise ImportError("GPUDirect Storage needs KvikIO: pip install cudafuture[gds]") from e
+        super().__init__(path, mode, engine=engine, direct=direct)
+        self._handle: Any = kvikio.CuFile(self._path, "r" if mode == "r" else "r+")  # closed with its last user
+        self._threads = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="cudafuture-gds")
+        self._closed = False
+
+    def _transfer(self, reads: bool, tensors: Iterable[torch.Tensor], offset: int, priority: int) -> CUDAFuture[int]:
+        given = list(tensors)
+        if not given or not all(_goes_directly(t) for t in given):
+            return super()._transfer(reads, given, offset, priority)
+        if offset < 0:
+            raise ValueError(f"offset={offset} is negative")
+        if self._closed:
+            return CUDAFuture.failed(InvalidStateError(f"the file was closed before this could begin: {self._path}"))
+        earlier = earlier_work(devices_of(given))
+        future = earlier.then(
+            lambda _: self._move(reads, given, offset), priority=priority, executor=self._threads, non_blocking=False
+        )
+        if not reads:
+            _C.set_released(future, future.then(lambda _: None))
+        return future
+
+    def _move(self, reads: bool, tensors: list[torch.Tensor], offset: int) -> int:
+        """Move the bytes, and return how many they are."""
+        move = self._handle.pread if reads else self._handle.pwrite
+        moves, place = [], offset
+        for tensor in tensors:
+            part = tensor.detach().view(-1).view(torch.uint8)
+            if part.nbytes:
+                moves.append((move(part, part.nbytes, place), part.nbytes, place))
+            place += part.nbytes
+        errors = [e for e in (self._error_of(*one, reads) for one in moves) if e is not None]
+        if errors:
+            raise errors[0]
+        return place - offset
+
+    def _error_of(self, move: Any, wanted: int, offset: int, reads: bool) -> StorageError | None:
+        """Wait for one move; return what went wrong."""
+        got, code, reason = 0, None, "there the file ends"
+        try:
+            got = move.get()
+        except Exception as e:
+            code, reason = getattr(e, "errno", None), str(e)
+        if got == wanted:
+            return None
+        verb = "reading" if reads else "writing"
+        message = f"{verb} {wanted} bytes at offset {offset} of {self._path} ended after {got}: {reason}"
+        return StorageError(message, errno=code, path=self._path, offset=offset, wanted=wanted, got=got)
+
+    def close(self) -> None:
+        """Begin no more reads and writes. What is under way goes on to its end.
+
+        >>> GDSFile("numbers", "w").close()  # doctest: +SKIP
+        """
+        self._closed = True
+        self._threads.shutdown(wait=False)
+        super().close()
+
+
+def _goes_directly(tensor: torch.Tensor) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type in _DEVICES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
