@@ -1,7 +1,24 @@
 """Tensors on disk, past Python and the GIL, with futures: ``Engine`` and ``File``, and by name: ``Offloader``."""
 
+from cudafuture.storage.async_file_writer import AsyncFileWriter
+from cudafuture.storage.backends import get_backends, probe_backend
+from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
+from cudafuture.storage.gds import GDSFile
 from cudafuture.storage.offloader import Entry, Offloader, OffloaderStatistics
 
-__all__ = ["Engine", "EngineStatistics", "Entry", "File", "Offloader", "OffloaderStatistics", "default_engine"]
+__all__ = [
+    "AsyncFileWriter",
+    "DiskOffloader",
+    "Engine",
+    "EngineStatistics",
+    "Entry",
+    "File",
+    "GDSFile",
+    "Offloader",
+    "OffloaderStatistics",
+    "default_engine",
+    "get_backends",
+    "probe_backend",
+]

@@ -1,0 +1,197 @@
+"""What an offloader's tensors have on disk: reads and writes of it as operations that are completed in turn."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.errors import CUDAFutureError
+from cudafuture.storage._completions import Operation
+from cudafuture.storage._tensor_memory import Place, TensorMemory
+from cudafuture.storage.offloader import Offloader
+
+__all__ = ["Read", "TensorStore", "Write"]
+
+_logger = logging.getLogger("cudafuture.storage")
+
+Name = tuple[bool, tuple[Place, ...]]
+"""Whether it is a list, and the memory of its tensors."""
+
+
+class Stored:
+    """What is on disk of a tensor or a list: its keys in the store, and whose memory they belong to."""
+
+    def __init__(self, keys: list[str], memory: list[TensorMemory], on_death: Callable[[object], None]) -> None:
+        self.keys = keys
+        self._storages = [weakref.ref(m.storage, on_death) for m in memory]
+
+    def is_lost(self) -> bool:
+        """Say whether nobody can read it any more."""
+        return any(ref() is None for ref in self._storages)
+
+
+class TensorStore:
+    """The memory of tensors, in an Offloader.
+
+    What is stored belongs to the storage of a tensor, by a weak reference. When a storage is gone, its name is noted,
+    at whatever moment that is and under whatever lock; what was stored is deleted with the next operation.
+    """
+
+    def __init__(self, store: Offloader) -> None:
+        self.store = store
+        self.lock = threading.Lock()  # guards what is known of what is stored
+        self.known: dict[Name, Stored] = {}
+        self._dead: deque[Name] = deque()
+        self._numbers = itertools.count()
+
+    def new(self, name: Name, memory: list[TensorMemory]) -> Stored:
+        """Return an entry with keys of its own, of which nothing is written yet."""
+        number, dead = next(self._numbers), self._dead
+        keys = [f"{number}.{i}" for i in range(len(memory))]
+        return Stored(keys, memory, lambda _: dead.append(name))
+
+    def forget_lost(self) -> None:
+        """Delete what nobody can read any more. Called under the lock."""
+        while self._dead:
+            name = self._dead.popleft()
+            stored = self.known.get(name)
+            if stored is not None and stored.is_lost():
+                del self.known[name]
+                self.store.deletev(stored.keys)  # an error of it is logged: there is nobody to be told
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete what there is of these keys, and wait for it. An error costs some room on disk, and is logged."""
+        try:
+            there = [key for key in keys if key in self.store]
+            if there:
+                self.store.deletev(there).wait()
+        except CUDAFutureError as e:
+            _logger.warning("what is not needed any more remains on disk: %s", e)
+
+
+class _OfTensors(Operation):
+    def __init__(
+        self,
+        store: TensorStore,
+        value: torch.Tensor | list[torch.Tensor],
+        callback: Callable[[], object] | None = None,
+        reported: bool = False,
+    ) -> None:
+        tensors = value if isinstance(value, list) else [value]
+        super().__init__([TensorMemory(tensor) for tensor in tensors], callback, reported)
+        self.store = store
+        self.name = isinstance(value, list), tuple(m.place for m in self.memory)
+
+
+class Write(_OfTensors):
+    """Tensors on their way to disk."""
+
+    reads = False
+
+    def begin(self) -> CUDAFuture[Any]:
+        """Write under new keys: until that has succeeded, what was stored before stays what it is."""
+        self.store.forget_lost()
+        for m in self.memory:
+            if not m.is_there:
+                raise RuntimeError("the tensor has no memory to be written: it is on disk already; read it first")
+        self.stored = self.store.new(self.name, self.memory)
+        self.free = [m for m in self.memory if m.can_be_freed]
+        views = (m.bytes() for m in self.memory)
+        return self.store.store.writev(dict(zip(self.stored.keys, views, strict=True)))
+
+    def finish(self) -> None:
+        """Give the memory back, and let the new entry take the place of an old one."""
+        try:
+            self.written: int = self.transfer.value()
+        except Exception:
+            self.store.delete(self.stored.keys)  # of a list, some may have been written
+            raise
+        for m in self.free:
+            m.free()
+        with self.store.lock:
+            replaced = self.store.known.get(self.name)
+            self.store.known[self.name] = self.stored
+        if replaced is not None:
+            self.store.delete(replaced.keys)
+
+    def value(self) -> int:
+        """Return the bytes that were written."""
+        return self.written
+
+
+class Read(_OfTensors):
+    """Tensors on their way back to memory."""
+
+    reads = True
+
+    def __init__(
+        self,
+        store: TensorStore,
+        value: torch.Tensor | list[torch.Tensor],
+        callback: Callable[[], object] | None = None,
+        reported: bool = False,
+    ) -> None:
+        super().__init__(store, value, callback, reported)
+        self.filled = value
+
+    def begin(self) -> CUDAFuture[Any]:
+        """Take the entry away, have memory, and read."""
+        self.store.forget_lost()
+        stored = self.store.known.get(self.name)
+        if stored is None:
+            raise RuntimeError(self._what_is_wrong())
+        self.stored = stored
+        self.restored: list[TensorMemory] = []
+        try:
+            for m in self.memory:
+                if m.restore():
+                    self.restored.append(m)
+            transfer = self.store.store.readv(stored.keys, [m.bytes() for m in self.memory])
+        except BaseException:
+            self._free_again()
+            raise
+        del self.store.known[self.name]
+        return transfer
+
+    def _free_again(self) -> None:
+        for m in self.restored:
+            m.free()
+
+    def _what_is_wrong(self) -> str:
+        listed, places = self.name
+        storages = {place[0] for place in places}
+        for other_listed, others in self.store.known:
+            if storages & {place[0] for place in others}:
+                return (
+                    f"nothing is stored as {_described(listed, places)}, but as {_described(other_listed, others)}: "
+                    "read it as it was written"
+                )
+        return f"nothing is stored as {_described(listed, places)}: write it first; it can be read once"
+
+    def finish(self) -> None:
+        """Free what it has on disk; or put everything back as it was, so that it can be tried again."""
+        try:
+            self.transfer.value()
+        except Exception:
+            self._free_again()
+            with self.store.lock:
+                self.store.known[self.name] = self.stored
+            raise
+        self.store.delete(self.stored.keys)
+
+    def value(self) -> torch.Tensor | list[torch.Tensor]:
+        """Return the tensors that were read."""
+        return self.filled
+
+
+def _described(listed: bool, places: tuple[Place, ...]) -> str:
+    sizes = ", ".join(str(nbytes) for _, _, nbytes in places)
+    return f"a list of tensors of {sizes} bytes" if listed else f"a tensor of {sizes} bytes"
