@@ -144,6 +144,18 @@ def test_small_ones_of_many_calls_go_together_while_the_disk_is_busy(tmp_path: P
         assert torch.equal(get(store, "789"), tensors[789])
 
 
+def test_a_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
+    with Engine("threads", block_size=1 << 18) as engine, Offloader(tmp_path, engine=engine) as store:
+        tensor = numbered(2 << 20)
+        store.write("tensor", tensor).wait(timeout=PATIENCE)
+        before = engine.statistics().staged
+        got = get(store, "tensor")
+        assert engine.statistics().staged == before
+        assert torch.equal(got, tensor)
+        got.untyped_storage().resize_(0)  # as of any other tensor
+        got.untyped_storage().resize_(4)
+
+
 # ---- versions
 
 

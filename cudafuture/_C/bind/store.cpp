@@ -19,6 +19,7 @@
 #include "bind/storage.h"
 #include "bind/tensors.h"
 #include "core/process.h"
+#include "storage/aligned.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
 #include "storage/store.h"
@@ -116,7 +117,9 @@ nb::list make_tensors(const std::vector<storage::Entry>& entries, c10::Device de
     at::Tensor tensor;
     {
       const WithoutGil released;
-      tensor = at::empty(entry.shape.sizes, at::TensorOptions().dtype(entry.shape.dtype).device(device));
+      tensor = device.is_cpu()
+                   ? storage::make_tensor_on_host(entry.shape)
+                   : at::empty(entry.shape.sizes, at::TensorOptions().dtype(entry.shape.dtype).device(device));
     }
     tensors.append(nb::steal(THPVariable_Wrap(std::move(tensor))));
   }
