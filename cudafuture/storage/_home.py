@@ -3,6 +3,7 @@
 ::
 
     dir/.stores            locked while a store is made or swept
+    dir/.new-store-*       one that is being made
     dir/store-*/lease      locked while an ephemeral store lives
     dir/lock               locked while a durable store is open; holds the pid of who has it
 
@@ -26,13 +27,15 @@ from cudafuture.errors import StorageError
 __all__ = ["DurableHome", "EphemeralHome"]
 
 _PREFIX = "store-"
+_NEW = ".new-"
 _homes: weakref.WeakSet[EphemeralHome | DurableHome] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
     """Close a forked child's copies of the locks: else they would be held until it ends, too."""
-    for home in _homes:
+    for home in list(_homes):
         os.close(home.lock)
+    _homes.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -46,9 +49,13 @@ class EphemeralHome:
             Path(dir).mkdir(parents=True, exist_ok=True)
             with _locked(Path(dir, ".stores")):
                 _sweep(Path(dir))
-                self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=dir)
-                self.lock = _open(Path(self.path, "lease"))
-                fcntl.flock(self.lock, fcntl.LOCK_EX)
+                new = Path(tempfile.mkdtemp(prefix=_NEW + _PREFIX, dir=dir))
+                try:
+                    self.lock = _locked_lease(new / "lease")
+                except BaseException:
+                    shutil.rmtree(new, ignore_errors=True)
+                    raise
+                self.path = str(new.rename(new.with_name(new.name.removeprefix(_NEW))))
         _homes.add(self)
 
     def leave(self) -> None:
@@ -65,16 +72,17 @@ class DurableHome:
         self.path = dir
         with _storage_errors(dir):
             Path(dir).mkdir(parents=True, exist_ok=True)
+            _sync(Path(dir).parent)
             self.lock = _open(Path(dir, "lock"))
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.pread(self.lock, 32, 0).decode() or "unknown"
+                owner = os.pread(self.lock, 32, 0).decode().strip() or "unknown"
                 os.close(self.lock)
                 message = f"{dir} is a durable store that process {owner} has open"
                 raise StorageError(message, errno=errno.EBUSY, path=dir) from None
-            os.ftruncate(self.lock, 0)
-            os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+            with contextlib.suppress(OSError):  # on a full disk: then others do not hear who it is
+                os.pwrite(self.lock, f"{os.getpid():<20}".encode(), 0)
         _homes.add(self)
 
     def leave(self) -> None:
@@ -85,10 +93,12 @@ class DurableHome:
 
 def _sweep(dir: Path) -> None:
     """Remove what is left of stores whose process is gone. Called with the lock of the folder."""
+    for unfinished in dir.glob(f"{_NEW}{_PREFIX}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     for home in dir.glob(f"{_PREFIX}*"):
         try:
-            lease = _open(home / "lease")
-        except (FileNotFoundError, NotADirectoryError):  # its owner has just removed it; or it is somebody else's
+            lease = os.open(home / "lease", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # its owner has just removed it; or it is no such folder
             continue
         try:
             fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,13 +110,28 @@ def _sweep(dir: Path) -> None:
             os.close(lease)
 
 
+def _locked_lease(path: Path) -> int:
+    lease = _open(path)
+    fcntl.flock(lease, fcntl.LOCK_EX)
+    return lease
+
+
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
+def _sync(folder: Path) -> None:
+    """Have the names in a folder survive a crash."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = _open(path)
+    lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)  # other users' stores may be there, too
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

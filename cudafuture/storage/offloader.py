@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -79,8 +81,8 @@ class Offloader:
         direct: whether to bypass the page cache, as for ``File``.
         checksum: whether to take checksums of what is written (XXH3, of data and key), and check them when it is read.
         durable: whether the store is to outlive its process, and crashes.
-        capacity: bytes that the store may take, at least 1; what does not fit is a QuotaError. Rewriting a key needs
-            room for both tensors. By default there is no limit.
+        capacity: bytes that the store's files may have, at least 1; what does not fit, in one piece, is a QuotaError.
+            Rewriting a key needs room for both tensors. By default there is no limit.
 
     Raises:
         StorageError: the folder cannot be used; or it is another process's durable store: the message says whose.
@@ -106,7 +108,7 @@ class Offloader:
         if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
             raise ValueError(f"{engine!r}: its blocks are no multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
         _xxhash.install()
-        self._dir = os.fspath(dir)
+        self._dir = str(Path(dir).absolute())  # wherever this process goes meanwhile
         self._capacity, self._durable = capacity, durable
         home = DurableHome(self._dir) if durable else EphemeralHome(self._dir)
         try:
@@ -118,6 +120,7 @@ class Offloader:
             raise
         self._engine = engine  # which ends when nobody holds it
         self._end = weakref.finalize(self, _end, self._native, home, os.getpid())
+        _open_stores.add(self)
 
     @property
     def dir(self) -> str:
@@ -137,11 +140,11 @@ class Offloader:
         change it before. One on a device is taken as the caller's current stream leaves it.
 
         Of several writes of a key that are under way at the same time the one that was asked for last wins. A write
-        that has begun cannot be cancelled.
+        cannot be cancelled.
 
         Args:
             key: 1 to 1,024 bytes of UTF-8 without NUL.
-            tensor: dense or strided, of any dtype and shape, also empty.
+            tensor: strided, of any dtype and shape, also empty; not quantized.
             priority: of the future, and of the streams that copy from a device.
 
         Raises:
@@ -279,7 +282,7 @@ class Offloader:
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done.
 
-        It fails as the first of those does that were pending and fail. For a store that is not durable nothing is
+        It fails as the first of those does that fail from now on. For a store that is not durable nothing is
         synced: done means that the kernel has it.
 
         >>> Offloader("states").flush().wait()
@@ -320,6 +323,15 @@ class Offloader:
 
     def __repr__(self) -> str:
         return f"<{'durable' if self._durable else 'ephemeral'} Offloader in {self._dir!r}, {len(self)} keys>"
+
+
+_open_stores: weakref.WeakSet[Offloader] = weakref.WeakSet()
+
+
+@atexit.register  # after the native module's, so before it: engines have to be there
+def _close_all() -> None:
+    for store in list(_open_stores):
+        store.close()
 
 
 def _not_both(out: object, device: object) -> None:

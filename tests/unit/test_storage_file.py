@@ -293,9 +293,16 @@ def test_a_negative_place_is_refused(file: File) -> None:
 
 
 def test_a_place_that_no_file_reaches_is_an_error(file: File) -> None:
-    with pytest.raises(StorageError) as raised:
-        done(file.write(torch.zeros(1), (1 << 63) - 2))
-    assert raised.value.errno in (errno.EFBIG, errno.EINVAL)
+    was_direct = file.is_direct
+    for size, place in ((1, (1 << 63) - 5), (1024, (1 << 63) - 8192)):
+        with pytest.raises(StorageError) as raised:
+            done(file.write(torch.zeros(size), place))
+        assert raised.value.errno in (errno.EFBIG, errno.EINVAL)
+    for place in ((1 << 63) - 4, (1 << 63), (1 << 64) - 1):
+        with pytest.raises(ValueError, match="beyond the end of the largest file"):
+            file.write(torch.zeros(1), place)
+    done(file.write(torch.zeros(1024)))
+    assert file.is_direct == was_direct  # it was not the file system that refused
 
 
 def test_a_closed_file_begins_nothing_more(file: File) -> None:

@@ -2,7 +2,9 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +25,8 @@ using storage::Engine;
 using storage::File;
 using storage::Start;
 
+constexpr std::uint64_t kMostBytes = std::numeric_limits<std::int64_t>::max();
+
 // Reads or writes tensors, one after the other from `offset` on. The future keeps them until it is done.
 nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,
                     std::uint64_t offset, const std::string& name, int priority) {
@@ -35,14 +39,18 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   Tensors taken = take_tensors(tensors, request.direction, priority);
   for (storage::Memory& memory : taken.memory) request.memory.add(std::move(memory));
   request.device = std::move(taken.device);
-  request.keep = foreign(std::move(taken.keep));
   request.future = c10::make_intrusive<Future>(priority);
   request.future->set_name(name);
   if (!reads) {
     request.released = c10::make_intrusive<Future>(priority);
     request.future->set_released(request.released);
   }
+  if (request.memory.size() > kMostBytes - std::min(offset, kMostBytes)) {
+    throw nb::value_error("the place is beyond the end of the largest file");
+  }
   nb::object result = wrap(request.future);
+  if (request.device != nullptr) taken.keep.append(result);  // whose tensors are not to die on the engine's thread
+  request.keep = foreign(std::move(taken.keep));
   {
     const WithoutGil released;
     self.engine->submit(std::move(request));

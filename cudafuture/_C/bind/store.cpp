@@ -73,6 +73,7 @@ CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priori
 
 storage::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
   return {tensor.scalar_type(), tensor.sizes().vec()};
 }
 
@@ -159,14 +160,14 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   storage::Reads reads(names.size());
   for (std::size_t i = 0; i < reads.size(); ++i) {
-    call->results.push_back(THPVariable_Unpack(nb::handle(tensors[i]).ptr()));
     reads[i] = {call, names[i], std::move((*entries)[i]), std::move(taken.memory[i])};
   }
   entries.reset();
-  call->gives_list = gives_list;
+  call->result = foreign(gives_list ? nb::object(tensors) : nb::object(tensors[0]));
   call->device = std::move(taken.device);
-  call->keep = foreign(std::move(taken.keep));
   nb::object result = wrap(call->future);
+  if (call->device != nullptr) taken.keep.append(result);
+  call->keep = foreign(std::move(taken.keep));
   {
     const WithoutGil released;
     self->read(std::move(reads), call);
@@ -188,6 +189,7 @@ nb::object erase(const StorePtr& self, nb::list keys) {
 }
 
 nb::object stat(const Store& self, nb::handle key) {
+  refuse_after_fork();
   const std::string name = key_of(key);
   const std::optional<storage::Entry> found = self.find(name);
   if (!found) raise_error("NotFoundError", "there is no key '" + name + "'");
@@ -195,8 +197,14 @@ nb::object stat(const Store& self, nb::handle key) {
   return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(found->shape.sizes)), found->size);
 }
 
+Store::Statistics statistics_without_gil(const Store& self) {
+  refuse_after_fork();
+  const WithoutGil released;  // who makes a file has the lock for a while
+  return self.statistics();
+}
+
 nb::dict statistics_of(const Store& self) {
-  const Store::Statistics s = self.statistics();
+  const Store::Statistics s = statistics_without_gil(self);
   nb::dict d;
   d["keys"] = s.keys;
   d["bytes"] = s.bytes;
@@ -220,6 +228,7 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
   options.checksum = checksum;
   options.durable = durable;
   options.capacity = capacity;
+  refuse_after_fork();
   const WithoutGil released;
   return Store::open(engine.engine, options);
 }
@@ -235,12 +244,30 @@ void bind_store(nb::module_& m) {
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"))
       .def("erase", erase, nb::arg("keys"))
-      .def("flush", [](Store& self) { return wrap(self.flush()); })
-      .def("keys", &Store::keys)
+      .def("flush",
+           [](Store& self) {
+             refuse_after_fork();
+             return wrap(self.flush());
+           })
+      .def("keys",
+           [](const Store& self) {
+             refuse_after_fork();
+             return self.keys();
+           })
       .def("stat", stat, nb::arg("key"))
       .def(
-          "has", [](const Store& self, nb::handle key) { return self.find(key_of(key)).has_value(); }, nb::arg("key"))
-      .def("trim", &Store::trim, nb::call_guard<nb::gil_scoped_release>())
+          "has",
+          [](const Store& self, nb::handle key) {
+            refuse_after_fork();
+            return self.find(key_of(key)).has_value();
+          },
+          nb::arg("key"))
+      .def("trim",
+           [](Store& self) {
+             refuse_after_fork();
+             const WithoutGil released;
+             return self.trim();
+           })
       .def("statistics", statistics_of)
       .def("close", [](Store& self) {
         const Entry entry;

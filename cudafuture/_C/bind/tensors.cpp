@@ -60,6 +60,13 @@ void note_change(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
+// What is not to die on a thread without the GIL: it may be the last but one to hold what Python has seen, and then
+// torch takes the GIL.
+struct Owned {
+  std::vector<at::Tensor> bytes;
+  std::shared_ptr<DeviceSide> device;
+};
+
 }  // namespace
 
 Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
@@ -76,15 +83,21 @@ Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
     taken.keep.append(owner);
     all.push_back(std::move(tensor));
   }
+  auto owned = std::make_unique<Owned>();
   const std::vector<c10::Device> devices = devices_of(all);
+  if (!devices.empty()) {
+    taken.keep.append(nb::capsule(owned.get(), [](void* p) noexcept { delete static_cast<Owned*>(p); }));
+  }
+  Owned* const keeps = devices.empty() ? owned.get() : owned.release();
   const WithoutGil released;
-  if (!devices.empty()) taken.device = std::make_shared<DeviceSide>(devices, direction, priority);
+  if (!devices.empty()) keeps->device = taken.device = std::make_shared<DeviceSide>(devices, direction, priority);
   taken.memory.resize(all.size());
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (all[i].is_cpu()) {
       add_on_host(taken.memory[i], all[i], direction);
     } else {
-      taken.memory[i].add_on_device(taken.device->bytes_of(all[i]));
+      keeps->bytes.push_back(taken.device->bytes_of(all[i]));
+      taken.memory[i].add_on_device(keeps->bytes.back());
     }
     if (direction == Direction::read) note_change(all[i]);
   }

@@ -32,8 +32,10 @@ void Buffers::give_back() noexcept {
 void Buffers::pin() {
   const at::AutoDispatchBelowADInplaceOrView plain;
   const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true);
-  const at::Tensor memory = at::empty({static_cast<std::int64_t>(size_ + kPage)}, options);
-  const std::size_t before = -reinterpret_cast<std::uintptr_t>(memory.mutable_data_ptr()) % kPage;
+  at::Tensor memory = at::empty({static_cast<std::int64_t>(size_)}, options);
+  const auto before_page = [&memory] { return -reinterpret_cast<std::uintptr_t>(memory.mutable_data_ptr()) % kPage; };
+  if (before_page() != 0) memory = at::empty({static_cast<std::int64_t>(size_ + kPage)}, options);
+  const std::size_t before = before_page();
   at::Tensor pinned = memory.narrow(0, static_cast<std::int64_t>(before), static_cast<std::int64_t>(size_));
   give_back();
   pinned_ = std::move(pinned);

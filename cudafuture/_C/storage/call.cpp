@@ -1,7 +1,5 @@
 #include "storage/call.h"
 
-#include <ATen/core/List.h>
-
 #include <utility>
 
 #include "core/edge.h"
@@ -26,8 +24,7 @@ void Call::part_released() noexcept {
 Value Call::value() {
   if (kind == Kind::deletion) return {};
   if (kind == Kind::write) return Value::of_native(static_cast<std::int64_t>(bytes));
-  if (!gives_list) return Value::of_native(std::move(results.front()));
-  return Value::of_native(c10::IValue(c10::List<at::Tensor>(std::exchange(results, {}))));
+  return Value::of_object(std::move(result));
 }
 
 void Call::finish() noexcept {

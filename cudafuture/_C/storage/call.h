@@ -1,15 +1,12 @@
 // One call of a user of a store: of one key or many. It is done when all of its parts are.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "core/future.h"
 #include "storage/device.h"
@@ -23,13 +20,12 @@ class Call {
   enum class Kind : std::uint8_t { write, read, deletion };
 
   Kind kind = Kind::write;
-  Foreign keep;  // what owns the memory; the last to be dropped
+  Foreign keep;  // what owns the memory and the tensors; the last to be dropped
   FuturePtr future;
   FuturePtr released;                  // null; or of a write
   std::shared_ptr<DeviceSide> device;  // null: all tensors are on the host
   std::uint64_t bytes = 0;             // of all parts
-  std::vector<at::Tensor> results;     // of a read
-  bool gives_list = false;             // of results, and not the only one
+  Foreign result;                      // of a read
   std::shared_ptr<Epoch> epoch;        // of the store, which counts it
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }

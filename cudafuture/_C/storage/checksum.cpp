@@ -33,7 +33,7 @@ void Checksum::take(std::size_t at, const iovec* pieces, std::size_t count) noex
     while (part != parts_.end() && part->begin < end) {
       const std::size_t part_end = part->begin + part->size;
       for (std::size_t leaf = std::max(at, part->begin); leaf < std::min(end, part_end); leaf += kLeaf) {
-        const std::size_t size = std::min(kLeaf, part_end - leaf);
+        const std::size_t size = std::min({kLeaf, part_end - leaf, end - leaf});
         leaves_[part->first + (leaf - part->begin) / kLeaf] = hash_of(data + (leaf - at), size);
       }
       if (part_end > end) break;

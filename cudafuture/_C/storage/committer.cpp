@@ -43,30 +43,45 @@ void Committer::perform() noexcept {
 }
 
 std::exception_ptr Committer::make_durable(const std::vector<Change>& changes) noexcept {
-  if (broken_ != nullptr) return broken_;
+  if (std::exception_ptr error = broken()) return error;
   std::set<std::shared_ptr<File>> files;
   std::vector<Record> records;
   for (const Change& change : changes) {
-    // Not what was deleted meanwhile: its record could come to stand in a journal that knows nothing of that any more.
-    if (!change.is_deletion && store_.index_.is_beaten(change.key, change.entry.turn)) continue;
+    // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
+    if (store_.index_.is_overtaken(change.key, change.entry.turn)) continue;
     records.push_back(record_of(change.key, change.entry));
     records.back().is_deletion = change.is_deletion;
     if (!change.is_deletion && change.entry.place != nullptr) files.insert(change.entry.place->slab().file);
   }
+  if (records.empty()) return nullptr;
   try {
     for (const std::shared_ptr<File>& file : files) file->sync();
   } catch (...) {
-    return broken_ = std::current_exception();
+    return note_broken(std::current_exception());
   }
-  if (records.empty()) return nullptr;
+  return append(changes, records);
+}
+
+std::exception_ptr Committer::append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept {
   try {
     journal_->append(records);
   } catch (...) {
-    if (journal_->is_broken()) broken_ = std::current_exception();
-    return std::current_exception();
+    if (!journal_->is_broken()) return std::current_exception();
+    for (const Change& change : changes) in_doubt_.push_back(change.entry.place);
+    return note_broken(std::current_exception());
   }
   journal_bytes_.store(journal_->size(), std::memory_order_relaxed);
   return nullptr;
+}
+
+std::exception_ptr Committer::note_broken(std::exception_ptr error) noexcept {
+  std::lock_guard lock(mutex_);
+  return broken_ = std::move(error);
+}
+
+std::exception_ptr Committer::broken() const noexcept {
+  std::lock_guard lock(mutex_);
+  return broken_;
 }
 
 void Committer::compact() {
@@ -76,11 +91,11 @@ void Committer::compact() {
 }
 
 void Committer::compact_if_worth_it() noexcept {
-  if (broken_ != nullptr || journal_->size() < compact_at_) return;
+  if (broken() != nullptr || journal_->size() < compact_at_) return;
   try {
     compact();
   } catch (...) {  // the one there is goes on, unless it is not known which one that is
-    if (journal_->is_broken()) broken_ = std::current_exception();
+    if (journal_->is_broken()) note_broken(std::current_exception());
     compact_at_ = 2 * journal_->size();
   }
 }

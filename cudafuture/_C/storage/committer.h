@@ -2,10 +2,10 @@
 //
 //     changes ──► fdatasync of their slabs ──► batch in the journal ──► fdatasync ──► index, futures
 //
-// Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again: the store takes no
-// more changes.
+// Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again, as what failed may
+// count as written then: the store takes no more changes. A disk that is full fails the batch, and no more.
 //
-// Lock: mutex_ guards the changes and the flag; nothing is taken under it.
+// Lock: mutex_ guards the changes, the task and the failure; nothing is taken under it.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class Store;
 struct Change {
   CallPtr call;
   std::string key;
-  Entry entry;  // of a deletion: what was there, whose place stays taken meanwhile, and the turn
+  Entry entry;  // of a deletion: its turn
   bool is_deletion = false;
 };
 
@@ -38,21 +38,26 @@ class Committer final : private ThreadCache::Task {
   Committer(Store& store, std::unique_ptr<Journal> journal) : store_(store), journal_(std::move(journal)) {}
 
   void commit(std::vector<Change>&& changes) noexcept;
-  void compact();  // while nothing is committed
+  void compact_if_worth_it() noexcept;  // while nothing is committed
   std::uint64_t journal_bytes() const noexcept;
+  std::exception_ptr broken() const noexcept;  // why nothing is durable any more; null: it is
 
  private:
   void perform() noexcept override;
   std::exception_ptr make_durable(const std::vector<Change>& changes) noexcept;
-  void compact_if_worth_it() noexcept;
+  std::exception_ptr append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept;
+  std::exception_ptr note_broken(std::exception_ptr error) noexcept;
+  void compact();
 
   Store& store_;
   std::unique_ptr<Journal> journal_;
-  std::exception_ptr broken_;
   std::uint64_t compact_at_ = 0;  // bytes of the journal
   std::atomic<std::uint64_t> journal_bytes_{0};
 
-  std::mutex mutex_;
+  std::vector<PlacePtr> in_doubt_;  // the journal may name them, or not: never free again
+
+  mutable std::mutex mutex_;
+  std::exception_ptr broken_;
   std::vector<Change> changes_;
   std::shared_ptr<Store> working_for_;  // while the task runs
 };

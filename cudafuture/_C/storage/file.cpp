@@ -34,6 +34,18 @@ int flags_of(Access access) {
   return O_RDONLY | O_CLOEXEC;
 }
 
+int flags_of(Start start) {
+  switch (start) {
+    case Start::existing:
+      return 0;
+    case Start::empty:
+      return O_CREAT | O_TRUNC;
+    case Start::fresh:
+      return O_CREAT | O_EXCL;
+  }
+  return 0;
+}
+
 int open_file(const std::string& path, int flags) {
   int descriptor;
   do {
@@ -75,11 +87,15 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Start s
 
 File::File(std::string path, Access access, Start start, Direct direct)
     : path_(std::move(path)), access_(access), must_be_direct_(direct == Direct::yes) {
-  cached_ = open_file(path_, flags_of(access) | (start == Start::empty ? O_CREAT | O_TRUNC : 0));
+  cached_ = open_file(path_, flags_of(access) | flags_of(start));
   if (cached_ < 0) fail("cannot open", path_, errno);
   if (direct == Direct::no) return;
   direct_ = open_file(path_, flags_of(access) | O_DIRECT);
   int code = errno;
+  if (direct_ < 0 && code != EINVAL && code != EOPNOTSUPP) {  // not because of the file system
+    ::close(cached_);
+    fail("cannot open", path_, code);
+  }
   if (direct_ >= 0) {
     alignment_ = alignment_of(direct_);
     if (alignment_.offset != 0 && alignment_.memory != 0 &&

@@ -14,7 +14,7 @@
 namespace cudafuture::storage {
 
 enum class Access : std::uint8_t { read, write, read_write };
-enum class Start : std::uint8_t { existing, empty };  // empty: made when it is not there
+enum class Start : std::uint8_t { existing, empty, fresh };  // empty: made when it is not there; fresh: it must not be
 enum class Direct : std::uint8_t { automatic, yes, no };
 
 // What a direct transfer needs where a file is; zeros: there are none.

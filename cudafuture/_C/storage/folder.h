@@ -2,10 +2,13 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace cudafuture::storage {
 
 // Has the names in a folder survive a crash. Throws Failure.
 void sync_folder(const std::string& path);
+
+std::vector<std::string> names_in(const std::string& path);  // of what is in a folder; throws Failure
 
 }  // namespace cudafuture::storage

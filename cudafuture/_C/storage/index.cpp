@@ -8,46 +8,42 @@ namespace cudafuture::storage {
 std::uint64_t Index::begin(const std::string& key) {
   std::lock_guard lock(mutex_);
   Key& at = keys_[key];
-  ++at.writing;
+  ++at.changing;
   return at.begun = ++turn_;
 }
 
-std::optional<Entry> Index::install(const std::string& key, Entry&& entry) {
-  std::lock_guard lock(mutex_);
-  const auto known = keys_.find(key);
-  Key& at = known->second;
-  std::optional<Entry> dropped = std::move(entry);
-  --at.writing;
-  if (dropped->turn > at.deleted && (!at.entry || dropped->turn > at.entry->turn)) {
-    statistics_.bytes += dropped->size;
-    if (at.entry) {
-      statistics_.bytes -= at.entry->size;
-    } else {
-      ++statistics_.keys;
-    }
-    dropped.swap(at.entry);
-  }
-  forget_if_empty(known);
-  return dropped;
+void Index::count(const Entry& entry, int sign) noexcept {
+  statistics_.keys += static_cast<std::uint64_t>(sign);
+  statistics_.bytes += static_cast<std::uint64_t>(sign) * entry.size;
 }
 
-bool Index::is_beaten(const std::string& key, std::uint64_t turn) const {
+void Index::ended(Keys::iterator key) noexcept {
+  Key& at = key->second;
+  if (--at.changing != 0) return;
+  at.begun = at.deleted = at.durably_deleted = 0;
+  if (!at.entry && !at.durable) keys_.erase(key);
+}
+
+Index::Dropped Index::install(const std::string& key, const Entry& entry, Reach reach) {
   std::lock_guard lock(mutex_);
+  Dropped dropped;
   const auto known = keys_.find(key);
-  if (known == keys_.end()) return true;
-  return known->second.deleted > turn || (known->second.entry && known->second.entry->turn > turn);
+  Key& at = known->second;
+  if (entry.turn > at.deleted && (!at.entry || entry.turn > at.entry->turn)) {
+    if (at.entry) count(*at.entry, -1);
+    count(entry, 1);
+    dropped[0] = std::exchange(at.entry, entry);
+  }
+  if (reach == Reach::journal && entry.turn > at.durably_deleted && (!at.durable || entry.turn > at.durable->turn)) {
+    dropped[1] = std::exchange(at.durable, entry);
+  }
+  ended(known);
+  return dropped;
 }
 
 void Index::give_up(const std::string& key) noexcept {
   std::lock_guard lock(mutex_);
-  const auto known = keys_.find(key);
-  --known->second.writing;
-  forget_if_empty(known);
-}
-
-void Index::forget_if_empty(Keys::iterator key) noexcept {
-  if (key->second.writing == 0) key->second.deleted = 0;
-  if (key->second.writing == 0 && !key->second.entry) keys_.erase(key);
+  ended(keys_.find(key));
 }
 
 Index::Deleted Index::erase(const std::string& key) {
@@ -57,15 +53,46 @@ Index::Deleted Index::erase(const std::string& key) {
   const auto known = keys_.find(key);
   if (known == keys_.end()) return deleted;
   Key& at = known->second;
-  deleted.was_there = at.entry.has_value() || (at.writing != 0 && at.begun > at.deleted);
+  deleted.was_there = at.entry.has_value() || at.begun > at.deleted;
+  if (!deleted.was_there) return deleted;
+  ++at.changing;
   at.deleted = deleted.turn;
-  if (at.entry) {
-    statistics_.bytes -= at.entry->size;
-    --statistics_.keys;
-    deleted.entry = std::exchange(at.entry, std::nullopt);
-  }
-  forget_if_empty(known);
+  if (at.entry) count(*at.entry, -1);
+  deleted.entry = std::exchange(at.entry, std::nullopt);
   return deleted;
+}
+
+Index::Dropped Index::finish_erase(const std::string& key, std::uint64_t turn, Reach reach) {
+  std::lock_guard lock(mutex_);
+  Dropped dropped;
+  const auto known = keys_.find(key);
+  Key& at = known->second;
+  if (reach == Reach::journal) {
+    at.durably_deleted = std::max(at.durably_deleted, turn);
+    if (at.durable && at.durable->turn < turn) dropped[0] = std::exchange(at.durable, std::nullopt);
+  }
+  ended(known);
+  return dropped;
+}
+
+void Index::undo_erase(const std::string& key, std::uint64_t turn) {
+  std::lock_guard lock(mutex_);
+  const auto known = keys_.find(key);
+  Key& at = known->second;
+  if (at.deleted == turn) {
+    at.deleted = at.durably_deleted;
+    if (!at.entry && at.durable) {
+      at.entry = at.durable;
+      count(*at.entry, 1);
+    }
+  }
+  ended(known);
+}
+
+bool Index::is_overtaken(const std::string& key, std::uint64_t turn) const {
+  std::lock_guard lock(mutex_);
+  const Key& at = keys_.at(key);
+  return at.durably_deleted > turn || (at.durable && at.durable->turn > turn);
 }
 
 // Batches are in the order in which writes ended, which is not that of their turns.
@@ -116,7 +143,7 @@ std::vector<Record> Index::records() const {
   std::vector<Record> records;
   records.reserve(keys_.size());
   for (const auto& [key, at] : keys_) {
-    if (at.entry) records.push_back(record_of(key, *at.entry));
+    if (at.durable) records.push_back(record_of(key, *at.durable));
   }
   return records;
 }

@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -18,7 +20,15 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::string_view kHeader = "cudafuture store 1\n";
+// How a file begins. So much of it was there when it got its name, and cannot be torn.
+struct Preamble {
+  std::array<char, 24> text = {"cudafuture store 1\n"};
+  std::uint64_t whole = 0;   // bytes
+  std::uint64_t digest = 0;  // of what is before
+
+  std::uint64_t right_digest() const noexcept { return hash_of(this, offsetof(Preamble, digest)); }
+};
+
 constexpr std::uint64_t kBatch = 0x68637461'42664443;  // how a batch begins: "CDfBatch"
 
 struct BatchHeader {
@@ -158,44 +168,44 @@ Record record_of(const std::string& key, const Entry& entry) {
   return record;
 }
 
+bool Journal::exists(const std::string& folder) { return ::access(path_in(folder).c_str(), F_OK) == 0; }
+
 Journal::Journal(std::string folder, const std::function<void(Record&&)>& show) : folder_(std::move(folder)) {
-  file_ = ::open(path().c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (!exists(folder_)) {
+    replace({});
+    return;
+  }
+  file_ = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
   if (file_ < 0) fail("cannot open", path(), errno);
   try {
-    const std::string content = read_all(file_, path());
-    if (content.size() < kHeader.size() && kHeader.starts_with(content)) {  // new, or its making was interrupted
-      begin(file_, path());
-      sync_folder(folder_);
-    } else {
-      replay(content, show);
-    }
+    replay(read_all(file_, path()), show);
   } catch (...) {
     ::close(file_);
     throw;
   }
 }
 
-Journal::~Journal() { ::close(file_); }
-
-void Journal::begin(int file, const std::string& path) {
-  write_all(file, kHeader, 0, path);
-  if (::fdatasync(file) != 0) fail("cannot sync", path, errno);
-  size_ = kHeader.size();
-  batches_ = 0;
+Journal::~Journal() {
+  if (file_ >= 0) ::close(file_);
 }
 
 void Journal::replay(std::string_view content, const std::function<void(Record&&)>& show) {
   const auto damaged = [this](std::size_t at, const std::string& what) {
     return Failure(what, 0, path(), at, 0, 0, FailureKind::checksum);
   };
-  if (!content.starts_with(kHeader)) throw damaged(0, path() + " is not the journal of a store");
-  std::size_t at = kHeader.size();
+  Preamble preamble;
+  if (content.size() >= sizeof preamble) std::memcpy(&preamble, content.data(), sizeof preamble);
+  if (preamble.text != Preamble().text || preamble.digest != preamble.right_digest() ||
+      preamble.whole > content.size()) {
+    throw damaged(0, path() + " is damaged, or not the journal of a store");
+  }
+  std::size_t at = sizeof preamble;
   while (at < content.size()) {
     BatchHeader header;
     const std::string_view payload = whole_batch(content, at, header);
     if (payload.empty() || header.number != batches_) {
-      if (!has_later_batch(content, at, batches_)) break;
-      throw damaged(at, path() + " is damaged at byte " + std::to_string(at) + ", before other records");
+      if (at >= preamble.whole && !has_later_batch(content, at, batches_)) break;
+      throw damaged(at, path() + " is damaged at byte " + std::to_string(at) + ", where it cannot be torn");
     }
     try {
       for (Reader reader(payload); !reader.empty();) show(get(reader));
@@ -212,17 +222,17 @@ void Journal::replay(std::string_view content, const std::function<void(Record&&
   size_ = at;
 }
 
-std::string Journal::batch(const std::vector<Record>& records) {
+std::string Journal::batch(const std::vector<Record>& records, std::uint64_t number) {
   std::string bytes(sizeof(BatchHeader), '\0');
   for (const Record& record : records) put(bytes, record);
-  BatchHeader header = {kBatch, batches_, bytes.size() - sizeof header, 0};
+  BatchHeader header = {kBatch, number, bytes.size() - sizeof header, 0};
   header.digest = hash_of(bytes.data() + sizeof header, header.size, header.number);
   std::memcpy(bytes.data(), &header, sizeof header);
   return bytes;
 }
 
 void Journal::append(const std::vector<Record>& records) {
-  const std::string bytes = batch(records);
+  const std::string bytes = batch(records, batches_);
   try {
     write_all(file_, bytes, size_, path());
   } catch (...) {
@@ -238,25 +248,27 @@ void Journal::append(const std::vector<Record>& records) {
 }
 
 void Journal::replace(const std::vector<Record>& records) {
+  const std::string bytes = records.empty() ? std::string() : batch(records, 0);
+  Preamble preamble;
+  preamble.whole = sizeof preamble + bytes.size();
+  preamble.digest = preamble.right_digest();
   const std::string fresh = path() + ".new";
   const int file = ::open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (file < 0) fail("cannot open", fresh, errno);
-  const std::uint64_t batches = std::exchange(batches_, 0);
   try {
-    const std::string bytes = records.empty() ? std::string() : batch(records);
-    write_all(file, kHeader, 0, fresh);
-    write_all(file, bytes, kHeader.size(), fresh);
+    write_all(file, {reinterpret_cast<const char*>(&preamble), sizeof preamble}, 0, fresh);
+    write_all(file, bytes, sizeof preamble, fresh);
     if (::fdatasync(file) != 0) fail("cannot sync", fresh, errno);
     if (::rename(fresh.c_str(), path().c_str()) != 0) fail("cannot rename", fresh, errno);
-    ::close(std::exchange(file_, file));
-    size_ = kHeader.size() + bytes.size();
-    batches_ = records.empty() ? 0 : 1;
   } catch (...) {
     ::close(file);
     ::unlink(fresh.c_str());
-    batches_ = batches;
     throw;
   }
+  if (file_ >= 0) ::close(file_);
+  file_ = file;
+  size_ = preamble.whole;
+  batches_ = records.empty() ? 0 : 1;
   is_broken_ = true;
   sync_folder(folder_);
   is_broken_ = false;

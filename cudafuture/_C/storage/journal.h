@@ -1,7 +1,8 @@
 // The list of what a durable store has: a file to which batches of records are appended.
 //
 // A batch is written at once and synced before the next one: so only the last can be torn by a crash, and then none of
-// its records has been promised to anybody. It is dropped. Damage before other batches is an error instead.
+// its records has been promised to anybody. It is dropped. Damage before other batches is an error instead, and so is
+// damage in what a journal was made with: that has its name only since it was synced.
 //
 // Used by one thread at a time.
 #pragma once
@@ -45,11 +46,12 @@ class Journal {
   bool is_broken() const noexcept { return is_broken_; }
   void replace(const std::vector<Record>& records);      // by these alone, at once or not at all; throws Failure
   std::uint64_t size() const noexcept { return size_; }  // bytes
+  static bool exists(const std::string& folder);
 
  private:
-  std::string path() const { return folder_ + "/journal"; }
-  void begin(int file, const std::string& path);
-  std::string batch(const std::vector<Record>& records);
+  std::string path() const { return path_in(folder_); }
+  static std::string path_in(const std::string& folder) { return folder + "/journal"; }
+  static std::string batch(const std::vector<Record>& records, std::uint64_t number);
   void replay(std::string_view content, const std::function<void(Record&&)>& show);
 
   std::string folder_;

@@ -23,7 +23,7 @@ void Ledger::end(Call& call) noexcept {
     if (--calls_ == 0) idle_.notify_all();
     if (call.epoch == nullptr) return;
     --call.epoch->left;
-    if (call.epoch->failure == nullptr) call.epoch->failure = call.failure();
+    if (call.epoch->failure == nullptr && !call.epoch->flushes.empty()) call.epoch->failure = call.failure();
     // Only the last epoch still takes calls: it goes on when nobody waits for it.
     std::exception_ptr failure;
     while (!epochs_.empty() && epochs_.front()->left == 0) {

@@ -45,7 +45,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
   block.at = cut_;
   block.ahead = block.done = block.first = 0;
   block.in_vain = 0;
-  block.is_staged = false;
+  block.is_staged = block.was_refused = false;
   if (!file.is_direct() || file.unit() > block.buffer_size) {
     cut_through_cache(block, block.buffer_size - block.offset % std::min<std::uint64_t>(kPage, block.buffer_size));
   } else if (request_.direction == Direction::write) {
@@ -154,7 +154,7 @@ Operation::Outcome Operation::take(Block& block) noexcept {
   File& file = *request_.file;
   const std::int64_t result = block.result;
   if (result == -EINVAL && block.descriptor == file.past_cache() && !file.must_be_direct()) {
-    file.fall_back();
+    block.was_refused = true;
     block.descriptor = file.through_cache();
     return Outcome::kernel;
   }
@@ -162,6 +162,7 @@ Operation::Outcome Operation::take(Block& block) noexcept {
   if (is_in_vain && ++block.in_vain < kMostInVain) return Outcome::kernel;
   if (result <= 0) return failed(block, static_cast<int>(-result));
   block.in_vain = 0;
+  if (block.was_refused) file.fall_back();  // it was not the request's fault
   block.advance(static_cast<std::size_t>(result));
   if (block.done >= block.ahead + block.wanted) return ended(block);
   // The end of the file, or of the room: the rest is no whole unit any more.
@@ -228,6 +229,7 @@ void Operation::give_up(std::exception_ptr error) noexcept {
 }
 
 void Operation::finish() noexcept {
+  const auto bytes = static_cast<std::int64_t>(size());
   release_memory();
   EventSet events;
   std::vector<at::Tensor> targets;
@@ -240,11 +242,14 @@ void Operation::finish() noexcept {
       if (failure_ == nullptr) failure_ = std::current_exception();
     }
   }
+  // Who hears of the end may want the room of the file; and what owns the tensors is to be the last to drop them.
+  request_.file = nullptr;
+  request_.memory = Memory();
+  request_.device = nullptr;
   if (failure_ != nullptr) {
     request_.future->fail(Value::of_error(failure_), std::move(events));
   } else {
-    request_.future->complete(Value::of_native(static_cast<std::int64_t>(size())), std::move(events),
-                              std::move(targets));
+    request_.future->complete(Value::of_native(bytes), std::move(events), std::move(targets));
   }
 }
 

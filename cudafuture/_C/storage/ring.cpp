@@ -56,6 +56,7 @@ class Ring final : public Backend {
     if (code != 0) return -code;
     rings_made_and_ended.fetch_add(1, std::memory_order_acq_rel);
     is_set_up_ = true;
+    if (!can_read()) return ENOSYS;
     listen();
     return io_uring_submit(&ring_) < 0 ? EINVAL : 0;
   }
@@ -123,6 +124,13 @@ class Ring final : public Backend {
   const char* name() const noexcept override { return "io_uring"; }
 
  private:
+  bool can_read() noexcept {  // since Linux 5.6
+    io_uring_probe* const probe = io_uring_get_probe_ring(&ring_);
+    const bool can = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
+    io_uring_free_probe(probe);
+    return can;
+  }
+
   void listen() noexcept {
     io_uring_sqe* const entry = next_entry();
     io_uring_prep_read(entry, event_, &events_, sizeof events_, 0);

@@ -8,10 +8,12 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
-#include <filesystem>
+#include <optional>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
+#include "core/process.h"
 #include "storage/failure.h"
 #include "storage/folder.h"
 
@@ -32,6 +34,15 @@ struct Pages {
   std::uint64_t last;
 };
 Pages pages_of(std::uint64_t offset, std::uint64_t size) { return {offset / kPage, (offset + size - 1) / kPage}; }
+
+// Of a slab of that name; none: it is no slab's.
+std::optional<std::uint64_t> number_of(std::string_view name) {
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  name.remove_prefix(sizeof kPrefix - 1);
+  std::uint64_t number = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
+  return error == std::errc() && end == name.data() + name.size() ? std::optional(number) : std::nullopt;
+}
 
 }  // namespace
 
@@ -106,16 +117,22 @@ std::pair<Slabs::SlabPtr, std::uint64_t> Slabs::find_room(std::uint64_t size) {
 Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   std::uint64_t all = 0;
   for (const SlabPtr& slab : slabs_) all += slab->extents.size();
-  std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, kLargestSlab));
+  const std::uint64_t most = std::max(kLargestSlab, all / 16);  // each has two descriptors
+  std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, most));
   if (options_.capacity != 0) {
-    const std::uint64_t left = options_.capacity - std::min(options_.capacity, all);
-    wanted = std::clamp(ceil_to(left, kPage), size, wanted);
+    const std::uint64_t left = ceil_to(options_.capacity, kPage) - std::min(ceil_to(options_.capacity, kPage), all);
+    if (size > left) {
+      throw Failure(
+          "no room for " + std::to_string(size) + " bytes in one piece within " + std::to_string(options_.capacity),
+          EDQUOT, options_.folder, 0, size, 0, FailureKind::quota);
+    }
+    wanted = std::min(wanted, left);
   }
   for (bool has_trimmed = false;; wanted = std::max(size, ceil_to(wanted / 2, kPage))) {
     try {
       return make_slab(wanted);
     } catch (const Failure& failure) {
-      if (failure.code() != ENOSPC && failure.code() != EFBIG) throw;
+      if (failure.code() != ENOSPC && failure.code() != EFBIG && failure.code() != EDQUOT) throw;
       if (!std::exchange(has_trimmed, true))
         remove_empty();
       else if (wanted == size)
@@ -124,15 +141,26 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   }
 }
 
+// Places are at pages: a file that wants larger units past the page cache goes through it.
+std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) const {
+  auto file = File::open(path, Access::read_write, start, options_.direct);
+  if (!file->is_direct() || file->unit() <= kPage) return file;
+  if (options_.direct == Direct::yes) {
+    throw Failure(path + ": direct I/O there is of " + std::to_string(file->unit()) + " bytes, more than a page",
+                  EINVAL, path);
+  }
+  return File::open(path, Access::read_write, Start::existing, Direct::no);
+}
+
 Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
   auto slab = std::make_shared<Slab>(next_, size);
   const std::string path = path_of(next_);
   try {
-    slab->file = File::open(path, Access::read_write, Start::empty, options_.direct);
+    slab->file = open_file(path, Start::fresh);
     slab->file->allocate(size);
     if (options_.durable) sync_folder(options_.folder);
   } catch (...) {
-    ::unlink(path.c_str());
+    if (slab->file != nullptr) ::unlink(path.c_str());
     throw;
   }
   ++next_;
@@ -148,7 +176,11 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   if (known != slabs_.end()) return *known;
   SlabPtr slab;
   try {
-    auto file = File::open(path_of(number), Access::read_write, Start::existing, options_.direct);
+    auto file = open_file(path_of(number), Start::existing);
+    // Waits for direct writes that a process which was killed has left with the kernel: they may be to places that are
+    // free now.
+    file->truncate(file->size() + kPage);
+    file->truncate(file->size() - kPage);
     slab = std::make_shared<Slab>(number, file->size() / kPage * kPage);
     slab->file = std::move(file);
   } catch (...) {
@@ -163,46 +195,43 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
 PlacePtr Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   const SlabPtr slab = open_slab(number);
-  // The first and the last page may be another's as well. All are counted; finish_adoption() forgets those of one
-  // owner.
-  Pages pages = pages_of(offset, size);
-  const bool has_one = pages.first == pages.last;
-  const bool shares_first = slab->shared[pages.first]++ != 0;
-  const bool shares_last = !has_one && slab->shared[pages.last]++ != 0;
-  if (shares_first) ++pages.first;
-  if (shares_last) --pages.last;
-  // Beyond the end of a file that was cut off nothing is to be had: reading says so.
-  const std::uint64_t end = (pages.last + 1) * kPage;
-  if (pages.first <= pages.last && end <= slab->extents.size() &&
-      !slab->extents.take_at(pages.first * kPage, end - pages.first * kPage)) {
-    throw Failure("two keys have the same place in " + path_of(number), 0, path_of(number), offset, size);
+  const bool is_cut_off = ceil_to(offset + size, kPage) > slab->extents.size();
+  if (!is_cut_off) {
+    // The first and the last page may be another's as well. All are counted; finish_adoption() forgets those of one.
+    Pages pages = pages_of(offset, size);
+    const bool has_one = pages.first == pages.last;
+    if (slab->shared[pages.first]++ != 0) ++pages.first;
+    if (!has_one && slab->shared[pages.last]++ != 0) --pages.last;
+    if (pages.first <= pages.last &&
+        !slab->extents.take_at(pages.first * kPage, (pages.last - pages.first + 1) * kPage)) {
+      throw Failure("two keys have the same place in " + path_of(number), 0, path_of(number), offset, size, 0,
+                    FailureKind::checksum);
+    }
   }
   charged_ += charge_of(size);
   used_ += size;
-  return std::make_shared<const Place>(shared_from_this(), slab, offset, size);
+  return std::make_shared<const Place>(shared_from_this(), slab, offset, size, is_cut_off);
 }
 
 void Slabs::finish_adoption() {
   std::lock_guard lock(mutex_);
   for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
-  std::vector<std::filesystem::path> strangers;
-  for (const auto& entry : std::filesystem::directory_iterator(options_.folder)) {
-    const std::string name = entry.path().filename();
-    if (!name.starts_with(kPrefix)) continue;
-    std::uint64_t number = 0;
-    std::from_chars(name.data() + sizeof kPrefix - 1, name.data() + name.size(), number);
-    const auto is_it = [number](const SlabPtr& slab) { return slab->number == number; };
-    if (std::none_of(slabs_.begin(), slabs_.end(), is_it)) strangers.push_back(entry.path());
+  for (const std::string& name : names_in(options_.folder)) {
+    const std::optional<std::uint64_t> number = number_of(name);
+    const auto is_it = [number](const SlabPtr& slab) { return slab->number == *number; };
+    if (!number || std::any_of(slabs_.begin(), slabs_.end(), is_it)) continue;
+    ::unlink((options_.folder + "/" + name).c_str());
   }
-  for (const auto& path : strangers) ::unlink(path.c_str());
 }
 
 // ---- giving back
 
 void Slabs::give_back(const Place& place) noexcept {
+  if (is_forked_child()) return;  // all that is the parent's
   std::lock_guard lock(mutex_);
   charged_ -= charge_of(place.size());
   used_ -= place.size();
+  if (place.is_cut_off_) return;
   Slab& slab = *place.slab_;
   const auto is_still_used = [&slab](std::uint64_t page) {
     const auto shared = slab.shared.find(page);
@@ -217,9 +246,8 @@ void Slabs::give_back(const Place& place) noexcept {
   const bool keeps_last = !has_one && is_still_used(pages.last);
   if (keeps_first) ++pages.first;
   if (keeps_last) --pages.last;
-  const std::uint64_t end = (pages.last + 1) * kPage;
-  if (pages.first > pages.last || end > slab.extents.size()) return;  // the latter: of a file that was cut off
-  slab.extents.give_back(pages.first * kPage, end - pages.first * kPage);
+  if (pages.first > pages.last) return;
+  slab.extents.give_back(pages.first * kPage, (pages.last - pages.first + 1) * kPage);
 }
 
 std::uint64_t Slabs::remove_empty() noexcept {
@@ -238,9 +266,18 @@ std::uint64_t Slabs::trim() noexcept {
   return remove_empty();
 }
 
-void Slabs::remove_all() noexcept {
+void Slabs::close(Files files) noexcept {
+  if (is_forked_child()) return;
   std::lock_guard lock(mutex_);
-  for (const SlabPtr& slab : slabs_) ::unlink(path_of(slab->number).c_str());
+  for (const SlabPtr& slab : slabs_) {
+    if (files == Files::go) ::unlink(path_of(slab->number).c_str());
+    slab->file = nullptr;
+  }
+}
+
+bool Slabs::has_files() const {
+  const std::vector<std::string> names = names_in(options_.folder);
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) { return number_of(name).has_value(); });
 }
 
 Slabs::Statistics Slabs::statistics() const {

@@ -38,8 +38,9 @@ struct Slab {
 
 class Place {
  public:
-  Place(std::shared_ptr<Slabs> slabs, std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size) noexcept
-      : slabs_(std::move(slabs)), slab_(std::move(slab)), offset_(offset), size_(size) {}
+  Place(std::shared_ptr<Slabs> slabs, std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size,
+        bool is_cut_off = false) noexcept
+      : slabs_(std::move(slabs)), slab_(std::move(slab)), offset_(offset), size_(size), is_cut_off_(is_cut_off) {}
   ~Place();
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
@@ -55,6 +56,7 @@ class Place {
   std::shared_ptr<Slab> slab_;
   std::uint64_t offset_;
   std::uint64_t size_;
+  bool is_cut_off_;  // its file ends before it does: it has no pages
 };
 using PlacePtr = std::shared_ptr<const Place>;
 
@@ -92,7 +94,9 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   void finish_adoption();  // removes what nobody has adopted
 
   std::uint64_t trim() noexcept;  // returns bytes
-  void remove_all() noexcept;
+  bool has_files() const;         // in the folder, from before
+  enum class Files : std::uint8_t { stay, go };
+  void close(Files files) noexcept;  // when nothing is read or written any more
   Statistics statistics() const;
 
  private:
@@ -103,6 +107,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   std::pair<SlabPtr, std::uint64_t> find_room(std::uint64_t size);
   SlabPtr grow(std::uint64_t size);
   SlabPtr make_slab(std::uint64_t size);
+  std::shared_ptr<File> open_file(const std::string& path, Start start) const;
   SlabPtr open_slab(std::uint64_t number);
   static void share_pages(Slab& slab, const std::vector<PlacePtr>& places);
   std::uint64_t remove_empty() noexcept;

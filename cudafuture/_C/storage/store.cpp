@@ -55,25 +55,28 @@ Store::Store(std::shared_ptr<Engine> engine, const Options& options)
           std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable, options.capacity})),
       packs_(pack_size_) {}
 
-Store::~Store() {
-  if (!options_.durable) slabs_->remove_all();
-}
+Store::~Store() { slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go); }
 
 void Store::recover() {
+  if (!Journal::exists(options_.folder) && slabs_->has_files()) {
+    throw Failure("the journal of the store in " + options_.folder + " is missing", 0, options_.folder, 0, 0, 0,
+                  FailureKind::checksum);
+  }
   auto journal =
       std::make_unique<Journal>(options_.folder, [this](Record&& record) { index_.replay(std::move(record)); });
   index_.finish_replay();
-  index_.adopt([this](const std::string&, Entry& entry, const Record& record) {
+  index_.adopt([this](Entry& entry, const Record& record) {
     if (entry.size != 0) entry.place = slabs_->adopt(record.slab, record.offset, entry.size);
   });
   slabs_->finish_adoption();
   committer_ = std::make_unique<Committer>(*this, std::move(journal));
-  committer_->compact();
+  committer_->compact_if_worth_it();
 }
 
 void Store::close() noexcept {
   ledger_.close();
-  if (!options_.durable) slabs_->remove_all();
+  slabs_->trim();
+  slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go);
 }
 
 void Store::begin(const CallPtr& call) {
@@ -99,6 +102,7 @@ void Store::write(Writes&& writes, const CallPtr& call) {
   std::uint64_t charge = 0;
   for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
   try {
+    if (committer_ != nullptr && committer_->broken() != nullptr) std::rethrow_exception(committer_->broken());
     slabs_->reserve(charge);
   } catch (...) {
     call->expect(1);
@@ -173,23 +177,21 @@ void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
   request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
   request.future = c10::make_intrusive<Future>(writing->writes.front().call->future->priority());
   request.released = c10::make_intrusive<Future>();
+  // Before it is submitted: what is attached later could have to wait for callbacks of this thread.
   then(request.released, [writing](Future&) {
     for (const Write& write : writing->writes) write.call->part_released();
   });
-  const FuturePtr done = request.future;
-  const FuturePtr released = request.released;
+  then(request.future, [self = shared_from_this(), writing](Future& done) { self->written(*writing, error_of(done)); });
   add(counters_.transfers);
   try {
     engine_->submit(std::move(request), when_full);
   } catch (...) {
-    released->complete(Value());
-    done->fail(Value::of_error(std::current_exception()));
+    for (const Write& write : writing->writes) write.call->part_released();
+    written(*writing, std::current_exception());
   }
-  then(done, [self = shared_from_this(), writing](Future& ended) { self->written(*writing, ended); });
 }
 
-void Store::written(Writing& writing, Future& done) noexcept {
-  const std::exception_ptr error = error_of(done);
+void Store::written(Writing& writing, const std::exception_ptr& error) noexcept {
   std::vector<Change> changes;
   for (std::size_t i = 0; i < writing.writes.size(); ++i) {
     Write& write = writing.writes[i];
@@ -228,18 +230,21 @@ void Store::commit(std::vector<Change>&& changes) noexcept {
 
 // The last step of each write and deletion.
 void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
+  const auto reach = committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
   for (Change& change : changes) {
-    if (change.is_deletion) {
-      change.entry.place = nullptr;
+    Index::Dropped dropped;
+    if (!change.is_deletion) add(counters_.writes);
+    if (change.is_deletion && error == nullptr) {
+      dropped = index_.finish_erase(change.key, change.entry.turn, reach);
+    } else if (change.is_deletion) {
+      index_.undo_erase(change.key, change.entry.turn);
+    } else if (error == nullptr) {
+      dropped = index_.install(change.key, change.entry, reach);
     } else {
-      add(counters_.writes);
-      if (error != nullptr) {
-        change.entry.place = nullptr;
-        index_.give_up(change.key);
-      } else {
-        index_.install(change.key, std::move(change.entry));
-      }
+      index_.give_up(change.key);
     }
+    change.entry.place = nullptr;
+    dropped = {};
     end_part(change.call, error);
   }
 }
@@ -249,9 +254,9 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
   std::vector<Change> changes;
   std::string missing;
   for (const std::string& key : keys) {
-    Index::Deleted deleted = index_.erase(key);
+    const Index::Deleted deleted = index_.erase(key);
     if (!deleted.was_there && missing.empty()) missing = key;
-    Entry entry = deleted.entry ? *std::move(deleted.entry) : Entry();
+    Entry entry;
     entry.turn = deleted.turn;
     if (deleted.was_there) changes.push_back({call, key, std::move(entry), true});
   }
@@ -327,18 +332,17 @@ void Store::get(Reads&& reads, Full when_full) {
   }
   request.future = c10::make_intrusive<Future>(reads.front().call->future->priority());
   reading->reads = std::move(reads);
-  const FuturePtr done = request.future;
+  then(request.future,
+       [self = shared_from_this(), reading](Future& done) { self->was_read(*reading, error_of(done)); });
   add(counters_.transfers);
   try {
     engine_->submit(std::move(request), when_full);
   } catch (...) {
-    done->fail(Value::of_error(std::current_exception()));
+    was_read(*reading, std::current_exception());
   }
-  then(done, [self = shared_from_this(), reading](Future& ended) { self->was_read(*reading, ended); });
 }
 
-void Store::was_read(Reading& reading, Future& done) noexcept {
-  const std::exception_ptr error = error_of(done);
+void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept {
   if (error != nullptr && reading.reads.size() > 1) {  // whose fault was it?
     for (Read& read : reading.reads) {
       Reads one;

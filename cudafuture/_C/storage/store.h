@@ -95,7 +95,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   void put(Writes&& writes, bool is_pack, Full when_full);
   void submit(const std::shared_ptr<Writing>& writing, Full when_full);
-  void written(Writing& writing, Future& done) noexcept;
+  void written(Writing& writing, const std::exception_ptr& error) noexcept;
   void give_up(Write& write, const std::exception_ptr& error) noexcept;
   void go_on_with_packs() noexcept;
   void commit(std::vector<Change>&& changes) noexcept;
@@ -103,7 +103,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   std::vector<Reads> join(Reads&& reads) const;
   void get(Reads&& reads, Full when_full);
-  void was_read(Reading& reading, Future& done) noexcept;
+  void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
   void begin(const CallPtr& call);

@@ -3,6 +3,7 @@
 #include <sys/uio.h>
 
 #include <cerrno>
+#include <system_error>
 
 namespace cudafuture::storage {
 
@@ -17,7 +18,11 @@ std::int64_t transfer(const Block& block) noexcept {
 
 Threads::Threads(std::size_t count) {
   threads_.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { loop(); });
+  try {
+    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { loop(); });
+  } catch (const std::system_error&) {  // the system has no more: those that there are will do
+    if (threads_.empty()) throw;
+  }
 }
 
 Threads::~Threads() {

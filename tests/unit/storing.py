@@ -1,0 +1,53 @@
+"""What the tests of stores have in common: contents that are known, engines, and looking at all that a store has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture
+from cudafuture.errors import StorageError
+from cudafuture.storage import Engine, Offloader
+
+PATIENCE = 60.0
+BACKENDS = ["io_uring", "threads"]
+MIB = 1 << 20
+
+
+def contents(size: int, seed: int = 0) -> torch.Tensor:
+    """Return so many bytes, other ones for each seed."""
+    numbers = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=numbers)
+
+
+def engine_on(backend: Any) -> Engine:
+    """Return an engine that cuts what is large into many blocks, or skip the test where there is none."""
+    try:
+        return Engine(backend, queue_depth=8, block_size=1 << 18, threads=2)
+    except StorageError as e:
+        pytest.skip(str(e))
+
+
+def error_number(future: CUDAFuture[Any]) -> int:
+    """Return with which errno the future fails; 0: it does not. Any other failure than a StorageError is raised."""
+    error = future.exception(timeout=PATIENCE)
+    if error is None:
+        return 0
+    if not isinstance(error, StorageError):
+        raise error
+    assert error.errno is not None
+    return error.errno
+
+
+def expect(store: Offloader, expected: Mapping[str, torch.Tensor]) -> None:
+    """See that the store has exactly these tensors, whole, and takes no room for others."""
+    assert sorted(store.keys()) == sorted(expected)
+    reads = {key: store.read(key) for key in expected}
+    for key, read in reads.items():
+        assert torch.equal(read.wait(timeout=PATIENCE), expected[key]), key
+    found = store.statistics()
+    total = sum(tensor.nbytes for tensor in expected.values())
+    assert (found.keys, found.bytes, found.used, found.pending) == (len(expected), total, total, 0)

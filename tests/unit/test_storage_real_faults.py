@@ -1,0 +1,389 @@
+"""What the system refuses a store: large files, room on the disk, descriptors, rights, and a folder to be in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import wait_all
+from cudafuture.errors import StorageError
+from cudafuture.storage import Engine, File, Offloader
+from unit.child import Child
+from unit.storing import BACKENDS, MIB, PATIENCE, contents, engine_on, error_number, expect
+
+DISK = 64 * MIB
+LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine_on(request.param) as engine:
+        yield engine
+
+
+@pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])
+def durable(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+# ---- no file may be larger
+
+
+@contextlib.contextmanager
+def limit_of_files(size: int) -> Iterator[None]:
+    """Let no file grow beyond that. Python ignores the signal that would come, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_at_its_limit_takes_no_more_and_keeps_what_it_has(engine: Engine, tmp_path: Path) -> None:
+    first, second = contents(MIB, 1), contents(2 * MIB, 2)
+    with File(tmp_path / "file", "w+", engine=engine) as file:
+        with limit_of_files(2 * MIB):
+            file.write(first).wait(timeout=PATIENCE)
+            error = file.write(second, MIB).exception(timeout=PATIENCE)
+            assert isinstance(error, StorageError)
+            assert (error.errno, error.wanted, error.got <= MIB) == (errno.EFBIG, 2 * MIB, True)
+            assert file.size <= 2 * MIB
+        file.write(second, MIB).wait(timeout=PATIENCE)
+        got = torch.zeros(3 * MIB, dtype=torch.uint8)
+        file.read(got).wait(timeout=PATIENCE)
+        assert torch.equal(got, torch.cat([first, second]))
+
+
+def test_a_store_whose_files_are_limited_takes_what_fits_into_one(
+    engine: Engine, durable: bool, tmp_path: Path
+) -> None:
+    tensors = {f"{i}": contents(700_000, i) for i in range(10)}
+    large = contents(3 * MIB)
+    with Offloader(tmp_path, engine=engine, durable=durable) as store:
+        with limit_of_files(2 * MIB):
+            for key, tensor in tensors.items():
+                store.write(key, tensor).wait(timeout=PATIENCE)
+            assert error_number(store.write("large", large)) == errno.EFBIG
+            assert error_number(store.writev({"large": large, "0": contents(9)})) == errno.EFBIG
+            expect(store, tensors | {"0": contents(9)})
+        store.write("large", large).wait(timeout=PATIENCE)
+        expect(store, tensors | {"0": contents(9), "large": large})
+
+
+def test_a_journal_at_its_limit_fails_writes_and_deletions_and_the_store_stays_whole(
+    engine: Engine, tmp_path: Path
+) -> None:
+    tensors = {f"{i}": contents(100_000, i) for i in range(6)}
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+        with limit_of_files(store.statistics().journal_bytes):
+            assert error_number(store.write("more", contents(0))) == errno.EFBIG
+            assert error_number(store.write("0", contents(0))) == errno.EFBIG
+            assert error_number(store.delete("1")) == errno.EFBIG
+        assert torch.equal(store.read("0").wait(timeout=PATIENCE), tensors["0"])
+        later = {f"later {i}": contents(100_000, 10 + i) for i in range(3)}  # would take what was freed too early
+        store.writev(later).wait(timeout=PATIENCE)
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        if "1" not in store:  # the deletion failed: both would be in order
+            del tensors["1"]
+        expect(store, tensors | later)
+
+
+# ---- the disk is full
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Give the root of a small file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    root, image = tmp_path / "disk", tmp_path / "image"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(root)]
+    commands = [mount]
+    if request.param == "ext4":
+        image.touch()
+        os.truncate(image, DISK)
+        commands = [
+            ["mkfs.ext4", "-q", "-F", "-m0", "-b4096", str(image)],
+            ["mount", "-o", "loop", str(image), str(root)],
+        ]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError) as e:
+        pytest.skip(f"no {request.param} can be mounted here: {e}")
+    try:
+        yield root
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)  # also when a failed test still has files there
+
+
+def fill(path: Path) -> None:
+    """Write to a file until the disk has not one block left."""
+    with path.open("wb", buffering=0) as file:
+        for size in (MIB, 4096, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+            os.fsync(file.fileno())
+
+
+def test_a_file_on_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(engine: Engine, disk: Path) -> None:
+    pieces = [contents(MIB, i) for i in range(70)]
+    with File(disk / "file", "w+", engine=engine) as file:
+        errors = [error_number(write) for write in [file.write(p, i * MIB) for i, p in enumerate(pieces)]]
+        assert set(errors) == {0, errno.ENOSPC}
+        got = torch.zeros(MIB, dtype=torch.uint8)
+        for i, piece in enumerate(pieces):
+            if errors[i] == 0:
+                file.read(got, i * MIB).wait(timeout=PATIENCE)
+                assert torch.equal(got, piece)
+        assert error_number(file.write(pieces[0], 0)) == 0  # it has these blocks
+        file.truncate(0)
+        failed = [piece for piece, error in zip(pieces, errors, strict=True) if error][:10]
+        wait_all([file.write(piece, i * MIB) for i, piece in enumerate(failed)], timeout=PATIENCE)
+        for i, piece in enumerate(failed):
+            file.read(got, i * MIB).wait(timeout=PATIENCE)
+            assert torch.equal(got, piece)
+
+
+def test_a_store_on_a_full_disk_keeps_what_it_has_and_uses_again_what_deletions_give_back(
+    engine: Engine, durable: bool, disk: Path
+) -> None:
+    tensors = {f"large {i}": contents(3 * MIB, i) for i in range(25)}
+    tensors |= {f"small {i}": contents(20_000, 100 + i) for i in range(50)}
+    with Offloader(disk / "store", engine=engine, durable=durable) as store:
+        errors = {key: error_number(f) for key, f in [(k, store.write(k, t)) for k, t in tensors.items()]}
+        assert set(errors.values()) == {0, errno.ENOSPC}
+        kept = {key: tensors[key] for key, error in errors.items() if error == 0}
+        expect(store, kept)
+        assert error_number(store.write("large 0", contents(4 * MIB))) == errno.ENOSPC
+        expect(store, kept)
+        half = [key for key in kept if key.startswith("large")][::2]
+        store.deletev(half).wait(timeout=PATIENCE)
+        expect(store, {key: tensor for key, tensor in kept.items() if key not in half})
+        kept |= {key: contents(3 * MIB, 200 + i) for i, key in enumerate(half)}
+        store.writev({key: kept[key] for key in half}).wait(timeout=PATIENCE)
+        expect(store, kept)
+    if durable:
+        with Offloader(disk / "store", engine=engine, durable=True) as store:
+            expect(store, kept)
+
+
+def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
+    before = os.statvfs(disk).f_bavail
+    store = Offloader(disk, engine=engine)
+    store.write("large", contents(30 * MIB)).wait(timeout=PATIENCE)
+    assert os.statvfs(disk).f_bavail <= before - 30 * MIB // 4096
+    store.close()
+    end = time.monotonic() + 5.0  # the kernel may let go of a file a little later
+    while os.statvfs(disk).f_bavail < before - 10:
+        assert time.monotonic() < end, "a store that is closed has its room as long as somebody holds it"
+    del store
+
+
+def test_deletions_that_a_full_disk_refuses_harm_nobody(engine: Engine, disk: Path) -> None:
+    tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+        fill(disk / "ballast")
+        errors = {key: error_number(store.delete(key)) for key in list(tensors)[:20]}
+        assert errno.ENOSPC in errors.values(), "the journal had room for all of that"
+        assert set(errors.values()) <= {0, errno.ENOSPC}
+        (disk / "ballast").unlink()
+        later = {f"later {i}": contents(100_000, 50 + i) for i in range(20)}
+        store.writev(later).wait(timeout=PATIENCE)
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        gone = {key for key, error in errors.items() if error == 0 or key not in store}
+        expect(store, {key: tensor for key, tensor in tensors.items() if key not in gone} | later)
+
+
+def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, disk: Path) -> None:
+    tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+    fill(disk / "ballast")
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        expect(store, tensors)
+    (disk / "ballast").unlink()
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        store.write("later", contents(100_000)).wait(timeout=PATIENCE)
+        expect(store, tensors | {"later": contents(100_000)})
+
+
+def test_a_store_for_which_there_is_no_room_can_be_made_later(engine: Engine, durable: bool, disk: Path) -> None:
+    fill(disk / "ballast")
+    for _ in range(2):  # the first try must not stand in the way of the second
+        try:
+            Offloader(disk / "store", engine=engine, durable=durable).close()
+        except StorageError as e:
+            assert e.errno == errno.ENOSPC  # noqa: PT017 (it may work, too)
+    (disk / "ballast").unlink()
+    with Offloader(disk / "store", engine=engine, durable=durable) as store:
+        store.write("key", contents(1000)).wait(timeout=PATIENCE)
+        expect(store, {"key": contents(1000)})
+
+
+# ---- no rights
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """Give another name of ``tmp_path / "there"``, by which nothing can be written."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a folder")
+    there, root = tmp_path / "there", tmp_path / "read-only"
+    there.mkdir()
+    root.mkdir()
+    try:
+        subprocess.run(["mount", "--bind", str(there), str(root)], check=True, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError) as e:
+        pytest.skip(f"no folder can be mounted here: {e}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+        yield root
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def test_a_disk_that_may_only_be_read_is_an_error(
+    engine: Engine, durable: bool, read_only: Path, tmp_path: Path
+) -> None:
+    with Offloader(tmp_path / "there", engine=engine, durable=True) as store:
+        store.write("key", contents(1000)).wait(timeout=PATIENCE)
+    with File(tmp_path / "there" / "file", "w", engine=engine) as file:
+        file.write(contents(1000)).wait(timeout=PATIENCE)
+    for folder in (read_only, read_only / "another"):
+        with pytest.raises(StorageError) as caught:
+            Offloader(folder, engine=engine, durable=durable)
+        assert caught.value.errno == errno.EROFS
+    with pytest.raises(StorageError) as caught:
+        File(read_only / "file", "w", engine=engine)
+    assert caught.value.errno == errno.EROFS
+    with File(read_only / "file", "r", engine=engine) as file:
+        file.read(got := torch.zeros(1000, dtype=torch.uint8)).wait(timeout=PATIENCE)
+        assert torch.equal(got, contents(1000))
+    with Offloader(tmp_path / "there", engine=engine, durable=True) as store:
+        expect(store, {"key": contents(1000)})
+
+
+WITHOUT_RIGHTS = """
+import os, sys
+from cudafuture.errors import StorageError
+from cudafuture.storage import File, Offloader
+os.chdir(sys.argv[1])
+if os.getuid() == 0: os.setuid(65534)
+makers = {
+    "ephemeral": lambda: Offloader("."),
+    "durable": lambda: Offloader(".", durable=True),
+    "below": lambda: Offloader("below/that", durable=True),
+    "file": lambda: File("file", "w"),
+}
+for name, make in makers.items():
+    try:
+        make()
+        say(f"{name}: made")
+    except StorageError as e:
+        say(f"{name}: {e.errno}")
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_without_the_right_to_write_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with Child(WITHOUT_RIGHTS, str(tmp_path)) as child:
+        said = [child.hear() for _ in range(4)]
+        assert said == [f"{name}: {errno.EACCES}" for name in ("ephemeral", "durable", "below", "file")]
+        assert (child.end(), child.errors()) == (0, "")
+    tmp_path.chmod(0o755)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- no descriptors
+
+WITHOUT_DESCRIPTORS = """
+import contextlib, os, resource, sys, torch
+from cudafuture.errors import StorageError
+from cudafuture.storage import Engine, File, Offloader
+backend, durable, folder = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def number(call):
+    try:
+        result = call()
+        error = result.exception() if hasattr(result, "exception") else None
+    except StorageError as e:
+        error = e
+    return 0 if error is None else error.errno
+
+with Engine(backend, block_size=1 << 18) as engine:
+    store = Offloader(folder, engine=engine, durable=durable)
+    store.write("before", torch.arange(1000)).wait()
+    for spare in 0, 1:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, hard))  # all numbers below are taken
+        say(number(lambda: store.write("large", torch.ones(5_000_000))))
+        say(number(lambda: Offloader(folder + "/other", engine=engine)))
+        say(number(lambda: Offloader(folder + "/another", engine=engine, durable=True)))
+        say(number(lambda: File(folder + "/file", "w+", engine=engine, direct=True)))
+        say(number(lambda: store.write("small", torch.ones(10))))  # goes into a file that there is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    say(number(lambda: store.write("large", torch.ones(5_000_000))))
+    say(number(lambda: Offloader(folder + "/another", engine=engine, durable=True)))
+    store.close()
+    if durable: store = Offloader(folder, engine=engine, durable=True)
+    else:
+        store = Offloader(folder, engine=engine)
+        store.writev({"before": torch.arange(1000), "large": torch.ones(5_000_000), "small": torch.ones(10)}).wait()
+    say([store.keys().sort(), store.read("large").wait().sum().item(), store.read("before").wait().sum().item()])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_descriptors_gets_errors_and_goes_on_when_it_has_some(
+    engine: Engine, durable: bool, tmp_path: Path
+) -> None:
+    with Child(WITHOUT_DESCRIPTORS, engine.backend, str(durable), str(tmp_path)) as child:
+        assert [child.hear() for _ in range(5)] == [str(errno.EMFILE)] * 4 + ["0"]
+        with_one = [child.hear() for _ in range(5)]
+        assert set(with_one) <= {str(errno.EMFILE), "0"}
+        assert with_one[4] == "0"
+        assert [child.hear() for _ in range(3)] == ["0", "0", "[None, 5000000.0, 499500]"]
+        assert (child.end(), child.errors()) == (0, "")
+
+
+# ---- no folder
+
+
+def test_a_store_whose_folder_is_deleted_says_so_and_closes(engine: Engine, durable: bool, tmp_path: Path) -> None:
+    tensors = {"large": contents(3 * MIB, 1)} | {f"small {i}": contents(2000, i) for i in range(10)}
+    store = Offloader(tmp_path / "store", engine=engine, durable=durable)
+    store.writev(tensors).wait(timeout=PATIENCE)
+    shutil.rmtree(tmp_path / "store")
+    for key, tensor in tensors.items():  # its files are open
+        assert torch.equal(store.read(key).wait(timeout=PATIENCE), tensor)
+    error_number(store.write("small 0", contents(2000)))
+    assert torch.equal(store.read("small 1").wait(timeout=PATIENCE), tensors["small 1"])
+    assert error_number(store.write("huge", contents(30 * MIB))) == errno.ENOENT  # wants another file
+    error_number(store.delete("large"))
+    error_number(store.flush())
+    store.close()
+    with Offloader(tmp_path / "store", engine=engine, durable=durable) as store:
+        assert store.keys() == []
+        store.writev(tensors).wait(timeout=PATIENCE)
+        expect(store, tensors)
