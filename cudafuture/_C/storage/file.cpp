@@ -90,26 +90,27 @@ File::File(std::string path, Access access, Start start, Direct direct)
   cached_ = open_file(path_, flags_of(access) | flags_of(start));
   if (cached_ < 0) fail("cannot open", path_, errno);
   if (direct == Direct::no) return;
-  direct_ = open_file(path_, flags_of(access) | O_DIRECT);
-  int code = errno;
-  if (direct_ < 0 && code != EINVAL && code != EOPNOTSUPP) {  // not because of the file system
-    ::close(cached_);
-    fail("cannot open", path_, code);
-  }
-  if (direct_ >= 0) {
-    alignment_ = alignment_of(direct_);
-    if (alignment_.offset != 0 && alignment_.memory != 0 &&
-        (access == Access::write || can_read_directly(direct_, alignment_))) {
-      unit_ = std::max({kPage, alignment_.offset, alignment_.memory});
-      is_direct_.store(true, std::memory_order_relaxed);
-      return;
-    }
-    code = EINVAL;
-    ::close(std::exchange(direct_, -1));
-  }
-  if (direct != Direct::yes) return;
+  const int code = open_past_cache();
+  const bool is_refused = code == EINVAL || code == EOPNOTSUPP;  // by the file system
+  if (code == 0 || (is_refused && direct != Direct::yes)) return;
   ::close(cached_);
-  fail("no direct I/O for", path_, code);
+  if (start == Start::fresh) ::unlink(path_.c_str());
+  fail(is_refused ? "no direct I/O for" : "cannot open", path_, code);
+}
+
+// Returns an errno, or 0.
+int File::open_past_cache() noexcept {
+  direct_ = open_file(path_, flags_of(access_) | O_DIRECT);
+  if (direct_ < 0) return errno;
+  alignment_ = alignment_of(direct_);
+  if (alignment_.offset == 0 || alignment_.memory == 0 ||
+      (access_ != Access::write && !can_read_directly(direct_, alignment_))) {
+    ::close(std::exchange(direct_, -1));
+    return EINVAL;
+  }
+  unit_ = std::max({kPage, alignment_.offset, alignment_.memory});
+  is_direct_.store(true, std::memory_order_relaxed);
+  return 0;
 }
 
 File::~File() {

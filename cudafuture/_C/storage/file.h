@@ -54,6 +54,7 @@ class File {
 
  private:
   File(std::string path, Access access, Start start, Direct direct);
+  int open_past_cache() noexcept;
 
   std::string path_;
   Access access_;
