@@ -15,9 +15,12 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture.combine import wait
+from cudafuture.errors import StorageError
 from cudafuture.storage import _xxhash
 from cudafuture.storage._home import DurableHome, EphemeralHome
-from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.storage.engine import PAGE, Engine, default_engine
+from cudafuture.storage.file import File
 
 __all__ = ["Entry", "Offloader", "OffloaderStatistics"]
 
@@ -78,7 +81,7 @@ class Offloader:
         dir: the folder; made where it is not there.
         engine: what reads and writes; by default the process's own. Its blocks have to be a multiple of 64 KiB, and
             256 KiB at least.
-        direct: whether to bypass the page cache, as for ``File``.
+        direct: whether to bypass the page cache, as for ``File``; not where a disk's unit is more than a page.
         checksum: whether to take checksums of what is written (XXH3, of data and key), and check them when it is read.
         durable: whether the store is to outlive its process, and crashes.
         capacity: bytes that the store's files may have, at least 1; what does not fit, in one piece, is a QuotaError.
@@ -112,6 +115,7 @@ class Offloader:
         self._capacity, self._durable = capacity, durable
         home = DurableHome(self._dir) if durable else EphemeralHome(self._dir)
         try:
+            self._is_direct = _is_direct(Path(home.path, ".cudafuture-probe"), engine, direct)
             self._native = _C.open_store(
                 engine._native, home.path, None if direct == "auto" else direct, checksum, durable, capacity or 0
             )
@@ -119,13 +123,19 @@ class Offloader:
             home.leave()
             raise
         self._engine = engine  # which ends when nobody holds it
-        self._end = weakref.finalize(self, _end, self._native, home, os.getpid())
+        self._pid = os.getpid()
+        self._end = weakref.finalize(self, _end, self._native, home, self._pid)
         _open_stores.add(self)
 
     @property
     def dir(self) -> str:
         """The folder that it was given."""
         return self._dir
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it bypasses the page cache."""
+        return self._is_direct
 
     @property
     def durable(self) -> bool:
@@ -313,6 +323,8 @@ class Offloader:
 
         >>> Offloader("states").close()
         """
+        if self._end.alive and os.getpid() == self._pid:
+            wait([self.flush()])  # which Ctrl-C interrupts
         self._end()
 
     def __enter__(self) -> Offloader:
@@ -337,6 +349,19 @@ def _close_all() -> None:
 def _not_both(out: object, device: object) -> None:
     if out is not None and device is not None:
         raise ValueError("a tensor to be filled is where it is: give it, or a device")
+
+
+def _is_direct(probe: Path, engine: Engine, direct: Literal["auto"] | bool) -> bool:
+    """Ask a file that is made for that; the first one of a disk that does without says so in the log."""
+    try:
+        with File(probe, "w", engine=engine, direct=direct) as file:
+            return file.is_direct and file._native.unit <= PAGE
+    except StorageError:
+        if direct is True:
+            raise
+        return False  # a disk that is full can be read all the same
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine, File, Offloader
 
 PATIENCE = 60.0
 SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
@@ -78,6 +79,22 @@ def test_an_ephemeral_store_is_gone_when_it_is_closed_or_dropped(engine: Engine,
     store.write("tensor", numbered(LARGE))
     del store
     assert homes() == []
+
+
+def test_a_store_says_whether_it_bypasses_the_page_cache(engine: Engine, tmp_path: Path) -> None:
+    with File(tmp_path / "file", "w", engine=engine) as file, Offloader(tmp_path, engine=engine) as store:
+        assert store.is_direct == file.is_direct
+    with Offloader(tmp_path, engine=engine, direct=False) as store:
+        assert not store.is_direct
+    shared_memory = Path("/dev/shm")
+    try:
+        File(shared_memory / "cudafuture-probe", "w", engine=engine, direct=True).close()
+    except StorageError:
+        with pytest.raises(StorageError, match="no direct I/O"):
+            Offloader(shared_memory / "cudafuture-store", engine=engine, direct=True)
+    finally:
+        (shared_memory / "cudafuture-probe").unlink(missing_ok=True)
+        shutil.rmtree(shared_memory / "cudafuture-store", ignore_errors=True)
 
 
 def test_a_durable_store_is_there_again(engine: Engine, tmp_path: Path) -> None:
