@@ -44,7 +44,8 @@ struct Block {
   std::size_t buffer_size = 0;
   at::Tensor pinned;          // the buffer, where devices can reach it
   bool is_of_device = false;  // its operation's
-  FuturePtr copied;           // done; its events say when devices have done with the buffer
+  bool is_with_copier = false;
+  FuturePtr copied;  // done; its events say when devices have done with the buffer
   Block* next = nullptr;
 
   // Asks for what is left when so many bytes more have gone over.

@@ -147,7 +147,9 @@ void Engine::perform() noexcept {
       is_set_up_ = true;
     }
     changed_.notify_all();
+    copier_.emplace(static_cast<Watching&>(*this));
     loop();
+    copier_.reset();
   }
   std::unique_ptr<Backend> backend;
   {
@@ -289,16 +291,23 @@ void Engine::take(Block& block) noexcept {
 }
 
 void Engine::pass_on(Block& block, Operation::Outcome outcome) noexcept {
+  if (outcome == Operation::Outcome::host) {
+    block.is_with_copier = is_busy() && copier_->take(block);
+    if (block.is_with_copier) return;
+    block.operation->stage(block);
+    outcome = block.operation->staged(block);
+  }
   switch (outcome) {
     case Operation::Outcome::kernel:
       return backend_->put(block);
     case Operation::Outcome::ended:
       return free_block(block);
     case Operation::Outcome::device:
+      add(counters_.copied);
+      return arrivals_[static_cast<std::size_t>(&block - blocks_.data())].watch();
+    case Operation::Outcome::host:
       break;
   }
-  add(counters_.copied);
-  arrivals_[static_cast<std::size_t>(&block - blocks_.data())].watch();
 }
 
 void Engine::free_block(Block& block) noexcept {
@@ -314,14 +323,15 @@ void Engine::arrived(Block& block) noexcept {
   backend_->wake();
 }
 
-// The device has done with the buffer.
+// The copier or the devices have done with the block.
 void Engine::land(Block& block) noexcept {
   Operation* const operation = block.operation;
   if (operation == nullptr) {
     block.copied = nullptr;
     return free_block(block);
   }
-  pass_on(block, operation->copied(block));
+  const bool was_with_copier = std::exchange(block.is_with_copier, false);
+  pass_on(block, was_with_copier ? operation->staged(block) : operation->copied(block));
   if (operation->is_over()) end(operation);
 }
 

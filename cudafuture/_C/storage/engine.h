@@ -10,7 +10,7 @@
 // quarters of the blocks, a device that is busy does not hold up the others.
 //
 // There are as many blocks as the queue is deep, each with a buffer of the block's size: that is all the memory that an
-// engine takes.
+// engine takes. What is staged is copied by a second thread while there is more than that to do.
 //
 // Without a user an engine ends when what was submitted has been done; so does the process.
 //
@@ -35,6 +35,7 @@
 #include "core/thread_cache.h"
 #include "storage/backend.h"
 #include "storage/buffers.h"
+#include "storage/copier.h"
 #include "storage/faults.h"
 #include "storage/line.h"
 #include "storage/operation.h"
@@ -107,6 +108,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   void cut_block(Operation& operation) noexcept;
   void pass_on(Block& block, Operation::Outcome outcome) noexcept;
   void free_block(Block& block) noexcept;
+  bool is_busy() const noexcept { return blocks_.size() - free_.size() > 2; }  // with more than this block
   void take(Block& block) noexcept;
   void land(Block& block) noexcept;
   void arrived(Block& block) noexcept override;
@@ -128,6 +130,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   std::vector<Block*> free_;      // the last to be free is the first to be used: its buffer is in the cache
   std::unique_ptr<Backend> backend_;
   Faults* faults_ = nullptr;
+  std::optional<Copier> copier_;
   std::array<Line, kLines> lines_;
   std::size_t turn_ = 0;             // of the lines
   std::size_t most_for_devices_;     // blocks

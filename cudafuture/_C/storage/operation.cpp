@@ -62,7 +62,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
 
 // Of a write.
 Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
-  if (block.is_staged && request_.device != nullptr && request_.memory.is_on_device(block.at, block.wanted)) {
+  if (block.is_staged && is_on_device(block)) {
     try {
       block.copied = request_.device->gather(request_.memory, block);
     } catch (...) {
@@ -71,8 +71,28 @@ Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
     ++using_memory_;
     return stands(Edge::storage_source_copied) ? Outcome::device : copied(block);
   }
-  if (block.is_staged) request_.memory.gather(block.at, block.wanted, block.buffer);
-  check(block);
+  if (!block.is_staged && request_.checksum == nullptr) return Outcome::kernel;
+  if (block.is_staged) ++using_memory_;
+  return Outcome::host;
+}
+
+bool Operation::is_on_device(const Block& block) const noexcept {
+  return request_.device != nullptr && request_.memory.is_on_device(block.at, block.wanted);
+}
+
+void Operation::stage(Block& block) noexcept {
+  if (request_.direction == Direction::write) {
+    if (block.is_staged) request_.memory.gather(block.at, block.wanted, block.buffer);
+    check(block);
+  } else {
+    check(block);
+    if (block.is_staged) request_.memory.scatter(block.at, block.wanted, block.buffer + block.ahead);
+  }
+}
+
+Operation::Outcome Operation::staged(Block& block) noexcept {
+  if (request_.direction == Direction::read) return give_back(block, Outcome::ended);
+  if (block.is_staged) --using_memory_;
   if (using_memory_ == 0 && !has_next()) release_memory();
   return Outcome::kernel;
 }
@@ -184,12 +204,18 @@ Operation::Outcome Operation::failed_at(Block& block, std::size_t at, std::excep
 }
 
 Operation::Outcome Operation::ended(Block& block) noexcept {
-  Outcome outcome = Outcome::ended;
-  if (!block.is_staged) --using_memory_;
-  if (request_.direction == Direction::read && block.wanted != 0) {
+  if (request_.direction == Direction::write || block.wanted == 0) return give_back(block, Outcome::ended);
+  if (is_on_device(block)) {
     check(block);
-    if (block.is_staged) outcome = empty_buffer(block);
+    return give_back(block, empty_buffer(block));
   }
+  const bool has_work = block.is_staged || request_.checksum != nullptr;
+  return has_work ? Outcome::host : give_back(block, Outcome::ended);
+}
+
+// The operation has done with a block, which may still be with a device.
+Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept {
+  if (!block.is_staged) --using_memory_;
   --under_way_;
   block.operation = nullptr;
   if (using_memory_ == 0 && !has_next()) release_memory();
@@ -198,10 +224,6 @@ Operation::Outcome Operation::ended(Block& block) noexcept {
 
 // Of a read.
 Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
-  if (request_.device == nullptr || !request_.memory.is_on_device(block.at, block.wanted)) {
-    request_.memory.scatter(block.at, block.wanted, block.buffer + block.ahead);
-    return Outcome::ended;
-  }
   try {
     block.copied = request_.device->scatter(request_.memory, block);
     return stands(Edge::storage_target_copied) ? Outcome::device : Outcome::ended;

@@ -13,7 +13,7 @@
 // aligned; else they are staged in the block's buffer. A part of a unit is written through the cache; it is read past
 // it, with all of its unit, into the buffer. After a failure nothing more is cut.
 //
-// Used by one thread at a time.
+// Used by one thread at a time, but for stage(): blocks that are staged are nobody else's meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -46,8 +46,9 @@ struct Request {
 
 class Operation {
  public:
-  // Where a block goes next: to the kernel; to wait for its copies, and after those of a write to copied(); nowhere.
-  enum class Outcome : std::uint8_t { kernel, device, ended };
+  // Where a block goes next: to the kernel; to stage(), on any thread, and then to staged(); to wait for the copies of
+  // devices, and after those of a write to copied(); nowhere.
+  enum class Outcome : std::uint8_t { kernel, host, device, ended };
 
   explicit Operation(Request&& request) noexcept : request_(std::move(request)) {}
   Operation(const Operation&) = delete;
@@ -58,6 +59,8 @@ class Operation {
   bool has_next() const noexcept { return failure_ == nullptr && cut_ < request_.memory.size(); }
   Outcome next(Block& block) noexcept;
   Outcome take(Block& block) noexcept;
+  void stage(Block& block) noexcept;
+  Outcome staged(Block& block) noexcept;
   Outcome copied(Block& block) noexcept;
   bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
   void finish() noexcept;
@@ -86,6 +89,8 @@ class Operation {
   Outcome failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept;
   void note_failure(std::size_t at, std::exception_ptr error) noexcept;
   Outcome ended(Block& block) noexcept;
+  Outcome give_back(Block& block, Outcome outcome) noexcept;
+  bool is_on_device(const Block& block) const noexcept;
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;
 
