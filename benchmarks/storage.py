@@ -1,154 +1,296 @@
-"""What files that are futures cost beside fio, the disk's own limit: on one folder, every limit a row.
+"""What offloading tensors costs beside the disk's own limit, and beside others who do it; every limit a row.
 
     python benchmarks/storage.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
-The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. fio (3.30 or
-newer) runs with io_uring at the queue depth and block size that are best there, which is tried out first, on a file
-that was written before, as ours is. Rounds alternate; fio's second run in each is the control.
+The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 12 GiB and a file system with O_DIRECT. Peers that are
+not installed are skipped; ``benchmarks/_storage_peers.py`` says how to have them.
+
+All who take part in a shape move the same tensors, by turns, and write over what they have written before. Ours does it
+with a call for each tensor ("each") and with one for all of them ("all"); the better one counts. fio (3.30 or newer)
+runs with io_uring at the block size and queue depth that are best here, which is tried out first; its second run in
+each round is the control; "huge" is fio with huge pages. DeepSpeed, too, runs with what is best of a few (queue depth /
+threads).
+
+Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy. The
+memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with DeepSpeed's. Processor time is
+compared for that memory, which nobody has to copy; "copied" and "summed" are ours for torch's, without and with
+checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than huge ones.
+Through the page cache everybody reads what still is in it; where TensorNVMe is not installed, the peer is a plain pool
+of threads.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from _rows import Row, by_turns, control, run
+from _rows import Row, Timed, by_turns, control, run
+from _storage_peers import (
+    MIB,
+    PAGE,
+    SHAPES,
+    Contender,
+    DeepSpeed,
+    Fio,
+    Nixl,
+    Shape,
+    TensorNVMe,
+    Threads,
+    Turn,
+    fio_job,
+    missing,
+    now,
+)
 from cudafuture import wait_all
-from cudafuture.storage import File
+from cudafuture.storage import Offloader, default_engine
 
-now = time.perf_counter_ns
-MIB = 1 << 20
-SHAPES = {"8x128MiB": (8, 128 * MIB), "512x1MiB": (512, MIB)}
-PAGE = 4096
-LATENCIES = 500  # reads of one page, one after the other
+DIRECTIONS = ("write", "read")
+FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95}  # so much of fio's speed at least
+FIO_CHECKSUM = {"8x128MiB": 0.93, "512x1MiB": 0.93}
+DEEPSPEED = {"4096x64KiB": 2.5, "65536x4KiB": 8.0}
+LATENCIES = 2000  # reads of one page, one after the other
+SPARE = 64 * MIB  # that the library may take beside the blocks that are with the kernel
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A folder for the files, which is gone at the end."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", "."), prefix="storage-") as made:
+        yield Path(made)
+    os.sync()
+
+
+class Ours(Contender):
+    """An offloader, with one call for all tensors or one for each."""
+
+    def __init__(self, offloader: Offloader, shape: Shape, tensors: Sequence[torch.Tensor], *, at_once: bool) -> None:
+        super().__init__(shape, tensors)
+        self.offloader, self.at_once = offloader, at_once
+        self.label = "ours, all at once" if at_once else "ours, one by one"
+        self.named_tensors = {f"tensor {i}": tensor for i, tensor in enumerate(tensors)}
+        keys = list(self.named_tensors)
+        self.keys = [keys[i] for i in self.order]
+        self.outs = [tensors[i] for i in self.order]
+
+    def write(self) -> None:
+        if self.at_once:
+            self.offloader.writev(self.named_tensors).wait()
+        else:
+            wait_all([self.offloader.write(key, tensor) for key, tensor in self.named_tensors.items()])
+
+    def read(self) -> None:
+        if self.at_once:
+            self.offloader.readv(self.keys, self.outs).wait()
+        else:
+            wait_all([self.offloader.read(key, out) for key, out in zip(self.keys, self.outs, strict=True)])
+
+
+def pair(where: Path, shape: Shape, stack: ExitStack, tensors: Sequence[torch.Tensor], **how: Any) -> list[Ours]:
+    """Both ways of using one offloader."""
+    offloader = stack.enter_context(Offloader(where, **how))
+    return [Ours(offloader, shape, tensors, at_once=at_once) for at_once in (False, True)]
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True)
+class Took:
+    """Medians of a contender in one direction, in milliseconds for all tensors, and every round's."""
+
+    wall: float
+    cpu: float
+    rounds: list[float]
+    label: str
+
+
+def race(contenders: Mapping[str, Contender], shape: Shape, rounds: int, where: Path | None) -> dict[str, Took]:
+    """Let everybody write by turns, then read by turns; fio, twice, where there is a file for it."""
+    for contender in contenders.values():
+        contender.prove()
+    took = {}
+    for direction in DIRECTIONS:
+        turns = [Turn(contender, direction) for contender in contenders.values()]
+        fio = None if where is None else fio_for(where, direction, shape)
+        jobs: dict[str, Timed] = {} if fio is None else {"fio": fio, "fio again": fio, "fio huge": fio.with_huge_pages}
+        figures = by_turns(rounds, *turns, *jobs.values())
+        for name, turn, walls in zip(contenders, turns, figures[: len(turns)], strict=True):
+            label, cpu = turn.contender.named(direction), statistics.median(turn.cpu[1:])
+            took[f"{direction} {name}"] = Took(statistics.median(walls) / 1e6, cpu / 1e6, walls, label)
+        for name, walls in zip(jobs, figures[len(turns) :], strict=True):
+            took[f"{direction} {name}"] = Took(statistics.median(walls) / 1e6, 0.0, walls, fio.label if fio else "")
+    return took
+
+
+def fio_for(where: Path, direction: str, shape: Shape) -> Fio:
+    """Small tensors are packed, so fio writes large blocks; they are read wherever they lie."""
+    if shape.size >= MIB:
+        return Fio(where, direction, shape)
+    if direction == "write":
+        return Fio(where, direction, shape, blocks=(MIB,), depths=(4, 8, 16, 32, 64))
+    return Fio(where, "randread", shape, blocks=(shape.size,), depths=(8, 16, 32, 64, 128))
 
 
 @cache
-def folder() -> Path:
-    """Return a folder for the files, which is gone at the end."""
-    made = tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", "."))
-    atexit.register(made.cleanup)
-    return Path(made.name)
-
-
-# ---- fio
-
-
-def fio(direction: str, size: int, block: int, depth: int, engine: str = "io_uring") -> float:
-    """Return the nanoseconds that fio takes to read or write so many bytes."""
-    command = [
-        "fio", "--name=peer", f"--filename={folder() / 'fio'}", f"--rw={direction}", f"--size={size}", f"--bs={block}",
-        f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--output-format=json", "--overwrite=1",
-    ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    job = json.loads(done.stdout)["jobs"][0]["read" if "read" in direction else "write"]
-    return float(job["io_bytes"] / job["bw_bytes"] * 1e9)
-
-
-@cache
-def best(direction: str, size: int) -> tuple[int, int]:
-    """Return the block size and queue depth with which fio is fastest here."""
-    fio("write", size, MIB, 8)  # the file has its blocks
-    choices = [(block, depth) for block in (MIB // 4, MIB // 2, MIB) for depth in (4, 16, 64)]
-    took = {choice: min(fio(direction, size, *choice) for _ in range(2)) for choice in choices}
-    return min(took, key=lambda choice: took[choice])
-
-
-def fio_latency() -> float:
-    """Return the nanoseconds of one read of a page, one at a time."""
-    command = [
-        "fio", "--name=peer", f"--filename={folder() / 'fio'}", "--rw=randread", f"--size={64 * MIB}", "--bs=4k",
-        f"--number_ios={LATENCIES}", "--ioengine=psync", "--direct=1", "--output-format=json", "--overwrite=1",
-    ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout)["jobs"][0]["read"]["lat_ns"]["mean"])
-
-
-# ---- ours
+def past_the_cache(name: str, rounds: int) -> dict[str, Took]:
+    """Let all meet that bypass the page cache."""
+    shape = SHAPES[name]
+    with folder() as place, ExitStack() as stack:
+        peers: dict[str, Contender] = {}
+        for peer in (DeepSpeed, Nixl):
+            if not missing(peer):
+                peers[peer.label] = peer(place / peer.label, shape)
+                stack.callback(peers[peer.label].close)
+        tensors = shape.tensors()
+        aligned = peers[DeepSpeed.label].tensors if DeepSpeed.label in peers else shape.tensors(align=PAGE)
+        plain = pair(place / "plain", shape, stack, tensors, direct=True, checksum=False)
+        summed = pair(place / "summed", shape, stack, tensors, direct=True)
+        fetched = pair(place / "aligned", shape, stack, aligned, direct=True, checksum=False)
+        names = [f"{kind} {how}" for kind in ("plain", "summed", "aligned") for how in ("each", "all")]
+        contenders: dict[str, Contender] = dict(zip(names, [*plain, *summed, *fetched], strict=True))
+        return race(contenders | peers, shape, rounds, place / "fio" if name in FIO else None)
 
 
 @cache
-def tensors(count: int, size: int) -> list[torch.Tensor]:
-    return [torch.full((size,), i % 251, dtype=torch.uint8) for i in range(count)]
-
-
-@cache
-def file() -> File:
-    made = File(folder() / "ours", "w+", direct=True)
-    made.allocate(1024 * MIB)
-    made.write(torch.zeros(1024 * MIB, dtype=torch.uint8)).wait()
-    return made
-
-
-def transfer(direction: str, count: int, size: int) -> float:
-    """Return the nanoseconds that all tensors take."""
-    use = file().read if direction == "read" else file().write
-    given = tensors(count, size)
-    start = now()
-    wait_all([use(tensor, i * size) for i, tensor in enumerate(given)])
-    return now() - start
-
-
-def latency() -> float:
-    """Return the nanoseconds of one read of a page, one at a time."""
-    page = torch.zeros(PAGE, dtype=torch.uint8)
-    took = []
-    for i in range(LATENCIES):
-        start = now()
-        file().read(page, (i * 7919 % (64 * MIB // PAGE)) * PAGE).wait()
-        took.append(now() - start)
-    return statistics.mean(took)
+def through_the_cache(name: str, rounds: int) -> dict[str, Took]:
+    """Let all meet that use the page cache."""
+    shape = SHAPES[name]
+    with folder() as place, ExitStack() as stack:
+        how = {"direct": False, "checksum": False}
+        contenders: dict[str, Contender] = {}
+        contenders |= zip(("each", "all"), pair(place / "ours", shape, stack, shape.tensors(), **how), strict=True)
+        for peer in (TensorNVMe, Threads):
+            if not missing(peer):
+                contenders[peer.label] = peer(place / peer.label, shape)
+                stack.callback(contenders[peer.label].close)
+        return race(contenders, shape, rounds, None)
 
 
 # ---- rows
 
 
-def throughput(direction: str, name: str, rounds: int) -> Row:
-    count, size = SHAPES[name]
-    block, depth = best(direction, count * size)
-    peer = partial(fio, direction, count * size, block, depth)
-    ours, theirs, again = by_turns(rounds, partial(transfer, direction, count, size), peer, peer)
-    us, them = statistics.median(ours) / 1e6, statistics.median(theirs) / 1e6
-    same = [a / b for a, b in zip(again, theirs, strict=True)]
-    what = f"{direction} {name}"
-    with_best = f"fio {block >> 10}K x{depth}"
-    controlled = control("fio / fio", same)
-    return Row(f"{direction}-{name}", what, "ms", us, them, with_best, "x", us / them, 1 / 0.97, *controlled)
+def better(took: Mapping[str, Took], *names: str) -> Took:
+    return min((took[name] for name in names), key=lambda one: one.wall)
+
+
+def told(took: Mapping[str, Took], **names: str) -> str:
+    """What else was measured, for the words of a row."""
+    return ", ".join(f"{word} {took[name].wall:,.0f}" for word, name in names.items() if name in took)
+
+
+def beside_fio(kind: str, least: float, direction: str, name: str, rounds: int) -> Row:
+    took = past_the_cache(name, rounds)
+    each, all_, fio = (f"{direction} {kind} each", f"{direction} {kind} all", took[f"{direction} fio"])
+    us = better(took, each, all_)
+    same = [a / b for a, b in zip(took[f"{direction} fio again"].rounds, fio.rounds, strict=True)]
+    names = {"each": each, "all": all_, "aligned": f"{direction} aligned all", "NIXL": f"{direction} NIXL"}
+    others = told(took, **names, huge=f"{direction} fio huge")
+    checksum = ", checksums" if kind == "summed" else ""
+    row = f"{direction}-{name}" + ("-checksum" if checksum else "")
+    what = f"{direction} {name}{checksum} ({others})"
+    compared = (us.wall, fio.wall, fio.label, "x", us.wall / fio.wall, 1 / least)
+    return Row(row, what, "ms", *compared, *control("fio / fio", same))
+
+
+def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Row:
+    took = past_the_cache(name, rounds)
+    each, all_, them = f"{direction} plain each", f"{direction} plain all", took[f"{direction} DeepSpeed"]
+    us = better(took, each, all_)
+    what = f"{direction} {name} ({told(took, each=each, all=all_, NIXL=f'{direction} NIXL')})"
+    compared = (us.wall, them.wall, them.label, "x", us.wall / them.wall, 1 / least)
+    return Row(f"{direction}-{name}-deepspeed", what, "ms", *compared)
+
+
+def processor(direction: str, name: str, rounds: int) -> Row:
+    """The processor time of all threads, in and out of the kernel, for a gibibyte."""
+    took = past_the_cache(name, rounds)
+    gibibytes = SHAPES[name].total / (1 << 30)
+    us = {who: took[f"{direction} {who} all"].cpu / gibibytes for who in ("plain", "summed", "aligned")}
+    them = took[f"{direction} DeepSpeed"]
+    what = f"{direction} {name}, processor (copied {us['plain']:,.0f}, summed {us['summed']:,.0f})"
+    ratio = us["aligned"] * gibibytes / them.cpu
+    compared = (us["aligned"], them.cpu / gibibytes, them.label, "x", ratio, 1.0)
+    return Row(f"cpu-{direction}-{name}", what, "ms/GiB", *compared)
+
+
+def cached(direction: str, name: str, rounds: int) -> Row:
+    took = through_the_cache(name, rounds)
+    each, all_ = f"{direction} each", f"{direction} all"
+    threads = f"{direction} {Threads.label}"
+    us, them = better(took, each, all_), took.get(f"{direction} {TensorNVMe.label}", took[threads])
+    others = told(took, each=each, all=all_, threads=threads)
+    what = f"{direction} {name}, cached ({others})"
+    return Row(f"cached-{direction}-{name}", what, "ms", us.wall, them.wall, them.label, "x", us.wall / them.wall, 1.0)
 
 
 def read_latency(rounds: int) -> Row:
-    best("read", 1024 * MIB)  # there is a file
-    ours, theirs, again = by_turns(rounds, latency, fio_latency, fio_latency)
-    us, them = statistics.median(ours), statistics.median(theirs)
-    same = [a - b for a, b in zip(again, theirs, strict=True)]
-    controlled = control("fio - fio", same)
-    limit = 1.15 * them + 10_000
-    return Row("latency", "read of one page", "ns", us, them, "fio psync", "ns", us, limit, *controlled)
+    """From the call until the tensor is there, with nothing else to do; fio reads pages of a file of the same size."""
+    shape = Shape(16384, PAGE, 1)
+    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
+        Fio(place / "fio", "write", shape, blocks=(MIB,), depths=(8,))
+        ours = Ours(offloader, shape, shape.tensors(), at_once=True)
+        ours.prove()
+
+        def each() -> float:
+            took = []
+            for key, out in zip(ours.keys[:LATENCIES], ours.outs, strict=False):
+                start = now()
+                offloader.read(key, out).wait()
+                took.append(now() - start)
+            return statistics.mean(took)
+
+        def fio() -> float:
+            options = (f"--size={shape.total}", f"--number_ios={LATENCIES}", "--bs=4k", "--ioengine=psync")
+            return float(fio_job(place / "fio", "randread", *options)["lat_ns"]["mean"])
+
+        figures, theirs, again = by_turns(rounds, each, fio, fio)
+    us, them = statistics.median(figures), statistics.median(theirs)
+    same = control("fio - fio", [a - b for a, b in zip(again, theirs, strict=True)])
+    what = "read one tensor of 4 KiB, alone, and wait"
+    return Row("latency", what, "ns", us, them, "fio psync", "ns", us, 1.15 * them + 10_000, *same)
 
 
-LIMITS: dict[str, Callable[[int], Row]] = {
-    **{
-        f"{direction}-{name}": partial(throughput, direction, name)
-        for name in SHAPES
-        for direction in ("write", "read")
-    },
-    "latency": read_latency,
-}
+def memory(name: str, _rounds: int) -> Row:
+    """The peak of the resident set over the tensors, in a process of its own."""
+    with folder() as place:
+        command = [sys.executable, str(Path(__file__).with_name("_storage_memory.py")), str(place / "ours"), name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    engine = default_engine()
+    peak, allowed = int(done.stdout) / MIB, (engine.queue_depth * engine.block_size + SPARE) / MIB
+    what = f"memory beside the tensors, {name}"
+    return Row(f"memory-{name}", what, "MiB", peak, allowed, "allowed", "MiB", peak, allowed)
+
+
+def limits() -> dict[str, Callable[[int], Row]]:
+    rows: dict[str, Callable[[int], Row]] = {}
+    for direction in DIRECTIONS:
+        rows |= {f"{direction}-{name}": partial(beside_fio, "plain", at, direction, name) for name, at in FIO.items()}
+        for name, at in FIO_CHECKSUM.items():
+            rows[f"{direction}-{name}-checksum"] = partial(beside_fio, "summed", at, direction, name)
+        if not missing(DeepSpeed):
+            for name, at in DEEPSPEED.items():
+                rows[f"{direction}-{name}-deepspeed"] = partial(beside_deepspeed, at, direction, name)
+            rows |= {f"cpu-{direction}-{name}": partial(processor, direction, name) for name in SHAPES}
+        rows |= {f"cached-{direction}-{name}": partial(cached, direction, name) for name in SHAPES}
+    return rows | {"latency": read_latency} | {f"memory-{name}": partial(memory, name) for name in SHAPES}
 
 
 if __name__ == "__main__":
     if shutil.which("fio") is None:
         sys.exit("the peer is fio, which is not installed: apt-get install fio")
-    sys.exit(run("storage", "files that are futures beside fio, O_DIRECT", LIMITS, rounds=9))
+    for peer in (DeepSpeed, Nixl, TensorNVMe):
+        if why := missing(peer):
+            sys.stderr.write(f"skipped: {why}\n")
+    sys.exit(run("storage", "offloading tensors, and their peers", limits(), rounds=5))

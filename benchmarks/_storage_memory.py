@@ -1,0 +1,41 @@
+"""The memory that offloading takes beside the tensors, at its peak: run in a process of its own.
+
+    python benchmarks/_storage_memory.py FOLDER SHAPE
+
+Prints bytes: the largest resident set while all tensors are written and read, one by one and all at once, less what was
+resident before there was an offloader.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+from _storage_peers import SHAPES
+from cudafuture import wait_all
+from cudafuture.storage import Offloader
+
+
+def resident(what: str) -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith(what))
+
+
+def peak(folder: str, shape_name: str) -> int:
+    shape = SHAPES[shape_name]
+    tensors = {str(i): tensor for i, tensor in enumerate(shape.tensors())}
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
+    before = resident("VmRSS")
+    with Offloader(folder) as offloader:
+        for _ in range(2):
+            wait_all([offloader.write(key, tensor) for key, tensor in tensors.items()])
+            offloader.writev(tensors).wait()
+            wait_all([offloader.read(key, tensor) for key, tensor in tensors.items()])
+            offloader.readv(list(tensors), list(tensors.values())).wait()
+    return resident("VmHWM") - before
+
+
+if __name__ == "__main__":
+    print(peak(*sys.argv[1:]))
