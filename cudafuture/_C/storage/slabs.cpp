@@ -113,14 +113,22 @@ std::pair<Slabs::SlabPtr, std::uint64_t> Slabs::find_room(std::uint64_t size) {
   return {slab, slab->extents.take(size).value()};
 }
 
+std::uint64_t Slabs::bytes_of_files() const noexcept {
+  std::uint64_t bytes = 0;
+  for (const SlabPtr& slab : slabs_) bytes += slab->extents.size();
+  return bytes;
+}
+
 // The more there is, the larger is what is added; a disk that has no room for that may have some for less.
 Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
-  std::uint64_t all = 0;
-  for (const SlabPtr& slab : slabs_) all += slab->extents.size();
+  const std::uint64_t capacity = ceil_to(options_.capacity, kPage);
+  // Files in which nothing is stay while there is room for more; within the capacity there may be none.
+  if (capacity != 0 && size + bytes_of_files() > capacity) remove_empty();
+  const std::uint64_t all = bytes_of_files();
   const std::uint64_t most = std::max(kLargestSlab, all / 16);  // each has two descriptors
   std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, most));
-  if (options_.capacity != 0) {
-    const std::uint64_t left = ceil_to(options_.capacity, kPage) - std::min(ceil_to(options_.capacity, kPage), all);
+  if (capacity != 0) {
+    const std::uint64_t left = capacity - std::min(capacity, all);
     if (size > left) {
       throw Failure(
           "no room for " + std::to_string(size) + " bytes in one piece within " + std::to_string(options_.capacity),
@@ -133,10 +141,11 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
       return make_slab(wanted);
     } catch (const Failure& failure) {
       if (failure.code() != ENOSPC && failure.code() != EFBIG && failure.code() != EDQUOT) throw;
-      if (!std::exchange(has_trimmed, true))
+      if (!std::exchange(has_trimmed, true)) {
         remove_empty();
-      else if (wanted == size)
+      } else if (wanted == size) {
         throw;
+      }
     }
   }
 }
@@ -285,7 +294,7 @@ Slabs::Statistics Slabs::statistics() const {
   Statistics s;
   s.slabs = slabs_.size();
   s.used = used_;
-  for (const SlabPtr& slab : slabs_) s.bytes += slab->extents.size();
+  s.bytes = bytes_of_files();
   return s;
 }
 

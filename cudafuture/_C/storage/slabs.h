@@ -105,6 +105,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
 
   std::string path_of(std::uint64_t number) const;
   std::pair<SlabPtr, std::uint64_t> find_room(std::uint64_t size);
+  std::uint64_t bytes_of_files() const noexcept;
   SlabPtr grow(std::uint64_t size);
   SlabPtr make_slab(std::uint64_t size);
   std::shared_ptr<File> open_file(const std::string& path, Start start) const;
