@@ -1,4 +1,4 @@
-// Reads and writes of files: one thread, one backend, one line of operations.
+// Reads and writes of files: a thread that asks the kernel, one that copies, a backend, and lines of operations.
 //
 //     submit() ──► inbox ──► lines ──► blocks ◄──► backend ◄──► kernel
 //                                        ▲ ▲
