@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cudafuture.storage import Engine
+from unit.storing import BACKENDS, engine_on
+
 
 @pytest.fixture
 def frequent_switches() -> Iterator[None]:
@@ -23,3 +26,15 @@ def on_the_host() -> Iterator[None]:
     """Make tensors on the host, whatever the default device of the run is."""
     with torch.device("cpu"):
         yield
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Give an engine with the smallest blocks that a store takes, on each backend."""
+    with engine_on(request.param) as engine:
+        yield engine
+
+
+@pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])
+def durable(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)

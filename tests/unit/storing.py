@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cudafuture.storage import Engine, Offloader
 PATIENCE = 60.0
 BACKENDS = ["io_uring", "threads"]
 MIB = 1 << 20
+SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
 
 
 def contents(size: int, seed: int = 0) -> torch.Tensor:
@@ -29,6 +31,22 @@ def engine_on(backend: Any) -> Engine:
         return Engine(backend, queue_depth=8, block_size=1 << 18, threads=2)
     except StorageError as e:
         pytest.skip(str(e))
+
+
+def held(folder: Path, **options: Any) -> tuple[Engine, Offloader]:
+    """Return a store whose engine gives no result before it is let go."""
+    engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
+    return engine, Offloader(folder, engine=engine, **options)
+
+
+def numbered(size: int, seed: int = 0) -> torch.Tensor:
+    """Return so many float32s, counted from the seed."""
+    return torch.arange(size, dtype=torch.float32) + seed
+
+
+def get(store: Offloader, key: str) -> torch.Tensor:
+    """Read a tensor, and wait for it."""
+    return store.read(key).wait(timeout=PATIENCE)
 
 
 def error_number(future: CUDAFuture[Any]) -> int:

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,22 +14,11 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import BACKENDS, MIB, PATIENCE, contents, engine_on, expect
+from unit.storing import MIB, PATIENCE, contents, expect
 
 PAGE = 4096
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine_on(request.param) as engine:
-        yield engine
-
-
-@pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 def slabs(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from cudafuture.errors import NotFoundError
 from cudafuture.storage import Engine, Offloader
 from soak import soak_count
 from unit.child import Child
-from unit.storing import BACKENDS, MIB, PATIENCE, contents, engine_on, expect
+from unit.storing import MIB, PATIENCE, contents, engine_on, expect
 
 pytestmark = [pytest.mark.usefixtures("on_the_host"), pytest.mark.soak, pytest.mark.slow]
 
@@ -174,12 +174,6 @@ class Killer:
 def killer() -> Iterator[Killer]:
     with Child(SCRIPT) as child:
         yield Killer(child)
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine_on(request.param) as engine:
-        yield engine
 
 
 # ---- what is there afterwards

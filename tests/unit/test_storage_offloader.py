@@ -10,24 +10,11 @@ import pytest
 import torch
 
 from cudafuture import gather, wait
-from cudafuture.errors import NotFoundError, QuotaError, StorageError
+from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.storage import Engine, Entry, Offloader
-
-PATIENCE = 60.0
-SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
+from unit.storing import LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-@pytest.fixture(params=["io_uring", "threads"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Give an engine with the smallest blocks that a store takes."""
-    try:
-        engine = Engine(request.param, queue_depth=8, block_size=1 << 18, threads=2)
-    except StorageError as e:
-        pytest.skip(str(e))
-    with engine:
-        yield engine
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -48,20 +35,6 @@ def store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Ite
 def plain(engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
     with Offloader(tmp_path / "store", engine=engine) as store:
         yield store
-
-
-def held(folder: Path, **options: Any) -> tuple[Engine, Offloader]:
-    """Return a store whose engine gives no result before it is let go."""
-    engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
-    return engine, Offloader(folder, engine=engine, **options)
-
-
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.arange(size, dtype=torch.float32) + seed
-
-
-def get(store: Offloader, key: str) -> torch.Tensor:
-    return store.read(key).wait(timeout=PATIENCE)
 
 
 # ---- what goes in comes out
@@ -316,6 +289,17 @@ def test_the_files_keep_within_the_capacity(engine: Engine, tmp_path: Path) -> N
             error = store.write(f"{number}", numbered(1)).exception(timeout=PATIENCE)
         assert isinstance(error, QuotaError)
         assert (len(store), store.statistics().slab_bytes, store.statistics().slabs) == (256, 1 << 20, 1)
+
+
+def test_files_in_which_nothing_is_make_way_within_the_capacity(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine, capacity=40 << 20) as store:
+        store.write("small", numbered(1)).wait(timeout=PATIENCE)
+        store.delete("small").wait(timeout=PATIENCE)
+        assert store.statistics().slab_bytes == 16 << 20  # too little for what comes now, and what is left, too
+        large = numbered(9 << 20)
+        store.write("large", large).wait(timeout=PATIENCE)
+        assert torch.equal(get(store, "large"), large)
+        assert store.statistics().slab_bytes <= 40 << 20
 
 
 def test_extents_are_used_again(store: Offloader) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,42 +15,15 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
-
-PATIENCE = 60.0
-SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
+from unit.storing import LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-@pytest.fixture(params=["io_uring", "threads"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Give an engine with the smallest blocks that a store takes."""
-    try:
-        engine = Engine(request.param, queue_depth=8, block_size=1 << 18, threads=2)
-    except StorageError as e:
-        pytest.skip(str(e))
-    with engine:
-        yield engine
 
 
 @pytest.fixture
 def plain(engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
     with Offloader(tmp_path / "store", engine=engine) as store:
         yield store
-
-
-def held(folder: Path, **options: Any) -> tuple[Engine, Offloader]:
-    """Return a store whose engine gives no result before it is let go."""
-    engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
-    return engine, Offloader(folder, engine=engine, **options)
-
-
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.arange(size, dtype=torch.float32) + seed
-
-
-def get(store: Offloader, key: str) -> torch.Tensor:
-    return store.read(key).wait(timeout=PATIENCE)
 
 
 def test_arguments(engine: Engine, tmp_path: Path) -> None:

@@ -18,22 +18,11 @@ from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
 from soak import soak_count
 from unit.child import Child
-from unit.storing import BACKENDS, PATIENCE, contents, engine_on, expect
+from unit.storing import PATIENCE, contents, expect
 
 THREADS = 16
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine_on(request.param) as engine:
-        yield engine
-
-
-@pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 # ---- threads

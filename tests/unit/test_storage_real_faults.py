@@ -19,23 +19,12 @@ from cudafuture import wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
 from unit.child import Child
-from unit.storing import BACKENDS, MIB, PATIENCE, contents, engine_on, error_number, expect
+from unit.storing import MIB, PATIENCE, contents, error_number, expect
 
 DISK = 64 * MIB
 LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine_on(request.param) as engine:
-        yield engine
-
-
-@pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 # ---- no file may be larger
