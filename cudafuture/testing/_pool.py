@@ -24,7 +24,8 @@ __all__ = ["Pool", "Worker", "dump_stacks"]
 
 _START = 120.0  # seconds for a worker to import what it needs
 _PATIENCE = 5.0  # seconds for a worker to leave its world
-_DUMP_PATIENCE = 2.0  # seconds for a process to write its stacks
+_DUMP_PATIENCE = 10.0  # seconds for a process to write its stacks
+_OUTERMOST = "in _run_module_as_main"  # the last line that faulthandler writes: the main thread comes last
 _MOST_IDLE = 8  # workers that are kept for later
 _TAIL = 4000  # characters of a worker's output that are shown
 
@@ -36,7 +37,7 @@ def dump_stacks(workers: Iterable[Worker]) -> list[str]:
         worker.signal(signal.SIGCONT)  # it may have been stopped
         worker.signal(DUMP)
     deadline = time.monotonic() + _DUMP_PATIENCE
-    while time.monotonic() < deadline and not all(worker.stacks() for worker in asked):
+    while time.monotonic() < deadline and not all(_OUTERMOST in worker.stacks() for worker in asked):
         time.sleep(0.02)
     return [worker.stacks() or "(it wrote no stacks)" for worker in asked]
 

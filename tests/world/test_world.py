@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture.testing import World, WorldError
+from cudafuture.testing._pool import Worker, dump_stacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
@@ -117,6 +118,23 @@ def test_a_rank_that_hangs_shows_its_stack_and_is_ended(world: World) -> None:
     with pytest.raises(WorldError, match=r"(?s)rank 0 of 2 has not come back in time.*in hang_here"):
         world.run(hang_here)
     expect_a_new_world(world, old)
+
+
+def test_stacks_that_are_still_being_written_are_waited_for() -> None:
+    whole = 'Thread 1:\n  File "a.py", line 1 in f\nThread 2:\n  File "<frozen runpy>", line 1 in _run_module_as_main\n'
+
+    class Slow(Worker):
+        def __init__(self) -> None:
+            self._seen = 0
+
+        def signal(self, number: signal.Signals) -> None:
+            pass
+
+        def stacks(self) -> str:
+            self._seen += 10
+            return whole[: self._seen]
+
+    assert dump_stacks([Slow(), Slow()]) == [whole, whole]
 
 
 @pytest.mark.world(2, timeout=2)
