@@ -15,7 +15,6 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.combine import wait
 from cudafuture.errors import StorageError
 from cudafuture.storage import _xxhash
 from cudafuture.storage._home import DurableHome, EphemeralHome
@@ -324,7 +323,7 @@ class Offloader:
         >>> Offloader("states").close()
         """
         if self._end.alive and os.getpid() == self._pid:
-            wait([self.flush()])  # which Ctrl-C interrupts
+            self.flush().exception()  # Ctrl-C interrupts it; of an error the futures of the calls tell
         self._end()
 
     def __enter__(self) -> Offloader:
