@@ -89,6 +89,26 @@ TEST_CASE_FIXTURE(Rules, "facts are kept as they were given, devices sorted and 
   CHECK(future->released().get() == released.get());
 }
 
+TEST_CASE_FIXTURE(Rules, "a release that is promised is made when somebody asks, before it or after") {
+  const FuturePtr early = c10::make_intrusive<Future>(2);
+  early->release();  // of nothing that was promised
+  CHECK_FALSE(early->released());
+  early->promise_release();
+  const FuturePtr released = early->released();
+  CHECK(released->priority() == 2);
+  CHECK(released->state() == State::pending);
+  CHECK(early->released().get() == released.get());
+  early->release();
+  early->release();
+  CHECK(released->state() == State::completed);
+
+  const FuturePtr late = pending();
+  late->promise_release();
+  late->release();
+  CHECK(late->released()->state() == State::completed);
+  CHECK(late->state() == State::pending);
+}
+
 TEST_CASE_FIXTURE(Rules, "an empty bounding set is a bound") {
   const FuturePtr future = pending();
   future->set_bounding_set({});

@@ -64,7 +64,7 @@ CallPtr new_call(Call::Kind kind) {
   auto call = std::make_shared<Call>();
   call->kind = kind;
   call->future = pending();
-  if (kind == Call::Kind::write) call->released = pending();
+  if (kind == Call::Kind::write) call->future->promise_release();
   return call;
 }
 
@@ -82,18 +82,18 @@ std::exception_ptr write(Store& store, const std::string& key, const Bytes& cont
   writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0};
   writes[0].memory.add(bytes.data(), bytes.size());
   store.write(std::move(writes), call);
-  call->released->wait_until(nullptr);
+  call->future->released()->wait_until(nullptr);
   std::fill(bytes.begin(), bytes.end(), std::uint8_t{0xff});
   return error_of(call);
 }
 
 std::optional<Bytes> read(Store& store, const std::string& key) {
-  std::optional<Entry> entry = store.find(key);
-  if (!entry) return std::nullopt;
-  Bytes bytes(entry->size);
+  EntryPtr entry = store.find(key);
+  if (entry == nullptr) return std::nullopt;
+  Bytes bytes(entry->size());
   const CallPtr call = new_call(Call::Kind::read);
   Reads reads(1);
-  reads[0] = {call, key, *std::move(entry), {}};
+  reads[0] = {call, key, std::move(entry), {}};
   reads[0].memory.add(bytes.data(), bytes.size());
   store.read(std::move(reads), call);
   if (error_of(call) != nullptr) std::rethrow_exception(error_of(call));

@@ -41,10 +41,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   request.device = std::move(taken.device);
   request.future = c10::make_intrusive<Future>(priority);
   request.future->set_name(name);
-  if (!reads) {
-    request.released = c10::make_intrusive<Future>(priority);
-    request.future->set_released(request.released);
-  }
+  if (!reads) request.future->promise_release();
   if (request.memory.size() > kMostBytes - std::min(offset, kMostBytes)) {
     throw nb::value_error("the place is beyond the end of the largest file");
   }

@@ -35,6 +35,7 @@ using storage::Store;
 
 using StorePtr = std::shared_ptr<Store>;
 using Keys = std::vector<std::string>;
+using Entries = std::vector<storage::EntryPtr>;
 
 constexpr std::size_t kLongestKey = 1024;
 
@@ -64,17 +65,14 @@ CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priori
   call->kind = kind;
   call->future = c10::make_intrusive<Future>(priority);
   call->future->set_name(verb + (keys.size() == 1 ? " " + keys.front() : " " + std::to_string(keys.size()) + " keys"));
-  if (kind == Call::Kind::write) {
-    call->released = c10::make_intrusive<Future>(priority);
-    call->future->set_released(call->released);
-  }
+  if (kind == Call::Kind::write) call->future->promise_release();
   return call;
 }
 
 storage::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
-  return {tensor.scalar_type(), tensor.sizes().vec()};
+  return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
 
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority) {
@@ -87,8 +85,10 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   for (std::size_t i = 0; i < writes.size(); ++i) {
     writes[i] = {call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory[i]), 0};
   }
+  names = {};
+  taken.memory = {};
   call->device = std::move(taken.device);
-  call->keep = foreign(std::move(taken.keep));
+  call->keep = foreign(taken.kept());
   nb::object result = wrap(call->future);
   {
     const WithoutGil released;
@@ -98,45 +98,45 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
 }
 
 // What is there of each key; none, and the call has failed: one is not there.
-std::optional<std::vector<storage::Entry>> find(const Store& store, const Keys& keys, const CallPtr& call) {
-  std::vector<storage::Entry> entries;
+std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr& call) {
+  Entries entries;
   for (const std::string& key : keys) {
-    std::optional<storage::Entry> found = store.find(key);
-    if (!found) {
+    storage::EntryPtr found = store.find(key);
+    if (found == nullptr) {
       call->future->fail(Value::of_error(std::make_exception_ptr(
           Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
       return std::nullopt;
     }
-    entries.push_back(*std::move(found));
+    entries.push_back(std::move(found));
   }
   return entries;
 }
 
-nb::list make_tensors(const std::vector<storage::Entry>& entries, c10::Device device) {
+nb::list make_tensors(const Entries& entries, c10::Device device) {
   nb::list tensors;
-  for (const storage::Entry& entry : entries) {
+  for (const storage::EntryPtr& entry : entries) {
     at::Tensor tensor;
     {
       const WithoutGil released;
       tensor = device.is_cpu()
-                   ? storage::make_tensor_on_host(entry.shape)
-                   : at::empty(entry.shape.sizes, at::TensorOptions().dtype(entry.shape.dtype).device(device));
+                   ? storage::make_tensor_on_host(entry->shape)
+                   : at::empty(entry->shape.sizes, at::TensorOptions().dtype(entry->shape.dtype).device(device));
     }
     tensors.append(nb::steal(THPVariable_Wrap(std::move(tensor))));
   }
   return tensors;
 }
 
-void expect_shapes(const std::vector<storage::Entry>& entries, const Keys& keys, nb::list outs) {
+void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const nb::handle out = outs[i];
     if (!THPVariable_Check(out.ptr())) continue;  // refused right after
     const storage::Shape shape = shape_of(out);
-    if (shape == entries[i].shape) continue;
+    if (shape == entries[i]->shape) continue;
     const auto text = [](const storage::Shape& s) {
       return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
     };
-    throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i].shape) +
+    throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i]->shape) +
                            ", and the one to be filled " + "of " + text(shape))
                               .c_str());
   }
@@ -146,9 +146,9 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
                 int priority) {
   const Entry entry;
   refuse_after_fork();
-  const Keys names = keys_of(keys);
+  Keys names = keys_of(keys);
   const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
-  std::optional<std::vector<storage::Entry>> entries = find(*self, names, call);
+  std::optional<Entries> entries = find(*self, names, call);
   if (!entries) return wrap(call->future);
   nb::list tensors;
   if (outs.is_none()) {
@@ -160,14 +160,16 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   storage::Reads reads(names.size());
   for (std::size_t i = 0; i < reads.size(); ++i) {
-    reads[i] = {call, names[i], std::move((*entries)[i]), std::move(taken.memory[i])};
+    reads[i] = {call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory[i])};
   }
   entries.reset();
+  names = {};
+  taken.memory = {};
   call->result = foreign(gives_list ? nb::object(tensors) : nb::object(tensors[0]));
   call->device = std::move(taken.device);
   nb::object result = wrap(call->future);
   if (call->device != nullptr) taken.keep.append(result);
-  call->keep = foreign(std::move(taken.keep));
+  call->keep = foreign(taken.kept());
   {
     const WithoutGil released;
     self->read(std::move(reads), call);
@@ -191,10 +193,11 @@ nb::object erase(const StorePtr& self, nb::list keys) {
 nb::object stat(const Store& self, nb::handle key) {
   refuse_after_fork();
   const std::string name = key_of(key);
-  const std::optional<storage::Entry> found = self.find(name);
-  if (!found) raise_error("NotFoundError", "there is no key '" + name + "'");
+  const storage::EntryPtr found = self.find(name);
+  if (found == nullptr) raise_error("NotFoundError", "there is no key '" + name + "'");
+  const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
-  return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(found->shape.sizes)), found->size);
+  return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(sizes)), found->size());
 }
 
 Store::Statistics statistics_without_gil(const Store& self) {
@@ -259,7 +262,7 @@ void bind_store(nb::module_& m) {
           "has",
           [](const Store& self, nb::handle key) {
             refuse_after_fork();
-            return self.find(key_of(key)).has_value();
+            return self.find(key_of(key)) != nullptr;
           },
           nb::arg("key"))
       .def("trim",

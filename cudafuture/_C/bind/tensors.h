@@ -15,6 +15,8 @@ struct Tensors {
   std::vector<storage::Memory> memory;          // of each
   std::shared_ptr<storage::DeviceSide> device;  // null: all are on the host
   nb::list keep;                                // what owns the memory
+
+  nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
 
 // Throws TypeError and ValueError. Of a read the tensors are noted as changed.

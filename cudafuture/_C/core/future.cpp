@@ -52,15 +52,16 @@ void release_all(Waiter* waiters) noexcept {
 // What most futures do not have.
 struct Future::Rare {
   std::string name;
-  std::vector<c10::Device> bounding_set;
-  bool bounded = false;
+  std::unique_ptr<std::vector<c10::Device>> bounding_set;  // null: it is not bounded
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
   Foreign origin;
   std::unique_ptr<Aftermath> aftermath;
   std::exception_ptr late_error;
   FuturePtr released;
-  std::vector<at::Tensor> named_tensors;
+  bool releases = false;
+  bool is_released = false;
+  std::unique_ptr<std::vector<at::Tensor>> named_tensors;  // null: none
 };
 
 const char* name_of(State state) noexcept {
@@ -100,8 +101,7 @@ Future::~Future() {
 void Future::leak_tensors() noexcept {
   if (!value_.native.isNone()) static_cast<void>(new c10::IValue(std::move(value_.native)));
   Rare* const rare = find_rare();
-  if (rare == nullptr || rare->named_tensors.empty()) return;
-  static_cast<void>(new std::vector<at::Tensor>(std::move(rare->named_tensors)));
+  if (rare != nullptr) static_cast<void>(rare->named_tensors.release());
 }
 
 Future::Rare& Future::rare() {
@@ -125,21 +125,20 @@ void Future::set_name(std::string name) { rare().name = std::move(name); }
 
 bool Future::is_bounded() const noexcept {
   const Rare* rare = find_rare();
-  return rare != nullptr && rare->bounded;
+  return rare != nullptr && rare->bounding_set != nullptr;
 }
 
 const std::vector<c10::Device>& Future::bounding_set() const noexcept {
   static const std::vector<c10::Device> none;
   const Rare* rare = find_rare();
-  return rare == nullptr ? none : rare->bounding_set;
+  return rare == nullptr || rare->bounding_set == nullptr ? none : *rare->bounding_set;
 }
 
 void Future::set_bounding_set(std::vector<c10::Device> devices) {
   const auto key = [](c10::Device d) { return std::pair(static_cast<int>(d.type()), d.index()); };
   std::sort(devices.begin(), devices.end(), [&](auto a, auto b) { return key(a) < key(b); });
   devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
-  rare().bounding_set = std::move(devices);
-  rare().bounded = true;
+  rare().bounding_set = std::make_unique<std::vector<c10::Device>>(std::move(devices));
 }
 
 Executor* Future::default_executor() const noexcept {
@@ -154,11 +153,32 @@ void* Future::origin() const noexcept {
 void Future::set_origin(Foreign origin) { rare().origin = std::move(origin); }
 void Future::set_aftermath(std::unique_ptr<Aftermath> aftermath) { rare().aftermath = std::move(aftermath); }
 void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
-FuturePtr Future::released() const {
-  const Rare* rare = find_rare();
-  return rare == nullptr ? FuturePtr() : rare->released;
+FuturePtr Future::released() {
+  FuturePtr released;
+  bool is_over;
+  {
+    std::lock_guard lock(mutex_);
+    Rare* const rare = find_rare();
+    if (rare == nullptr) return nullptr;
+    if (rare->releases && rare->released == nullptr) rare->released = c10::make_intrusive<Future>(priority_);
+    released = rare->released;
+    is_over = rare->is_released;
+  }
+  if (is_over) released->complete(Value());
+  return released;
 }
 void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
+void Future::promise_release() { rare().releases = true; }
+void Future::release() noexcept {
+  FuturePtr released;
+  {
+    std::lock_guard lock(mutex_);
+    Rare* const rare = find_rare();
+    if (rare == nullptr || !rare->releases || std::exchange(rare->is_released, true)) return;
+    released = rare->released;
+  }
+  if (released != nullptr) released->complete(Value());
+}
 
 std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_now() - born_); }
 
@@ -230,7 +250,7 @@ std::vector<c10::Device> Future::devices() const { return is_bounded() ? boundin
 const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   static const std::vector<at::Tensor> none;
   const Rare* rare = find_rare();
-  return rare == nullptr ? none : rare->named_tensors;
+  return rare == nullptr || rare->named_tensors == nullptr ? none : *rare->named_tensors;
 }
 
 void Future::look_at_aftermath() noexcept {
@@ -275,7 +295,7 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
     if (done() || (outcome == State::cancelled && started_)) return false;
     value_ = std::move(value);
     events_ = std::move(events);
-    if (!named.empty()) rare().named_tensors = std::move(named);
+    if (!named.empty()) rare().named_tensors = std::make_unique<std::vector<at::Tensor>>(std::move(named));
     if (Rare* rare = find_rare()) producer = std::move(rare->producer);
     list = continuations_.take_all();
     waiters = std::exchange(waiters_, nullptr);
@@ -356,17 +376,6 @@ void Future::clear() noexcept {
 }
 
 // ---- streams
-
-std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
-  std::vector<c10::Device> devices;
-  for (const at::Tensor& tensor : tensors) {
-    const c10::Device device = tensor.device();
-    if (has_streams(device) && std::find(devices.begin(), devices.end(), device) == devices.end()) {
-      devices.push_back(device);
-    }
-  }
-  return devices;
-}
 
 void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges) {
   if (stands(edges.wait)) future.events().block_current_streams();

@@ -95,8 +95,12 @@ class Future final : public c10::intrusive_ptr_target {
   void set_origin(Foreign origin);
   void set_aftermath(std::unique_ptr<Aftermath> aftermath);
   void set_producer(std::shared_ptr<Producer> producer);
-  FuturePtr released() const;
+  // Of what reads memory: a future that is done when it has read it; null: it reads none. It is another's, or this
+  // one's own: promised first, made when somebody asks for it, and completed by release().
+  FuturePtr released();
   void set_released(FuturePtr released);
+  void promise_release();
+  void release() noexcept;
   std::chrono::nanoseconds age() const noexcept;
 
   // ---- consumer
@@ -190,8 +194,5 @@ struct OrderingEdges {
   Edge use = Edge::wait_record_stream;
 };
 void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges = {});
-
-// The devices of `tensors` that have streams, without duplicates.
-std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 
 }  // namespace cudafuture

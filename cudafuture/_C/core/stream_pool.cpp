@@ -69,6 +69,17 @@ std::vector<c10::Device> all_devices_with_streams() {
   return devices;
 }
 
+std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Device device = tensor.device();
+    if (has_streams(device) && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  }
+  return devices;
+}
+
 c10::Stream pool_stream(c10::Device device, int priority) {
   return VirtualGuardImpl(device.type()).getNewStream(device, priority);
 }

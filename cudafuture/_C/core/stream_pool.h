@@ -1,6 +1,7 @@
 // Streams: from the device's pool by priority, those that are current, and making some current for a while.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
@@ -16,6 +17,9 @@ bool has_streams(c10::Device device) noexcept;
 // True when such a device can exist in this process at all. Cheap.
 bool any_device_with_streams() noexcept;
 std::vector<c10::Device> all_devices_with_streams();
+
+// The devices of `tensors` that have streams, without duplicates.
+std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 
 // A stream of the device's own pool. Lower is more urgent: 0 is the default, -1 high. The pool hands its streams out
 // round-robin, so two callers can share one: never hold one for good.

@@ -7,18 +7,11 @@
 namespace cudafuture::storage {
 
 void Call::note_failure(std::exception_ptr error) noexcept {
-  std::lock_guard lock(mutex_);
-  if (failure_ == nullptr) failure_ = std::move(error);
-}
-
-std::exception_ptr Call::failure() const noexcept {
-  std::lock_guard lock(mutex_);
-  return failure_;
+  if (!has_failed_.exchange(true, std::memory_order_acq_rel)) failure_ = std::move(error);
 }
 
 void Call::part_released() noexcept {
-  if (using_memory_.fetch_sub(1, std::memory_order_acq_rel) != 1 || released == nullptr) return;
-  released->complete(Value());
+  if (using_memory_.fetch_sub(1, std::memory_order_acq_rel) == 1) future->release();
 }
 
 Value Call::value() {
@@ -37,7 +30,7 @@ void Call::finish() noexcept {
       note_failure(std::current_exception());
     }
   }
-  if (released != nullptr && !released->done()) released->complete(Value());
+  future->release();
   if (std::exception_ptr error = failure()) {
     future->fail(Value::of_error(std::move(error)), std::move(events));
   } else {

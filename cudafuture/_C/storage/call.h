@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 
 #include "core/future.h"
 #include "storage/device.h"
@@ -22,7 +21,6 @@ class Call {
   Kind kind = Kind::write;
   Foreign keep;  // what owns the memory and the tensors; the last to be dropped
   FuturePtr future;
-  FuturePtr released;                  // null; or of a write
   std::shared_ptr<DeviceSide> device;  // null: all tensors are on the host
   std::uint64_t bytes = 0;             // of all parts
   Foreign result;                      // of a read
@@ -30,8 +28,8 @@ class Call {
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
 
-  void note_failure(std::exception_ptr error) noexcept;  // the first one counts
-  std::exception_ptr failure() const noexcept;
+  void note_failure(std::exception_ptr error) noexcept;             // the first one counts
+  std::exception_ptr failure() const noexcept { return failure_; }  // when the last part has ended
   bool part_ended() noexcept { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }  // true: the last one
   void part_released() noexcept;
   void finish() noexcept;  // completes the future
@@ -41,7 +39,7 @@ class Call {
 
   std::atomic<std::size_t> left_{0};
   std::atomic<std::size_t> using_memory_{0};
-  mutable std::mutex mutex_;
+  std::atomic<bool> has_failed_{false};
   std::exception_ptr failure_;
 };
 using CallPtr = std::shared_ptr<Call>;

@@ -48,10 +48,13 @@ std::exception_ptr Committer::make_durable(const std::vector<Change>& changes) n
   std::vector<Record> records;
   for (const Change& change : changes) {
     // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
-    if (store_.index_.is_overtaken(change.key, change.entry.turn)) continue;
-    records.push_back(record_of(change.key, change.entry));
-    records.back().is_deletion = change.is_deletion;
-    if (!change.is_deletion && change.entry.place != nullptr) files.insert(change.entry.place->slab().file);
+    if (store_.index_.is_overtaken(change.key, change.turn)) continue;
+    if (change.entry == nullptr) {
+      records.push_back(deletion_of(change.key, change.turn));
+    } else {
+      records.push_back(record_of(change.key, *change.entry));
+      if (change.entry->place) files.insert(change.entry->place.slab().file);
+    }
   }
   if (records.empty()) return nullptr;
   try {
@@ -67,7 +70,7 @@ std::exception_ptr Committer::append(const std::vector<Change>& changes, const s
     journal_->append(records);
   } catch (...) {
     if (!journal_->is_broken()) return std::current_exception();
-    for (const Change& change : changes) in_doubt_.push_back(change.entry.place);
+    for (const Change& change : changes) in_doubt_.push_back(change.entry);
     return note_broken(std::current_exception());
   }
   journal_bytes_.store(journal_->size(), std::memory_order_relaxed);

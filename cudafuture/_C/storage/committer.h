@@ -29,8 +29,8 @@ class Store;
 struct Change {
   CallPtr call;
   std::string key;
-  Entry entry;  // of a deletion: its turn
-  bool is_deletion = false;
+  std::uint64_t turn = 0;
+  EntryPtr entry;  // null: a deletion
 };
 
 class Committer final : private ThreadCache::Task {
@@ -54,7 +54,7 @@ class Committer final : private ThreadCache::Task {
   std::uint64_t compact_at_ = 0;  // bytes of the journal
   std::atomic<std::uint64_t> journal_bytes_{0};
 
-  std::vector<PlacePtr> in_doubt_;  // the journal may name them, or not: never free again
+  std::vector<EntryPtr> in_doubt_;  // the journal may name them, or not: their places are never free again
 
   mutable std::mutex mutex_;
   std::exception_ptr broken_;

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 #include "storage/slabs.h"
 
@@ -12,18 +13,21 @@ namespace cudafuture::storage {
 
 struct Shape {
   c10::ScalarType dtype = c10::ScalarType::Byte;
-  std::vector<std::int64_t> sizes;
+  c10::SmallVector<std::int64_t, 2> sizes;
 
   bool operator==(const Shape&) const = default;
 };
 
+// Never changed once it is known: whoever reads it has its place for as long.
 struct Entry {
+  std::uint64_t size() const noexcept { return place.size(); }  // bytes
+
   Shape shape;
-  std::uint64_t size = 0;  // bytes
-  PlacePtr place;          // null: no bytes
+  Place place;             // none: no bytes
+  std::uint64_t turn = 0;  // of its write among all writes and deletions: a later one wins
   std::uint64_t digest = 0;
   bool has_digest = false;
-  std::uint64_t turn = 0;  // of its write among all writes and deletions: a later one wins
 };
+using EntryPtr = std::shared_ptr<const Entry>;
 
 }  // namespace cudafuture::storage

@@ -11,9 +11,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory_resource>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -30,16 +32,16 @@ class Index {
   };
   struct Deleted {
     std::uint64_t turn = 0;
-    bool was_there = false;      // or is being written
-    std::optional<Entry> entry;  // for the caller to drop
+    bool was_there = false;  // or is being written
+    EntryPtr entry;          // for the caller to drop
   };
 
   enum class Reach : std::uint8_t { memory, journal };  // where it is known that something has ended
-  using Dropped = std::array<std::optional<Entry>, 2>;  // for the caller to drop
+  using Dropped = std::array<EntryPtr, 2>;              // for the caller to drop
 
   // A write begins; install() or give_up() has to follow. Returns its turn.
   std::uint64_t begin(const std::string& key);
-  [[nodiscard]] Dropped install(const std::string& key, const Entry& entry, Reach reach);
+  [[nodiscard]] Dropped install(const std::string& key, const EntryPtr& entry, Reach reach);
   void give_up(const std::string& key) noexcept;
 
   // A deletion begins, if something was there: then finish_erase() or undo_erase() has to follow.
@@ -51,38 +53,37 @@ class Index {
 
   // What a journal says, in its order.
   void replay(Record&& record);
-  void finish_replay();
-  template <class Adopt>
-  void adopt(Adopt&& adopt) {
-    for (auto& [key, known] : keys_) {
-      adopt(*known.entry, replayed_.at(key));
-      known.durable = known.entry;
-    }
-    replayed_.clear();
-  }
+  void finish_replay(const std::function<Place(const Record&)>& adopt);  // of records of bytes
 
-  std::optional<Entry> find(const std::string& key) const;
+  EntryPtr find(const std::string& key) const;
   std::vector<std::string> keys() const;  // in the order of their turns
   std::vector<Record> records() const;    // what the journal says
   Statistics statistics() const;
 
  private:
   struct Key {
-    std::optional<Entry> entry;
-    std::optional<Entry> durable;
+    EntryPtr entry;
+    EntryPtr durable;
     // ---- while there are writes and deletions that have not ended
     std::size_t changing = 0;
     std::uint64_t begun = 0;    // the turn of the last write
     std::uint64_t deleted = 0;  // the turn of the last deletion
     std::uint64_t durably_deleted = 0;
   };
-  using Keys = std::unordered_map<std::string, Key>;
+  struct Hash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view key) const noexcept { return std::hash<std::string_view>()(key); }
+  };
+  using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
 
+  Key& make(std::string_view key);  // or find
   void ended(Keys::iterator key) noexcept;
   void count(const Entry& entry, int sign) noexcept;
 
   mutable std::mutex mutex_;
-  Keys keys_;
+  // Keys stay for long. Among what comes and goes on the heap they would keep pages that are nearly empty.
+  std::pmr::unsynchronized_pool_resource pool_;
+  Keys keys_{&pool_};
   Statistics statistics_;
   std::uint64_t turn_ = 0;
   std::unordered_map<std::string, Record> replayed_;

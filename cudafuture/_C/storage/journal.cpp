@@ -158,13 +158,21 @@ Record record_of(const std::string& key, const Entry& entry) {
   record.key = key;
   record.turn = entry.turn;
   record.shape = entry.shape;
-  record.size = entry.size;
+  record.size = entry.size();
   record.digest = entry.digest;
   record.has_digest = entry.has_digest;
-  if (entry.place != nullptr) {
-    record.slab = entry.place->slab().number;
-    record.offset = entry.place->offset();
+  if (entry.place) {
+    record.slab = entry.place.slab().number;
+    record.offset = entry.place.offset();
   }
+  return record;
+}
+
+Record deletion_of(const std::string& key, std::uint64_t turn) {
+  Record record;
+  record.key = key;
+  record.turn = turn;
+  record.is_deletion = true;
   return record;
 }
 

@@ -30,6 +30,7 @@ struct Record {
   bool has_digest = false;
 };
 Record record_of(const std::string& key, const Entry& entry);
+Record deletion_of(const std::string& key, std::uint64_t turn);
 
 class Journal {
  public:

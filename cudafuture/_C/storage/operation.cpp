@@ -239,11 +239,7 @@ void Operation::note_failure(std::size_t at, std::exception_ptr error) noexcept 
   failure_ = std::move(error);
 }
 
-void Operation::release_memory() noexcept {
-  if (request_.released == nullptr) return;
-  const FuturePtr released = std::move(request_.released);
-  released->complete(Value());
-}
+void Operation::release_memory() noexcept { request_.future->release(); }
 
 void Operation::give_up(std::exception_ptr error) noexcept {
   if (request_.future->start()) failure_ = std::move(error);

@@ -40,8 +40,7 @@ struct Request {
   std::shared_ptr<DeviceSide> device;  // null: all of it is on the host
   bool is_part = false;                // of a call that orders its devices itself, when all parts are there
   std::shared_ptr<Checksum> checksum;  // null, or to be taken on the way; blocks have to be whole leaves
-  FuturePtr future;                    // completes with the bytes that went over
-  FuturePtr released;                  // null; or completes when a write does not need the memory any more
+  FuturePtr future;  // completes with the bytes that went over; is released when a write does not need the memory
 };
 
 class Operation {

@@ -1,5 +1,7 @@
 #include "storage/packs.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "storage/slabs.h"
@@ -23,9 +25,11 @@ std::vector<Writes> Packs::cut(Writes&& writes, std::uint64_t size) {
 
 std::vector<Writes> Packs::add(Writes&& writes) {
   std::lock_guard lock(mutex_);
-  for (Write& write : writes) {
-    bytes_ += write.memory.size();
-    waiting_.push_back(std::move(write));
+  for (const Write& write : writes) bytes_ += write.memory.size();
+  if (waiting_.empty()) {
+    waiting_ = std::move(writes);
+  } else {
+    std::move(writes.begin(), writes.end(), std::back_inserter(waiting_));
   }
   return take(false);
 }

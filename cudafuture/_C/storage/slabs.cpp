@@ -46,7 +46,10 @@ std::optional<std::uint64_t> number_of(std::string_view name) {
 
 }  // namespace
 
-Place::~Place() { slabs_->give_back(*this); }
+Place::~Place() {
+  if (slab_ == nullptr) return;
+  if (const std::shared_ptr<Slabs> slabs = slab_->owner.lock()) slabs->give_back(*this);
+}
 
 std::uint64_t Slabs::charge_of(std::uint64_t size) noexcept { return ceil_to(size, size < kPage ? kLine : kPage); }
 
@@ -75,19 +78,19 @@ void Slabs::cancel_reservation(std::uint64_t bytes) noexcept {
   charged_ -= bytes;
 }
 
-std::vector<PlacePtr> Slabs::take(const std::vector<std::uint64_t>& sizes) {
+std::vector<Place> Slabs::take(const std::vector<std::uint64_t>& sizes) {
   std::vector<std::uint64_t> offsets;
   std::uint64_t end = 0;
   for (const std::uint64_t size : sizes) {
     offsets.push_back(next_offset(end, size));
     end = offsets.back() + size;
   }
-  std::vector<PlacePtr> places;
+  std::vector<Place> places;
   places.reserve(sizes.size());
   std::lock_guard lock(mutex_);
   const auto [slab, begin] = find_room(ceil_to(end, kPage));
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    places.push_back(std::make_shared<const Place>(shared_from_this(), slab, begin + offsets[i], sizes[i]));
+    places.emplace_back(slab, begin + offsets[i], sizes[i]);
     used_ += sizes[i];
   }
   share_pages(*slab, places);
@@ -95,10 +98,10 @@ std::vector<PlacePtr> Slabs::take(const std::vector<std::uint64_t>& sizes) {
 }
 
 // Notes which pages are touched by more than one. The places are in order.
-void Slabs::share_pages(Slab& slab, const std::vector<PlacePtr>& places) {
+void Slabs::share_pages(Slab& slab, const std::vector<Place>& places) {
   std::uint64_t last = ~std::uint64_t{0};
-  for (const PlacePtr& place : places) {
-    const Pages pages = pages_of(place->offset(), place->size());
+  for (const Place& place : places) {
+    const Pages pages = pages_of(place.offset(), place.size());
     if (pages.first == last) ++slab.shared.try_emplace(last, 1).first->second;
     last = pages.last;
   }
@@ -162,7 +165,7 @@ std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) con
 }
 
 Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
-  auto slab = std::make_shared<Slab>(next_, size);
+  auto slab = std::make_shared<Slab>(weak_from_this(), next_, size);
   const std::string path = path_of(next_);
   try {
     slab->file = open_file(path, Start::fresh);
@@ -190,10 +193,10 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
     // free now.
     file->truncate(file->size() + kPage);
     file->truncate(file->size() - kPage);
-    slab = std::make_shared<Slab>(number, file->size() / kPage * kPage);
+    slab = std::make_shared<Slab>(weak_from_this(), number, file->size() / kPage * kPage);
     slab->file = std::move(file);
   } catch (...) {
-    slab = std::make_shared<Slab>(number, 0);
+    slab = std::make_shared<Slab>(weak_from_this(), number, 0);
     slab->failure = std::current_exception();
   }
   next_ = std::max(next_, number + 1);
@@ -201,7 +204,7 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   return slab;
 }
 
-PlacePtr Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
+Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   const SlabPtr slab = open_slab(number);
   const bool is_cut_off = ceil_to(offset + size, kPage) > slab->extents.size();
@@ -219,7 +222,7 @@ PlacePtr Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t 
   }
   charged_ += charge_of(size);
   used_ += size;
-  return std::make_shared<const Place>(shared_from_this(), slab, offset, size, is_cut_off);
+  return {slab, offset, size, is_cut_off};
 }
 
 void Slabs::finish_adoption() {

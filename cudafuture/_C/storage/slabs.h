@@ -16,6 +16,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "storage/extents.h"
@@ -26,8 +27,10 @@ namespace cudafuture::storage {
 class Slabs;
 
 struct Slab {
-  Slab(std::uint64_t number, std::uint64_t size) : number(number), extents(size) {}
+  Slab(std::weak_ptr<Slabs> owner, std::uint64_t number, std::uint64_t size)
+      : owner(std::move(owner)), number(number), extents(size) {}
 
+  std::weak_ptr<Slabs> owner;
   std::uint64_t number;
   std::shared_ptr<File> file;  // null: it could not be opened
   std::exception_ptr failure;  // then, why
@@ -38,13 +41,22 @@ struct Slab {
 
 class Place {
  public:
-  Place(std::shared_ptr<Slabs> slabs, std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size,
-        bool is_cut_off = false) noexcept
-      : slabs_(std::move(slabs)), slab_(std::move(slab)), offset_(offset), size_(size), is_cut_off_(is_cut_off) {}
+  Place() = default;  // none
+  Place(std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size, bool is_cut_off = false) noexcept
+      : slab_(std::move(slab)), offset_(offset), size_(size), is_cut_off_(is_cut_off) {}
+  Place(Place&& other) noexcept { *this = std::move(other); }
+  Place& operator=(Place&& other) noexcept {
+    std::swap(slab_, other.slab_);
+    std::swap(offset_, other.offset_);
+    std::swap(size_, other.size_);
+    std::swap(is_cut_off_, other.is_cut_off_);
+    return *this;
+  }
   ~Place();
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
 
+  explicit operator bool() const noexcept { return slab_ != nullptr; }
   const Slab& slab() const noexcept { return *slab_; }
   std::uint64_t offset() const noexcept { return offset_; }
   std::uint64_t size() const noexcept { return size_; }  // bytes
@@ -52,13 +64,11 @@ class Place {
  private:
   friend class Slabs;
 
-  std::shared_ptr<Slabs> slabs_;
   std::shared_ptr<Slab> slab_;
-  std::uint64_t offset_;
-  std::uint64_t size_;
-  bool is_cut_off_;  // its file ends before it does: it has no pages
+  std::uint64_t offset_ = 0;
+  std::uint64_t size_ = 0;
+  bool is_cut_off_ = false;  // its file ends before it does: it has no pages
 };
-using PlacePtr = std::shared_ptr<const Place>;
 
 class Slabs : public std::enable_shared_from_this<Slabs> {
  public:
@@ -80,7 +90,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
 
   // One place after the other in one stretch of whole pages: those of less than a page anywhere, the others at pages.
   // None is empty, and their charge was reserved. Throws Failure when there is no room; then nothing is taken.
-  std::vector<PlacePtr> take(const std::vector<std::uint64_t>& sizes);
+  std::vector<Place> take(const std::vector<std::uint64_t>& sizes);
 
   // Counts bytes that are to be taken soon against the capacity. Throws Failure.
   void reserve(std::uint64_t bytes);
@@ -90,7 +100,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   static std::uint64_t next_offset(std::uint64_t end, std::uint64_t size) noexcept;
 
   // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
-  PlacePtr adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
+  Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
   void finish_adoption();  // removes what nobody has adopted
 
   std::uint64_t trim() noexcept;  // returns bytes
@@ -110,7 +120,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   SlabPtr make_slab(std::uint64_t size);
   std::shared_ptr<File> open_file(const std::string& path, Start start) const;
   SlabPtr open_slab(std::uint64_t number);
-  static void share_pages(Slab& slab, const std::vector<PlacePtr>& places);
+  static void share_pages(Slab& slab, const std::vector<Place>& places);
   std::uint64_t remove_empty() noexcept;
   void give_back(const Place& place) noexcept;
 

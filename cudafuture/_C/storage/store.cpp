@@ -29,7 +29,7 @@ std::exception_ptr error_of(Future& done) noexcept {
 // What the engine is asked to do at once.
 struct Store::Writing {
   Writes writes;
-  std::vector<PlacePtr> places;
+  std::vector<Place> places;
   std::shared_ptr<Checksum> checksum;
   bool is_pack;
 };
@@ -37,7 +37,18 @@ struct Store::Writing {
 struct Store::Reading {
   Reads reads;
   std::shared_ptr<Checksum> checksum;
+  bool is_gated;
 };
+
+Change Store::change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
+  Entry entry = {std::move(write.shape), std::move(place), write.turn};
+  if (checksum != nullptr) {
+    entry.has_digest = true;
+    entry.digest = checksum->digest(part, hash_of(write.key));
+  }
+  auto known = std::make_shared<const Entry>(std::move(entry));
+  return {write.call, std::move(write.key), write.turn, std::move(known)};  // the call hears of the release, too
+}
 
 // ---- begin and end
 
@@ -53,7 +64,8 @@ Store::Store(std::shared_ptr<Engine> engine, const Options& options)
       pack_size_(engine_->options().block_size),
       slabs_(
           std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable, options.capacity})),
-      packs_(pack_size_) {}
+      packs_(pack_size_),
+      gate_(engine_->options().queue_depth, pack_size_) {}
 
 Store::~Store() { slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go); }
 
@@ -64,10 +76,7 @@ void Store::recover() {
   }
   auto journal =
       std::make_unique<Journal>(options_.folder, [this](Record&& record) { index_.replay(std::move(record)); });
-  index_.finish_replay();
-  index_.adopt([this](Entry& entry, const Record& record) {
-    if (entry.size != 0) entry.place = slabs_->adopt(record.slab, record.offset, entry.size);
-  });
+  index_.finish_replay([this](const Record& record) { return slabs_->adopt(record.slab, record.offset, record.size); });
   slabs_->finish_adoption();
   committer_ = std::make_unique<Committer>(*this, std::move(journal));
   committer_->compact_if_worth_it();
@@ -108,26 +117,25 @@ void Store::write(Writes&& writes, const CallPtr& call) {
     call->expect(1);
     return end_part(call, std::current_exception());
   }
-  Writes small;
   std::vector<Change> empty;
   for (Write& write : writes) {
     write.turn = index_.begin(write.key);
     call->bytes += write.memory.size();
     if (write.memory.size() == 0) {
-      empty.push_back({call, write.key, {write.shape, 0, nullptr, 0, false, write.turn}, false});
+      empty.push_back(change_of(std::move(write), Place(), nullptr, 0));
+      write.call = nullptr;
       call->part_released();
-    } else if (write.memory.size() < kSmall) {
-      small.push_back(std::move(write));
-    } else {
+    } else if (write.memory.size() >= kSmall) {
       Writes one;
       one.push_back(std::move(write));
       put(std::move(one), false, Full::wait);
     }
   }
+  std::erase_if(writes, [](const Write& write) { return write.call == nullptr; });  // small ones are left
   if (call->device != nullptr) {  // such tensors are not packed with those of other calls: each has its own streams
-    for (Writes& pack : Packs::cut(std::move(small), pack_size_)) put(std::move(pack), false, Full::wait);
-  } else if (!small.empty()) {
-    for (Writes& pack : packs_.add(std::move(small))) put(std::move(pack), true, Full::wait);
+    for (Writes& pack : Packs::cut(std::move(writes), pack_size_)) put(std::move(pack), false, Full::wait);
+  } else if (!writes.empty()) {
+    for (Writes& pack : packs_.add(std::move(writes))) put(std::move(pack), true, Full::wait);
   }
   if (!empty.empty()) commit(std::move(empty));
   call->part_released();
@@ -160,25 +168,25 @@ void Store::put(Writes&& writes, bool is_pack, Full when_full) {
 }
 
 void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
-  const PlacePtr& first = writing->places.front();
+  const Place& first = writing->places.front();
   Request request;
   request.direction = Direction::write;
-  request.file = first->slab().file;
-  request.offset = first->offset();
+  request.file = first.slab().file;
+  request.offset = first.offset();
   request.device = writing->writes.front().call->device;
   request.is_part = true;
   if (options_.checksum) request.checksum = writing->checksum = std::make_shared<Checksum>();
   for (std::size_t i = 0; i < writing->writes.size(); ++i) {
-    const Place& place = *writing->places[i];
-    request.memory.skip(place.offset() - first->offset() - request.memory.size());
+    const Place& place = writing->places[i];
+    request.memory.skip(place.offset() - first.offset() - request.memory.size());
     if (options_.checksum) writing->checksum->add(request.memory.size(), place.size());
     request.memory.add(std::move(writing->writes[i].memory));
   }
   request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
   request.future = c10::make_intrusive<Future>(writing->writes.front().call->future->priority());
-  request.released = c10::make_intrusive<Future>();
+  request.future->promise_release();
   // Before it is submitted: what is attached later could have to wait for callbacks of this thread.
-  then(request.released, [writing](Future&) {
+  then(request.future->released(), [writing](Future&) {
     for (const Write& write : writing->writes) write.call->part_released();
   });
   then(request.future, [self = shared_from_this(), writing](Future& done) { self->written(*writing, error_of(done)); });
@@ -196,14 +204,11 @@ void Store::written(Writing& writing, const std::exception_ptr& error) noexcept 
   for (std::size_t i = 0; i < writing.writes.size(); ++i) {
     Write& write = writing.writes[i];
     if (error != nullptr) {
-      writing.places[i] = nullptr;
+      writing.places[i] = Place();
       give_up(write, error);
       continue;
     }
-    Entry entry = {write.shape, writing.places[i]->size(), std::move(writing.places[i]),
-                   0,           options_.checksum,         write.turn};
-    if (options_.checksum) entry.digest = writing.checksum->digest(i, hash_of(write.key));
-    changes.push_back({write.call, std::move(write.key), std::move(entry), false});
+    changes.push_back(change_of(std::move(write), std::move(writing.places[i]), writing.checksum.get(), i));
   }
   writing.places.clear();
   if (!changes.empty()) commit(std::move(changes));
@@ -233,17 +238,18 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
   const auto reach = committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
   for (Change& change : changes) {
     Index::Dropped dropped;
-    if (!change.is_deletion) add(counters_.writes);
-    if (change.is_deletion && error == nullptr) {
-      dropped = index_.finish_erase(change.key, change.entry.turn, reach);
-    } else if (change.is_deletion) {
-      index_.undo_erase(change.key, change.entry.turn);
+    const bool is_deletion = change.entry == nullptr;
+    if (!is_deletion) add(counters_.writes);
+    if (is_deletion && error == nullptr) {
+      dropped = index_.finish_erase(change.key, change.turn, reach);
+    } else if (is_deletion) {
+      index_.undo_erase(change.key, change.turn);
     } else if (error == nullptr) {
       dropped = index_.install(change.key, change.entry, reach);
     } else {
       index_.give_up(change.key);
     }
-    change.entry.place = nullptr;
+    change.entry = nullptr;
     dropped = {};
     end_part(change.call, error);
   }
@@ -256,9 +262,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
   for (const std::string& key : keys) {
     const Index::Deleted deleted = index_.erase(key);
     if (!deleted.was_there && missing.empty()) missing = key;
-    Entry entry;
-    entry.turn = deleted.turn;
-    if (deleted.was_there) changes.push_back({call, key, std::move(entry), true});
+    if (deleted.was_there) changes.push_back({call, key, deleted.turn, nullptr});
   }
   if (!missing.empty()) {
     call->note_failure(std::make_exception_ptr(
@@ -274,48 +278,25 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
 void Store::read(Reads&& reads, const CallPtr& call) {
   begin(call);
   call->expect(reads.size() + 1);
-  Reads some;
-  for (Read& read : reads) {
-    if (read.entry.size != 0) {
-      some.push_back(std::move(read));
-    } else {
-      end_part(call, check(read, 0));
-    }
+  for (const Read& read : reads) {
+    if (read.entry->size() == 0) end_part(call, check(read, 0));
   }
-  for (Reads& side_by_side : join(std::move(some))) get(std::move(side_by_side), Full::wait);
+  std::erase_if(reads, [](const Read& read) { return read.entry->size() == 0; });
+  if (reads.size() == 1 && reads.front().entry->size() < kSmall && call->device == nullptr) {
+    for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, Full::wait);
+  } else {
+    for (Reads& together : Gate::join(std::move(reads), pack_size_)) get(std::move(together), false, Full::wait);
+  }
   end_part(call, nullptr);
 }
 
-// What lies side by side is read at once, as far as it fits into a block.
-std::vector<Reads> Store::join(Reads&& reads) const {
-  const auto where = [](const Read& read) {
-    return std::pair(read.entry.place->slab().number, read.entry.place->offset());
-  };
-  std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
-  std::vector<Reads> joined;
-  std::uint64_t begin = 0;
-  for (Read& read : reads) {
-    const Place& place = *read.entry.place;
-    if (!joined.empty()) {
-      const Place& last = *joined.back().back().entry.place;
-      const std::uint64_t end = last.offset() + last.size();
-      if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < kPage &&
-          place.offset() + place.size() + kPage - begin <= pack_size_) {
-        joined.back().push_back(std::move(read));
-        continue;
-      }
-    }
-    begin = place.offset() - place.offset() % kPage;
-    joined.emplace_back().push_back(std::move(read));
-  }
-  return joined;
-}
-
-void Store::get(Reads&& reads, Full when_full) {
+void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   auto reading = std::make_shared<Reading>();
-  const Place& first = *reads.front().entry.place;
+  reading->is_gated = is_gated;
+  const Place& first = reads.front().entry->place;
   if (first.slab().file == nullptr) {
     for (const Read& read : reads) end_part(read.call, first.slab().failure);
+    if (is_gated) go_on_with_reads();
     return;
   }
   Request request;
@@ -326,8 +307,8 @@ void Store::get(Reads&& reads, Full when_full) {
   request.is_part = true;
   if (options_.checksum) request.checksum = reading->checksum = std::make_shared<Checksum>();
   for (Read& read : reads) {
-    request.memory.skip(read.entry.place->offset() - first.offset() - request.memory.size());
-    if (options_.checksum) reading->checksum->add(request.memory.size(), read.entry.size);
+    request.memory.skip(read.entry->place.offset() - first.offset() - request.memory.size());
+    if (options_.checksum) reading->checksum->add(request.memory.size(), read.entry->size());
     request.memory.add(Memory(read.memory));
   }
   request.future = c10::make_intrusive<Future>(reads.front().call->future->priority());
@@ -347,8 +328,9 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     for (Read& read : reading.reads) {
       Reads one;
       one.push_back(std::move(read));
-      get(std::move(one), Full::exceed);
+      get(std::move(one), false, Full::exceed);
     }
+    if (reading.is_gated) go_on_with_reads();
     return;
   }
   for (std::size_t i = 0; i < reading.reads.size(); ++i) {
@@ -359,20 +341,25 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     if (wrong == nullptr && reading.checksum != nullptr) {
       wrong = check(read, reading.checksum->digest(i, hash_of(read.key)));
     }
-    read.entry.place = nullptr;
+    read.entry = nullptr;
     end_part(call, wrong);
   }
+  if (reading.is_gated) go_on_with_reads();
+}
+
+void Store::go_on_with_reads() noexcept {
+  for (Reads& together : gate_.ended()) get(std::move(together), true, Full::exceed);
 }
 
 std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept {
-  const Entry& entry = read.entry;
-  if (!entry.has_digest || !options_.checksum || entry.size == 0 || entry.digest == digest) return nullptr;
+  const Entry& entry = *read.entry;
+  if (!entry.has_digest || !options_.checksum || entry.size() == 0 || entry.digest == digest) return nullptr;
   add(counters_.checksum_errors);
-  const std::string& path = entry.place->slab().file->path();
-  return std::make_exception_ptr(Failure("key '" + read.key + "': its " + std::to_string(entry.size) +
-                                             " bytes at offset " + std::to_string(entry.place->offset()) + " of " +
+  const std::string& path = entry.place.slab().file->path();
+  return std::make_exception_ptr(Failure("key '" + read.key + "': its " + std::to_string(entry.size()) +
+                                             " bytes at offset " + std::to_string(entry.place.offset()) + " of " +
                                              path + " are not those that were written",
-                                         0, path, entry.place->offset(), entry.size, 0, FailureKind::checksum));
+                                         0, path, entry.place.offset(), entry.size(), 0, FailureKind::checksum));
 }
 
 Store::Statistics Store::statistics() const {

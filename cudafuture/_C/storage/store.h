@@ -3,6 +3,7 @@
 //     write    keys ──► places ──► engine ──► [committer] ──► index
 //              small ones ──► packs ──┘
 //     read     index ──► places, side by side in one read ──► engine ──► digests
+//              small ones ──► gate ──┘
 //
 // A key's entry holds its place, and so does every read of it that is under way: a key that is written again gets
 // another place, and the old one is free when nobody reads it any more.
@@ -15,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,21 +24,13 @@
 #include "storage/committer.h"
 #include "storage/engine.h"
 #include "storage/entry.h"
+#include "storage/gate.h"
 #include "storage/index.h"
 #include "storage/ledger.h"
 #include "storage/packs.h"
 #include "storage/slabs.h"
 
 namespace cudafuture::storage {
-
-// A tensor that is to be read.
-struct Read {
-  CallPtr call;
-  std::string key;
-  Entry entry;
-  Memory memory;
-};
-using Reads = std::vector<Read>;
 
 class Store final : public std::enable_shared_from_this<Store> {
  public:
@@ -78,7 +70,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return ledger_.flush(); }
 
-  std::optional<Entry> find(const std::string& key) const { return index_.find(key); }
+  EntryPtr find(const std::string& key) const { return index_.find(key); }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
 
@@ -93,6 +85,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   void recover();
 
+  static Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
   void put(Writes&& writes, bool is_pack, Full when_full);
   void submit(const std::shared_ptr<Writing>& writing, Full when_full);
   void written(Writing& writing, const std::exception_ptr& error) noexcept;
@@ -101,8 +94,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   void commit(std::vector<Change>&& changes) noexcept;
   void install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept;
 
-  std::vector<Reads> join(Reads&& reads) const;
-  void get(Reads&& reads, Full when_full);
+  void get(Reads&& reads, bool is_gated, Full when_full);
+  void go_on_with_reads() noexcept;
   void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
@@ -115,6 +108,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   const std::shared_ptr<Slabs> slabs_;
   Index index_;
   Packs packs_;
+  Gate gate_;
   Ledger ledger_;
   std::unique_ptr<Committer> committer_;  // null: nothing survives
 
