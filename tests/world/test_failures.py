@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -233,17 +234,20 @@ def test_a_wait_that_times_out_leaves_the_future_usable() -> None:
 
 def drop_unseen(rank: int) -> str:
     records: list[logging.LogRecord] = []
+    logged = threading.Event()
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
+            logged.set()
 
     logging.getLogger("cudafuture.future").addHandler(Kept())
     group = short_group(1)
     if rank == 0:
         future = group.all_reduce(ones(4))
         cudafuture.wait([future], timeout=LONG)
-        del future
+        del future  # whoever completed it may hold it for a moment longer
+        assert logged.wait(LONG)
     dist.barrier()
     return "".join(str(record.exc_info[1]) for record in records if record.exc_info)
 
