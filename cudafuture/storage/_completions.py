@@ -11,13 +11,11 @@ Callbacks submit, too, so collecting goes deeper with each of them; at ``DEEPEST
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from cudafuture._C import CUDAFuture
-from cudafuture.errors import InvalidStateError
 from cudafuture.storage._tensor_memory import TensorMemory
 from cudafuture.streams import pool_stream, use_streams
 
@@ -220,15 +218,14 @@ class Completions:
 def _complete(operation: Operation) -> None:
     """Complete the future of an operation that is settled. Its callbacks do not run in here: it has an executor."""
     future = operation.future
-    if future is None or future.cancelled():
+    if future is None:
         return
-    with contextlib.suppress(InvalidStateError):  # it was cancelled at this moment
-        if operation.error is not None:
-            future.set_exception(operation.error)
-            return
-        with use_streams(*(pool_stream(device) for device in operation.transfer.devices)):
-            operation.transfer.wait(non_blocking=True)
-            future.set_result(operation.value())
+    if operation.error is not None:
+        future.set_exception(operation.error)
+        return
+    with use_streams(*(pool_stream(device) for device in operation.transfer.devices)):
+        operation.transfer.wait(non_blocking=True)
+        future.set_result(operation.value())
 
 
 def raise_first(errors: list[Exception]) -> None:

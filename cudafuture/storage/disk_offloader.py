@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import callback_thread
@@ -253,13 +254,15 @@ class DiskOffloader:
         future.add_done_callback(self._look)
         operation.future = future
         self._submit(operation)
+        _C.start(future)  # the engine has the memory: nobody can cancel that
+        if operation.transfer.released is not None:
+            _C.set_released(future, operation.transfer.released)
         self._completions.collect(operation)
         return future
 
     def _look(self, future: CUDAFuture[Any]) -> None:
         """Keep an error from being logged: who synchronizes is told. And keep the offloader until then."""
-        if not future.cancelled():
-            future.exception()
+        future.exception()
 
     def _run(self, operation: Operation) -> None:
         self._submit(operation)

@@ -68,13 +68,17 @@ def test_futures_are_done_when_who_synchronizes_returns(offloader: DiskOffloader
         assert all(read.done() for read in reads)
 
 
-def test_a_cancelled_future_leaves_its_operation_alone(held: Engine, tmp_path: Path) -> None:
+def test_what_the_engine_has_cannot_be_cancelled(held: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=held)
     (x,), copies = numbered(1)
     future = offloader.async_write(x)
-    assert future.cancel()
+    assert future.released is not None
+    assert not future.cancel()
+    assert not future.done()
     held._native.let_go()
     offloader.synchronize()
+    assert future.wait(timeout=PATIENCE) == 4000
+    assert future.released.done()
     assert size(x) == 0
     offloader.sync_read(x)
     assert equal([x], copies)

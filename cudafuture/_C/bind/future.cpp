@@ -359,6 +359,7 @@ void bind_future(nb::module_& m) {
   m.def(
       "set_released", [](PyFuture& future, const PyFuture& released) { future.core->set_released(released.core); },
       nb::arg("future"), nb::arg("released"));
+  m.def("start", [](PyFuture& future) { return future.core->start(); }, nb::arg("future"));
   m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }
