@@ -102,7 +102,8 @@ class File:
 
         Raises:
             TypeError: no tensor, or one without memory on the host or on a device with streams.
-            ValueError: a negative offset, or a tensor that cannot be filled: its elements share memory.
+            ValueError: a negative offset, or a tensor that cannot be filled: its elements share memory (as those of
+                ``expand`` do); or whose elements are not all in its memory.
             InvalidStateError: the engine is closed.
 
         >>> file = File("numbers", "w+")
@@ -185,6 +186,7 @@ class File:
         """Return a future that completes when all writes that have completed before this call survive a crash.
 
         When it fails, with StorageError, what was written since the last one is in doubt; trying again does not help.
+        The name of a file that is new is its folder's, which is to be synced by itself (``os.fsync``).
 
         >>> file = File("numbers", "w")
         >>> file.write(torch.ones(3)).then_async(lambda written: file.sync()).wait()

@@ -45,7 +45,8 @@ class OffloaderStatistics:
     bytes: int
     """of the tensors of those"""
     used: int
-    """bytes on disk that are taken: those included that are being written, or still read after they were replaced"""
+    """bytes that tensors have on disk: those included that are being written, or still read after they were replaced.
+    What is less than a page (4 KiB) has one to itself where it was written alone"""
     capacity: int | None
     slabs: int
     """files"""
@@ -157,7 +158,7 @@ class Offloader:
             priority: of the future, and of the streams that copy from a device.
 
         Raises:
-            ValueError: no such key can be.
+            ValueError: no such key can be; the tensor's elements are not all in its memory.
             TypeError: no tensor, or one without memory.
             InvalidStateError: the store is closed.
 
@@ -176,7 +177,8 @@ class Offloader:
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        return self._native.write(list(tensors.keys()), list(tensors.values()), priority)
+        items = list(tensors.items())
+        return self._native.write([key for key, _ in items], [tensor for _, tensor in items], priority)
 
     def read(
         self,
@@ -257,7 +259,7 @@ class Offloader:
 
         >>> Offloader("states").deletev([]).wait()
         """
-        return self._native.erase(list(keys))
+        return self._native.erase(list(dict.fromkeys(keys)))
 
     def keys(self) -> list[str]:
         """Return all keys, in the order in which they were written last.
@@ -323,7 +325,7 @@ class Offloader:
         >>> Offloader("states").close()
         """
         if self._end.alive and os.getpid() == self._pid:
-            self.flush().exception()  # Ctrl-C interrupts it; of an error the futures of the calls tell
+            self._native.retire().wait()  # which Ctrl-C interrupts
         self._end()
 
     def __enter__(self) -> Offloader:
@@ -366,5 +368,7 @@ def _is_direct(probe: Path, engine: Engine, direct: Literal["auto"] | bool) -> b
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:
     """Close a store whose user does, or has gone, or exits. A forked child leaves it to its parent."""
     if os.getpid() == pid:
-        native.close()
-        home.leave()
+        try:
+            native.close()
+        finally:  # Ctrl-C
+            home.leave()

@@ -17,7 +17,6 @@
 #include "rules.h"
 #include "storage/extents.h"
 #include "storage/failure.h"
-#include "storage/gate.h"
 #include "storage/journal.h"
 #include "storage/packs.h"
 #include "storage/store.h"
@@ -191,36 +190,6 @@ TEST_CASE("packs: a full one goes at once, the rest when no other is under way")
   CHECK(rest.size() == 1);
   CHECK(rest[0].size() == 1);
   CHECK(packs.ended().empty());
-}
-
-TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers, when little is under way") {
-  const Folder folder;
-  const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
-  slabs->reserve(8 * 4096);
-  std::vector<Place> places = slabs->take(std::vector<std::uint64_t>(8, 4096));
-  Gate gate(1, 3 * 4096 + Slabs::kPage);  // three side by side fit
-  const auto add = [&](std::size_t i) {
-    Entry entry = {{c10::ScalarType::Byte, {4096}}, std::move(places[i]), i};
-    return gate.add({nullptr, std::to_string(i), std::make_shared<const Entry>(std::move(entry)), {}});
-  };
-  const auto keys = [](const std::vector<Reads>& transfers) {
-    std::vector<std::string> lines;
-    for (const Reads& reads : transfers) {
-      lines.emplace_back();
-      for (const Read& read : reads) lines.back() += read.key;
-    }
-    return lines;
-  };
-  using Lines = std::vector<std::string>;
-  CHECK(keys(add(6)) == Lines{"6"});
-  CHECK(keys(add(0)) == Lines{"0"});
-  for (const std::size_t i : {5, 2, 1, 4, 7}) CHECK(add(i).empty());
-  CHECK(keys(gate.ended()) == Lines{"12", "45", "7"});  // one is under way yet
-  for (int i = 0; i < 2; ++i) CHECK(gate.ended().empty());
-  CHECK(add(3).empty());
-  CHECK(keys(gate.ended()) == Lines{"3"});
-  for (int i = 0; i < 2; ++i) CHECK(gate.ended().empty());
-  CHECK(slabs->statistics().used == 0);
 }
 
 TEST_CASE("journal: what was appended is shown again, and what a crash has torn is not") {

@@ -225,6 +225,13 @@ def test_a_read_is_a_change_for_autograd(file: File) -> None:
     assert inference.tolist() == [1, 1, 1, 1]
 
 
+def shrunk() -> torch.Tensor:
+    """Return a tensor whose elements are not all in its memory."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(16)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -232,8 +239,9 @@ def test_a_read_is_a_change_for_autograd(file: File) -> None:
         (lambda: torch.empty(3, device="meta"), TypeError),
         (lambda: [1.0, 2.0], TypeError),
         (lambda: None, TypeError),
+        (shrunk, ValueError),
     ],
-    ids=["sparse", "meta", "list", "None"],
+    ids=["sparse", "meta", "list", "None", "shrunk"],
 )
 def test_what_has_no_memory_here_is_refused(file: File, make: Any, kind: type[Exception]) -> None:
     for use in (file.read, file.write):

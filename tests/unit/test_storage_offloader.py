@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture import gather, wait
-from cudafuture.errors import NotFoundError, QuotaError
+from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, Entry, Offloader
 from unit.storing import LARGE, PATIENCE, SMALL, get, held, numbered
 
@@ -237,6 +237,11 @@ def test_a_key_that_is_not_there(store: Offloader) -> None:
     both = store.deletev(["there", "nowhere"])
     assert isinstance(both.exception(timeout=PATIENCE), NotFoundError)
     assert store.keys() == []
+    store.write("there", numbered(1)).wait(timeout=PATIENCE)
+    store.deletev(["there", "there"]).wait(timeout=PATIENCE)
+    store.close()
+    with pytest.raises(InvalidStateError, match="closed"):
+        store.read("nowhere")
 
 
 def test_keys_are_in_the_order_in_which_they_were_written_last(store: Offloader) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import subprocess
 import sys
@@ -38,23 +37,6 @@ def test_arguments(engine: Engine, tmp_path: Path) -> None:
     for durable in (False, True):
         with pytest.raises(StorageError, match="no store in"):
             Offloader(tmp_path / "file" / "inside", engine=engine, durable=durable)
-
-
-def test_closing_says_nothing_of_a_write_that_fails_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class LetsGo(Offloader):
-        def flush(self) -> CUDAFuture[None]:
-            flushed = super().flush()
-            engine._native.let_go()
-            return flushed
-
-    with Engine("threads", block_size=1 << 18, _faults={"io_error": 1.0, "held": True}) as engine:
-        store = LetsGo(tmp_path, engine=engine)
-        write = store.write("a", numbered(SMALL))
-        store.close()
-        assert isinstance(write.exception(timeout=0), StorageError)
-    del write
-    gc.collect()
-    assert not caplog.records
 
 
 def test_an_ephemeral_store_is_gone_when_it_is_closed_or_dropped(engine: Engine, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   if (request.memory.size() > kMostBytes - std::min(offset, kMostBytes)) {
     throw nb::value_error("the place is beyond the end of the largest file");
   }
+  wait_for_room(*self.engine);
   nb::object result = wrap(request.future);
   if (request.device != nullptr) taken.keep.append(result);  // whose tensors are not to die on the engine's thread
   request.keep = foreign(std::move(taken.keep));
@@ -115,9 +116,8 @@ void bind_storage(nb::module_& m) {
       .def("let_go", [](EngineHandle& self) { self.engine->let_go(); })
       .def("close", [](EngineHandle& self) {
         const Entry entry;
-        const WithoutGil released;
         self.engine->close();
-        self.engine->join();
+        wait_until_done([&](Engine::Clock::time_point deadline) { return self.engine->join_until(deadline); });
       });
   m.def("start_storage_engine", start_engine, nb::arg("backend"), nb::arg("queue_depth"), nb::arg("block_size"),
         nb::arg("threads"), nb::arg("max_pending"), nb::arg("faults") = nb::none());

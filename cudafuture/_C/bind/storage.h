@@ -1,9 +1,11 @@
 // What Python holds of a storage engine.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <utility>
 
+#include "bind/python.h"
 #include "storage/engine.h"
 
 namespace cudafuture::bind {
@@ -18,5 +20,24 @@ struct EngineHandle {
     if (engine != nullptr) engine->close();
   }
 };
+
+// Waits until `done(deadline)`, which waits itself until then at most, without the GIL; Ctrl-C comes through. Throws
+// what the handler of a signal raises.
+template <class Done>
+void wait_until_done(Done&& done) {
+  constexpr std::chrono::milliseconds kSignalInterval{50};
+  while (true) {
+    {
+      const WithoutGil released;
+      if (done(storage::Engine::Clock::now() + kSignalInterval)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+inline void wait_for_room(storage::Engine& engine) {
+  if (engine.options().max_pending == 0) return;
+  wait_until_done([&](storage::Engine::Clock::time_point deadline) { return engine.wait_for_room(deadline); });
+}
 
 }  // namespace cudafuture::bind

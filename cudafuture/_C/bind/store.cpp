@@ -18,6 +18,7 @@
 #include "bind/future.h"
 #include "bind/storage.h"
 #include "bind/tensors.h"
+#include "core/error.h"
 #include "core/process.h"
 #include "storage/aligned.h"
 #include "storage/checksum.h"
@@ -79,6 +80,8 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
+  if (names.size() != nb::len(tensors)) throw nb::value_error("not as many tensors as keys");
+  wait_for_room(self->engine());
   const CallPtr call = new_call(Call::Kind::write, "write", names, priority);
   Tensors taken = take_tensors(tensors, Direction::write, priority);
   storage::Writes writes(names.size());
@@ -97,11 +100,19 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   return result;
 }
 
+// Without the GIL where it takes long: while a journal is made anew.
+storage::EntryPtr find(const Store& store, const std::string& key) {
+  storage::EntryPtr found;
+  if (store.try_find(key, found)) return found;
+  const WithoutGil released;
+  return store.find(key);
+}
+
 // What is there of each key; none, and the call has failed: one is not there.
 std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr& call) {
   Entries entries;
   for (const std::string& key : keys) {
-    storage::EntryPtr found = store.find(key);
+    storage::EntryPtr found = find(store, key);
     if (found == nullptr) {
       call->future->fail(Value::of_error(std::make_exception_ptr(
           Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
@@ -147,6 +158,8 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
+  if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
+  wait_for_room(self->engine());
   const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
   std::optional<Entries> entries = find(*self, names, call);
   if (!entries) return wrap(call->future);
@@ -193,7 +206,7 @@ nb::object erase(const StorePtr& self, nb::list keys) {
 nb::object stat(const Store& self, nb::handle key) {
   refuse_after_fork();
   const std::string name = key_of(key);
-  const storage::EntryPtr found = self.find(name);
+  const storage::EntryPtr found = find(self, name);
   if (found == nullptr) raise_error("NotFoundError", "there is no key '" + name + "'");
   const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
@@ -255,6 +268,7 @@ void bind_store(nb::module_& m) {
       .def("keys",
            [](const Store& self) {
              refuse_after_fork();
+             const WithoutGil released;
              return self.keys();
            })
       .def("stat", stat, nb::arg("key"))
@@ -262,7 +276,7 @@ void bind_store(nb::module_& m) {
           "has",
           [](const Store& self, nb::handle key) {
             refuse_after_fork();
-            return self.find(key_of(key)) != nullptr;
+            return find(self, key_of(key)) != nullptr;
           },
           nb::arg("key"))
       .def("trim",
@@ -272,6 +286,11 @@ void bind_store(nb::module_& m) {
              return self.trim();
            })
       .def("statistics", statistics_of)
+      .def("retire",
+           [](Store& self) {
+             refuse_after_fork();
+             return wrap(self.retire());
+           })
       .def("close", [](Store& self) {
         const Entry entry;
         refuse_after_fork();

@@ -1,5 +1,6 @@
 #include "bind/tensors.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -32,6 +33,13 @@ void expect_memory(const at::Tensor& tensor, Direction direction) {
   }
   if (!tensor.is_cpu() && !has_streams(tensor.device())) {
     throw nb::type_error((described(tensor) + ": only the host and devices with streams can be taken").c_str());
+  }
+  const std::size_t wanted = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                              static_cast<std::size_t>(tensor.storage_offset()));
+  if (tensor.numel() != 0 && wanted > tensor.storage().nbytes()) {
+    throw nb::value_error(("the memory of the tensor has " + std::to_string(tensor.storage().nbytes()) +
+                           " bytes, and its elements are in " + std::to_string(wanted))
+                              .c_str());
   }
   if (direction == Direction::write) return;
   if (tensor.is_conj() || tensor.is_neg()) {

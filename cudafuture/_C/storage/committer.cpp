@@ -32,6 +32,7 @@ void Committer::perform() noexcept {
       changes.swap(changes_);
       if (changes.empty()) {
         const std::shared_ptr<Store> store = std::move(working_for_);
+        idle_.notify_all();
         lock.unlock();
         return;  // and perhaps the store ends here, and this with it
       }
@@ -40,6 +41,11 @@ void Committer::perform() noexcept {
     changes.clear();
     compact_if_worth_it();
   }
+}
+
+void Committer::join() noexcept {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return working_for_ == nullptr; });
 }
 
 std::exception_ptr Committer::make_durable(const std::vector<Change>& changes) noexcept {

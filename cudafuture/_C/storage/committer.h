@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -40,6 +41,7 @@ class Committer final : private ThreadCache::Task {
   void commit(std::vector<Change>&& changes) noexcept;
   void compact_if_worth_it() noexcept;  // while nothing is committed
   std::uint64_t journal_bytes() const noexcept;
+  void join() noexcept;                        // returns when nothing is committed, and no journal made anew
   std::exception_ptr broken() const noexcept;  // why nothing is durable any more; null: it is
 
  private:
@@ -57,6 +59,7 @@ class Committer final : private ThreadCache::Task {
   std::vector<EntryPtr> in_doubt_;  // the journal may name them, or not: their places are never free again
 
   mutable std::mutex mutex_;
+  std::condition_variable idle_;
   std::exception_ptr broken_;
   std::vector<Change> changes_;
   std::shared_ptr<Store> working_for_;  // while the task runs

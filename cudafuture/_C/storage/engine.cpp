@@ -95,6 +95,12 @@ void Engine::join() noexcept {
   changed_.wait(lock, [this] { return has_ended_; });
 }
 
+bool Engine::join_until(Clock::time_point deadline) noexcept {
+  if (is_forked_child()) return true;
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [this] { return has_ended_; });
+}
+
 void Engine::close_all() noexcept {
   std::list<std::weak_ptr<Engine>> engines;
   {
@@ -173,9 +179,7 @@ void Engine::submit(Request&& request, Full when_full) {
   auto operation = std::make_unique<Operation>(std::move(request));
   {
     std::unique_lock lock(mutex_);
-    if (options_.max_pending != 0 && when_full == Full::wait) {
-      changed_.wait(lock, [this] { return is_closed_ || pending_ < options_.max_pending; });
-    }
+    if (when_full == Full::wait) changed_.wait(lock, [this] { return has_room(); });
     if (is_closed_) throw Error(ErrorKind::invalid_state, "the storage engine is closed");
     ++pending_;
   }
@@ -184,6 +188,11 @@ void Engine::submit(Request&& request, Full when_full) {
   } else {
     put_in(operation.release());
   }
+}
+
+bool Engine::wait_for_room(Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [this] { return has_room(); });
 }
 
 void Engine::put_in(Operation* operation) noexcept {

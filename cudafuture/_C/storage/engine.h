@@ -22,6 +22,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +48,8 @@ enum class BackendKind : std::uint8_t { automatic, io_uring, threads };
 
 class Engine final : private ThreadCache::Task, private Watching {
  public:
+  using Clock = std::chrono::steady_clock;
+
   struct Options {
     BackendKind backend = BackendKind::automatic;
     std::size_t queue_depth = 32;         // blocks
@@ -77,11 +80,13 @@ class Engine final : private ThreadCache::Task, private Watching {
   // Blocks while as many operations are pending as there may be, unless it must not. Throws Error when the engine is
   // closed.
   enum class Full : std::uint8_t { wait, exceed };
+  bool wait_for_room(Clock::time_point deadline);  // false: there is none yet
   void submit(Request&& request, Full when_full = Full::wait);
 
   // Takes no more operations. Those that it has are still done.
   void close() noexcept;
   void join() noexcept;  // after close(): returns when they are
+  bool join_until(Clock::time_point deadline) noexcept;
 
   void let_go() noexcept;  // of an engine whose faults hold all results
 
@@ -117,6 +122,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   bool is_over() const noexcept {
     return is_closed_ && pending_ == 0 && arrived_.empty() && free_.size() == blocks_.size();
   }
+  bool has_room() const noexcept { return is_closed_ || options_.max_pending == 0 || pending_ < options_.max_pending; }
   static void close_all() noexcept;
 
   const Options options_;

@@ -1,6 +1,7 @@
 #include "storage/gate.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace cudafuture::storage {
@@ -36,7 +37,7 @@ std::vector<Reads> Gate::join(Reads&& reads, std::uint64_t size) {
 
 std::vector<Reads> Gate::add(Read&& read) {
   std::lock_guard lock(mutex_);
-  if (under_way_ >= 2 * busy_) {
+  if (!waiting_.empty() || under_way_ >= 2 * busy_) {
     waiting_.push_back(std::move(read));
     return {};
   }
@@ -49,12 +50,15 @@ std::vector<Reads> Gate::add(Read&& read) {
 std::vector<Reads> Gate::ended() {
   std::lock_guard lock(mutex_);
   --under_way_;
-  if (waiting_.empty() || under_way_ > busy_) return {};
-  const auto some = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostTogether));
-  Reads reads(std::move_iterator(waiting_.begin()), std::move_iterator(some));
-  waiting_.erase(waiting_.begin(), some);
-  std::vector<Reads> joined = join(std::move(reads), size_);
-  under_way_ += joined.size();
+  std::vector<Reads> joined;
+  while (!waiting_.empty() && under_way_ <= busy_) {
+    const auto some = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostTogether));
+    Reads reads(std::move_iterator(waiting_.begin()), std::move_iterator(some));
+    waiting_.erase(waiting_.begin(), some);
+    std::vector<Reads> more = join(std::move(reads), size_);
+    under_way_ += more.size();
+    std::move(more.begin(), more.end(), std::back_inserter(joined));
+  }
   return joined;
 }
 

@@ -123,7 +123,18 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
 
 EntryPtr Index::find(const std::string& key) const {
   std::lock_guard lock(mutex_);
-  const auto known = keys_.find(std::string_view(key));
+  return look_up(key);
+}
+
+bool Index::try_find(const std::string& key, EntryPtr& entry) const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return false;
+  entry = look_up(key);
+  return true;
+}
+
+EntryPtr Index::look_up(std::string_view key) const {
+  const auto known = keys_.find(key);
   return known == keys_.end() ? nullptr : known->second.entry;
 }
 

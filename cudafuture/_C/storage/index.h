@@ -56,8 +56,9 @@ class Index {
   void finish_replay(const std::function<Place(const Record&)>& adopt);  // of records of bytes
 
   EntryPtr find(const std::string& key) const;
-  std::vector<std::string> keys() const;  // in the order of their turns
-  std::vector<Record> records() const;    // what the journal says
+  bool try_find(const std::string& key, EntryPtr& entry) const;  // false: it would have to wait
+  std::vector<std::string> keys() const;                         // in the order of their turns
+  std::vector<Record> records() const;                           // what the journal says
   Statistics statistics() const;
 
  private:
@@ -77,6 +78,7 @@ class Index {
   using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
 
   Key& make(std::string_view key);  // or find
+  EntryPtr look_up(std::string_view key) const;
   void ended(Keys::iterator key) noexcept;
   void count(const Entry& entry, int sign) noexcept;
 

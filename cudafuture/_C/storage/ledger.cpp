@@ -18,21 +18,20 @@ void Ledger::begin(Call& call) {
 
 void Ledger::end(Call& call) noexcept {
   std::vector<std::pair<FuturePtr, std::exception_ptr>> flushed;
+  std::vector<FuturePtr> closed;
   {
     std::lock_guard lock(mutex_);
-    if (--calls_ == 0) idle_.notify_all();
-    if (call.epoch == nullptr) return;
-    --call.epoch->left;
-    if (call.epoch->failure == nullptr && !call.epoch->flushes.empty()) call.epoch->failure = call.failure();
-    // Only the last epoch still takes calls: it goes on when nobody waits for it.
-    std::exception_ptr failure;
-    while (!epochs_.empty() && epochs_.front()->left == 0) {
-      const std::shared_ptr<Epoch> done = std::move(epochs_.front());
-      epochs_.pop_front();
-      if (failure == nullptr) failure = done->failure;
-      for (FuturePtr& flush : done->flushes) flushed.emplace_back(std::move(flush), failure);
+    if (--calls_ == 0) closed.swap(closings_);
+    if (const std::shared_ptr<Epoch> epoch = std::move(call.epoch)) {
+      --epoch->left;
+      if (const std::exception_ptr failure = call.failure()) note_failure(*epoch, failure);
+      // Only the last epoch still takes calls: it goes on when nobody waits for it.
+      while (!epochs_.empty() && epochs_.front()->left == 0) {
+        const std::shared_ptr<Epoch> done = std::move(epochs_.front());
+        epochs_.pop_front();
+        if (done->flush != nullptr) flushed.emplace_back(std::move(done->flush), done->failure);
+      }
     }
-    call.epoch = nullptr;
   }
   for (auto& [flush, failure] : flushed) {
     if (failure != nullptr) {
@@ -40,6 +39,16 @@ void Ledger::end(Call& call) noexcept {
     } else {
       flush->complete(Value());
     }
+  }
+  for (const FuturePtr& closing : closed) closing->complete(Value());
+}
+
+// Of a call of that epoch. Each flush since then waits for it.
+void Ledger::note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept {
+  bool is_since = false;
+  for (const std::shared_ptr<Epoch>& each : epochs_) {
+    is_since = is_since || each.get() == &epoch;
+    if (is_since && each->flush != nullptr && each->failure == nullptr) each->failure = failure;
   }
 }
 
@@ -51,7 +60,7 @@ FuturePtr Ledger::flush() {
     if (is_closed_) throw Error(ErrorKind::invalid_state, "the store is closed");
     flush->start();
     if (!epochs_.empty()) {
-      epochs_.back()->flushes.push_back(flush);
+      epochs_.back()->flush = flush;
       epochs_.push_back(std::make_shared<Epoch>());
       return flush;
     }
@@ -60,10 +69,25 @@ FuturePtr Ledger::flush() {
   return flush;
 }
 
-void Ledger::close() noexcept {
-  std::unique_lock lock(mutex_);
-  is_closed_ = true;
-  idle_.wait(lock, [this] { return calls_ == 0; });
+bool Ledger::is_closed() const {
+  std::lock_guard lock(mutex_);
+  return is_closed_;
+}
+
+FuturePtr Ledger::close() {
+  auto closing = c10::make_intrusive<Future>();
+  closing->set_name("close");
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    closing->start();
+    if (calls_ != 0) {
+      closings_.push_back(closing);
+      return closing;
+    }
+  }
+  closing->complete(Value());
+  return closing;
 }
 
 }  // namespace cudafuture::storage

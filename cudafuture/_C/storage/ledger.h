@@ -3,7 +3,6 @@
 // Lock: mutex_ guards everything; no future is completed under it.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -18,8 +17,8 @@ namespace cudafuture::storage {
 // The calls between two flushes. Done when all of them and all earlier ones are.
 struct Epoch {
   std::size_t left = 0;
-  std::vector<FuturePtr> flushes;
-  std::exception_ptr failure;  // the first one
+  FuturePtr flush;             // at its end; null: it is the last one, which takes calls
+  std::exception_ptr failure;  // the first one since that flush was asked for
 };
 
 class Ledger {
@@ -27,16 +26,20 @@ class Ledger {
   void begin(Call& call);  // throws Error when it is closed
   void end(Call& call) noexcept;
 
-  // Completes when all writes and deletions that have begun are done; fails as the first of them that fails.
+  // Completes when all writes and deletions that have begun are done; fails as the first of them that fails from now
+  // on.
   FuturePtr flush();
-  void close() noexcept;  // begins no more calls, and returns when all have ended
+  bool is_closed() const;
+  FuturePtr close();  // begins no more calls; completes when all have ended
 
  private:
-  std::mutex mutex_;
-  std::condition_variable idle_;
+  void note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept;
+
+  mutable std::mutex mutex_;
   std::deque<std::shared_ptr<Epoch>> epochs_;
   std::size_t calls_ = 0;
   bool is_closed_ = false;
+  std::vector<FuturePtr> closings_;
 };
 
 }  // namespace cudafuture::storage

@@ -165,6 +165,7 @@ std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) con
 }
 
 Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
+  while (::access(path_of(next_).c_str(), F_OK) == 0) ++next_;  // what could not be removed
   auto slab = std::make_shared<Slab>(weak_from_this(), next_, size);
   const std::string path = path_of(next_);
   try {

@@ -82,8 +82,9 @@ void Store::recover() {
   committer_->compact_if_worth_it();
 }
 
-void Store::close() noexcept {
-  ledger_.close();
+void Store::close() {
+  ledger_.close()->wait_until(nullptr);
+  if (committer_ != nullptr) committer_->join();  // from now on another process may have the journal
   slabs_->trim();
   slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go);
 }
@@ -282,7 +283,9 @@ void Store::read(Reads&& reads, const CallPtr& call) {
     if (read.entry->size() == 0) end_part(call, check(read, 0));
   }
   std::erase_if(reads, [](const Read& read) { return read.entry->size() == 0; });
-  if (reads.size() == 1 && reads.front().entry->size() < kSmall && call->device == nullptr) {
+  // An engine that holds up who submits shall do so, and at once.
+  const bool may_wait = engine_->options().max_pending == 0;
+  if (may_wait && reads.size() == 1 && reads.front().entry->size() < kSmall && call->device == nullptr) {
     for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, Full::wait);
   } else {
     for (Reads& together : Gate::join(std::move(reads), pack_size_)) get(std::move(together), false, Full::wait);
@@ -337,6 +340,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     Read& read = reading.reads[i];
     add(counters_.reads);
     const CallPtr call = std::move(read.call);
+    read.memory = Memory();  // before the call ends: what is on a device has to die with what the call keeps
     std::exception_ptr wrong = error;
     if (wrong == nullptr && reading.checksum != nullptr) {
       wrong = check(read, reading.checksum->digest(i, hash_of(read.key)));

@@ -71,10 +71,14 @@ class Store final : public std::enable_shared_from_this<Store> {
   FuturePtr flush() { return ledger_.flush(); }
 
   EntryPtr find(const std::string& key) const { return index_.find(key); }
+  bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
+  bool is_closed() const { return ledger_.is_closed(); }
+  Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
 
-  void close() noexcept;
+  FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended
+  void close();
   Statistics statistics() const;
 
  private:

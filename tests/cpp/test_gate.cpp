@@ -1,0 +1,60 @@
+// Small reads that wait: which go, and together with which.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "folder.h"
+#include "rules.h"
+#include "storage/gate.h"
+
+using namespace cudafuture::storage;
+
+TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers, when little is under way") {
+  const Folder folder;
+  const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
+  slabs->reserve(8 * 4096);
+  std::vector<Place> places = slabs->take(std::vector<std::uint64_t>(8, 4096));
+  Gate gate(1, 3 * 4096 + Slabs::kPage);  // three side by side fit
+  const auto add = [&](std::size_t i) {
+    Entry entry = {{c10::ScalarType::Byte, {4096}}, std::move(places[i]), i};
+    return gate.add({nullptr, std::to_string(i), std::make_shared<const Entry>(std::move(entry)), {}});
+  };
+  const auto keys = [](const std::vector<Reads>& transfers) {
+    std::vector<std::string> lines;
+    for (const Reads& reads : transfers) {
+      lines.emplace_back();
+      for (const Read& read : reads) lines.back() += read.key;
+    }
+    return lines;
+  };
+  using Lines = std::vector<std::string>;
+  CHECK(keys(add(6)) == Lines{"6"});
+  CHECK(keys(add(0)) == Lines{"0"});
+  for (const std::size_t i : {5, 2, 1, 4, 7}) CHECK(add(i).empty());
+  CHECK(keys(gate.ended()) == Lines{"12", "45", "7"});  // one is under way yet
+  for (int i = 0; i < 2; ++i) CHECK(gate.ended().empty());
+  CHECK(add(3).empty());
+  CHECK(keys(gate.ended()) == Lines{"3"});
+  for (int i = 0; i < 2; ++i) CHECK(gate.ended().empty());
+  CHECK(slabs->statistics().used == 0);
+}
+
+TEST_CASE("store gate: nobody overtakes what waits") {
+  const Folder folder;
+  const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
+  const auto read = [&](const char* key) {
+    slabs->reserve(4096);
+    Entry entry = {{c10::ScalarType::Byte, {4096}}, std::move(slabs->take({4096}).front()), 1};
+    return Read{nullptr, key, std::make_shared<const Entry>(std::move(entry)), {}};
+  };
+  Gate gate(2, 4096);
+  for (int i = 0; i < 4; ++i) CHECK(gate.add(read("first")).size() == 1);
+  CHECK(gate.add(read("waits")).empty());
+  CHECK(gate.ended().empty());
+  CHECK(gate.add(read("late")).empty());  // though there would be room
+  const auto both = gate.ended();
+  REQUIRE(both.size() == 2);
+  CHECK(both[0][0].key == "waits");
+  CHECK(both[1][0].key == "late");
+}

@@ -1,0 +1,48 @@
+// What flushes and the end of a store wait for, and which failures they hear of.
+#include <exception>
+#include <memory>
+#include <stdexcept>
+
+#include "callback.h"
+#include "fake_runtime.h"
+#include "rules.h"
+#include "storage/ledger.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+using namespace cudafuture::storage;
+
+TEST_CASE("store ledger: a flush hears of each failure of what was asked for before it, and of none that was earlier") {
+  Ledger ledger;
+  const auto begin = [&] {
+    const auto call = std::make_shared<Call>();
+    call->future = pending();
+    ledger.begin(*call);
+    return call;
+  };
+  const auto end = [&](const CallPtr& call, bool fails) {
+    if (fails) call->note_failure(std::make_exception_ptr(std::runtime_error("failed")));
+    ledger.end(*call);
+  };
+  const auto failed = [](const FuturePtr& flush) {
+    REQUIRE(flush->done());
+    flush->mark_seen();
+    return flush->state() == State::failed;
+  };
+  const CallPtr first = begin();
+  const FuturePtr one = ledger.flush();
+  const CallPtr second = begin();
+  const FuturePtr two = ledger.flush();
+  const CallPtr third = begin();
+  end(third, true);
+  end(first, true);
+  CHECK(failed(one));
+  const FuturePtr three = ledger.flush();  // of the failures there were two, and they are told
+  CHECK_FALSE(two->done());
+  const FuturePtr closing = ledger.close();
+  CHECK_FALSE(closing->done());
+  end(second, false);
+  CHECK(failed(two));
+  CHECK_FALSE(failed(three));
+  CHECK(closing->done());
+}
