@@ -53,7 +53,7 @@ class OffloadActivations:
         self.store, self.at_least, self.under_way, self.ahead = store, at_least, under_way, ahead
         self.saved: list[Saved] = []
         self.known: dict[tuple[int, int], tuple[Saved, CUDAFuture[int]]] = {}  # by memory, while that is being written
-        self.writes: deque[tuple[tuple[int, int], CUDAFuture[int], int]] = deque()
+        self.writes: deque[tuple[tuple[int, int], CUDAFuture[int], Tensor]] = deque()
         self.reads: dict[int, CUDAFuture[Tensor]] = {}
         self.hooks = saved_tensors_hooks(self.pack, self.unpack)
 
@@ -75,15 +75,23 @@ class OffloadActivations:
         write = self.store.write(saved.key, tensor.detach())
         self.saved.append(saved)
         self.known[memory] = saved, write
-        self.writes.append((memory, write, tensor.nbytes))
+        self.writes.append((memory, write, tensor.detach()))
         return saved
 
     def wait_for_room(self, nbytes: int) -> None:
         """Wait until so much more may be on its way to the disk."""
-        while self.writes and (sum(n for _, _, n in self.writes) + nbytes > self.under_way or self.writes[0][1].done()):
-            memory, write, _ = self.writes.popleft()
-            write.wait()  # raises what the disk has to say
-            del self.known[memory]  # from now on other tensors may lie there
+        while self.writes and (
+            sum(t.nbytes for _, _, t in self.writes) + nbytes > self.under_way or self.writes[0][1].done()
+        ):
+            self.finish_write()
+
+    def finish_write(self) -> None:
+        """Wait until the first of those that are under way is on the disk."""
+        memory, write, tensor = self.writes.popleft()
+        write.wait()  # raises what the disk has to say
+        del self.known[memory]  # from now on other tensors may lie there
+        if tensor._version != memory[1]:
+            raise RuntimeError("an activation was changed in place while it was written: what was saved is in doubt")
 
     def unpack(self, saved: Saved | Tensor) -> Tensor:
         """Return what was saved, and read what backward will ask for next."""
@@ -98,8 +106,7 @@ class OffloadActivations:
     def finish_writes(self) -> None:
         """Wait until all is on the disk."""
         while self.writes:
-            self.writes.popleft()[1].wait()
-        self.known.clear()
+            self.finish_write()
 
     def end_step(self) -> None:
         """Forget the activations of a step."""

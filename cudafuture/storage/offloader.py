@@ -259,7 +259,7 @@ class Offloader:
 
         >>> Offloader("states").deletev([]).wait()
         """
-        return self._native.erase(list(dict.fromkeys(keys)))
+        return self._native.erase(list(keys))
 
     def keys(self) -> list[str]:
         """Return all keys, in the order in which they were written last.

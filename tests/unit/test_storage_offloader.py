@@ -237,8 +237,6 @@ def test_a_key_that_is_not_there(store: Offloader) -> None:
     both = store.deletev(["there", "nowhere"])
     assert isinstance(both.exception(timeout=PATIENCE), NotFoundError)
     assert store.keys() == []
-    store.write("there", numbered(1)).wait(timeout=PATIENCE)
-    store.deletev(["there", "there"]).wait(timeout=PATIENCE)
     store.close()
     with pytest.raises(InvalidStateError, match="closed"):
         store.read("nowhere")
