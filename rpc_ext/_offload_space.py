@@ -1,0 +1,333 @@
+"""A namespace of an offload service: which keys of the store are its own, their turns, and its quota.
+
+::
+
+    k<namespace>/<key>             a tensor
+    l<namespace>/<hash of key>     the header of one that is in pieces, or whose key is long
+    p<namespace>/<upload>/<piece>  a piece
+
+`<namespace>` is a hash of fixed length: no key of one namespace can look like another's. A header is written when all
+of its pieces are there, and replaces the one before at once; the pieces of that go afterwards. So readers see the old
+tensor or the new one, also after a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture.errors import NotFoundError, QuotaError
+from cudafuture.storage import Offloader
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, unpack
+from rpc_ext._turns import Turns
+
+__all__ = ["Space", "by_prefix", "piece_of", "prefix_of", "view_of"]
+
+T = TypeVar("T")
+_LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
+_THREAD = executors.callback_thread
+_HASH = 16  # characters
+
+
+def prefix_of(namespace: str, is_private: bool) -> str:
+    """Return what the store's names of a namespace begin with, after their kind."""
+    hashed = hashlib.blake2b(namespace.encode(), digest_size=_HASH // 2).hexdigest()
+    return hashed + ("~" if is_private else "/")
+
+
+def by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
+    """Sort the names in a store by their namespaces; each keeps the order."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name[1 : _HASH + 2], []).append(name)
+    return found
+
+
+class Space:
+    """One namespace of a store.
+
+    Args:
+        store: of the service.
+        prefix: see ``prefix_of``.
+        capacity: bytes that its tensors may have, those included that are being written; None: no limit of its own.
+        names: what the store has of it, from before, in the order in which it was written.
+    """
+
+    def __init__(self, store: Offloader, prefix: str, capacity: int | None, names: Sequence[str] = ()) -> None:
+        self.prefix = prefix
+        self.capacity = capacity
+        self._store = store
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._used = 0
+        self._listed: dict[str, Header] = {}  # what each l says
+        self._turns = Turns()
+        self._recover(names)
+
+    def _recover(self, names: Sequence[str]) -> None:
+        """Learn what is there, and remove what no tensor has: of several under a key the last one counts."""
+        if self.is_private:
+            self._remove(list(names))
+            return
+        lists = [name for name in names if name[0] == "l"]
+        records = self._store.readv(lists).wait()
+        headers = {
+            name: unpack(record.numpy().tobytes(), PIECE)[0] for name, record in zip(lists, records, strict=True)
+        }
+        there: dict[str, str] = {}  # the name that each key has
+        for name in names:
+            if name[0] in "kl":
+                there[headers[name].key if name[0] == "l" else name[_HASH + 2 :]] = name
+        self._listed = {name: header for name, header in headers.items() if there[header.key] == name}
+        wanted = {*there.values()}
+        for header in self._listed.values():
+            wanted.update(self._piece_name(header.upload, piece) for piece in range(header.pieces))
+        self._remove([name for name in names if name not in wanted])
+        self._used = sum(self.stat(key).nbytes for key in there)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether it is of one client, and goes with it."""
+        return self.prefix.endswith("~")
+
+    @property
+    def used(self) -> int:
+        """Bytes of its tensors, those included that are being written."""
+        return self._used
+
+    # ---- names
+
+    def keys(self) -> list[str]:
+        """Return the keys, in the order in which they were written last."""
+        plain, listed = "k" + self.prefix, "l" + self.prefix
+        keys: dict[str, None] = {}
+        for name in self._store.keys():  # noqa: SIM118 (a store is no dict)
+            if name.startswith(plain):
+                key = name[len(plain) :]
+            elif name.startswith(listed) and (header := self._listed.get(name)) is not None:
+                key = header.key
+            else:
+                continue
+            keys.pop(key, None)  # for a moment it can have two names
+            keys[key] = None
+        return list(keys)
+
+    def stat(self, key: str) -> Header:
+        """Return what is known of a key.
+
+        Raises:
+            NotFoundError: there is no such key.
+        """
+        header = self._listed.get(self._listed_name(key))
+        if header is not None:
+            return header
+        try:
+            entry = self._store.stat(self._plain_name(key))
+        except (NotFoundError, ValueError):  # a ValueError: its name would be too long
+            raise NotFoundError(f"there is no key {key!r}") from None
+        return Header(key, entry.dtype, tuple(entry.shape), entry.nbytes, length=min(PIECE, entry.nbytes))
+
+    def _plain_name(self, key: str) -> str:
+        return f"k{self.prefix}{key}"
+
+    def _listed_name(self, key: str) -> str:
+        return f"l{self.prefix}{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
+
+    def _piece_name(self, upload: bytes, piece: int) -> str:
+        return f"p{self.prefix}{upload.hex()}/{piece}"
+
+    def _find(self, key: str) -> Header | None:
+        try:
+            return self.stat(key)
+        except NotFoundError:
+            return None
+
+    # ---- quota
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are to be written.
+
+        Raises:
+            QuotaError: there is no room for them.
+        """
+        with self._lock:
+            if self.capacity is not None and self._used + nbytes > self.capacity:
+                raise QuotaError(
+                    f"no room for {nbytes} bytes in the namespace: {self._used} of {self.capacity} are in use"
+                )
+            self._used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Count them no more."""
+        with self._lock:
+            self._used -= nbytes
+
+    # ---- writing
+
+    def write(self, headers: Sequence[Header], data: torch.Tensor) -> CUDAFuture[list[BaseException | None]]:
+        """Write tensors of one piece each, of different keys, whose bytes are where their headers say.
+
+        Gives what each has failed with; then its key is as it was. The quota has been taken for all of them.
+        """
+        long = [i for i, h in enumerate(headers) if len(h.key.encode()) > _LONGEST_PLAIN_KEY]
+        if not long:
+            tensors = [view_of(data, h) for h in headers]
+            return self._turns.take([h.key for h in headers], lambda: self._write(headers, tensors))
+        parts = [self._write_long(h, data) if i in long else self.write([h], data) for i, h in enumerate(headers)]
+        return gather(*parts).then(
+            lambda done: [failure for part in done.value() for failure in part], executor=_THREAD
+        )
+
+    def _write_long(self, header: Header, data: torch.Tensor) -> CUDAFuture[list[BaseException | None]]:
+        """Write a tensor whose key is too long for a name: as one in pieces, of which there is one."""
+        header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
+
+        def put_together(done: CUDAFuture[int]) -> CUDAFuture[None]:
+            if (error := done.exception()) is not None:
+                self._settle(header, None, error)
+                raise error
+            return self.put_together(header)
+
+        together = self.write_piece(header, data).then_async(put_together, executor=_THREAD)
+        return together.then(lambda done: [done.exception()], executor=_THREAD)
+
+    def _write(self, headers: Sequence[Header], tensors: list[torch.Tensor]) -> CUDAFuture[list[BaseException | None]]:
+        replaced = [self._find(h.key) for h in headers]
+        names = [self._plain_name(h.key) for h in headers]
+
+        def whose_fault(done: CUDAFuture[int]) -> CUDAFuture[list[BaseException | None]]:
+            if done.exception() is None:
+                return CUDAFuture.completed([None] * len(headers))
+            parts = [self._store.write(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+            return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
+
+        def settle(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
+            for header, old, failure in zip(headers, replaced, done.value(), strict=True):
+                self._settle(header, old, failure)
+            return done.value()
+
+        together = self._store.writev(dict(zip(names, tensors, strict=True)))
+        return together.then_async(whose_fault, executor=_THREAD).then(settle, executor=_THREAD)
+
+    def write_piece(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
+        """Write a piece. Nobody sees it before ``put_together``."""
+        return self._store.write(self._piece_name(header.upload, header.piece), piece_of(data, header))
+
+    def put_together(self, header: Header) -> CUDAFuture[None]:
+        """Put a tensor whose pieces are there under its key. The quota has been taken for it."""
+        return self._turns.take([header.key], lambda: self._put_together(header))
+
+    def _put_together(self, header: Header) -> CUDAFuture[None]:
+        replaced = self._find(header.key)
+        name = self._listed_name(header.key)
+        listed = replace(header, piece=0, at=0, length=min(PIECE, header.nbytes), checksum=0)
+
+        def settle(done: CUDAFuture[int]) -> None:
+            error = done.exception()
+            if error is None:
+                with self._lock:
+                    self._listed[name] = listed
+            self._settle(listed, replaced, error)
+            if error is not None:
+                raise error
+
+        record = torch.frombuffer(bytearray(pack([listed])), dtype=torch.uint8)
+        return self._store.write(name, record).then(settle, executor=_THREAD)
+
+    def _settle(self, header: Header, old: Header | None, failure: BaseException | None) -> None:
+        """Do what is left to be done when a key was written, or was not."""
+        if failure is not None:
+            self.give_back(header.nbytes)
+            if header.upload != WHOLE:
+                self.drop_pieces(header)
+        elif old is not None:
+            self.give_back(old.nbytes)
+            names = []
+            if old.upload == WHOLE and header.upload != WHOLE:
+                names.append(self._plain_name(old.key))
+            if old.upload != WHOLE and header.upload == WHOLE:
+                names.append(self._forget_listed(old.key))
+            self._remove(names)
+            if old.upload != WHOLE:
+                self.drop_pieces(old)
+
+    def drop_pieces(self, header: Header) -> None:
+        """Remove the pieces of a tensor, as far as they are there."""
+        self._remove([self._piece_name(header.upload, piece) for piece in range(header.pieces)])
+
+    def _remove(self, names: list[str]) -> None:
+        """Remove what nobody looks for. Where the disk refuses, the next to open the store does."""
+        if names:
+            self._store.deletev(names).add_done_callback(lambda done: done.exception(), executor=_THREAD)
+
+    def _forget_listed(self, key: str) -> str:
+        name = self._listed_name(key)
+        with self._lock:
+            self._listed.pop(name, None)
+        return name
+
+    def clear(self) -> None:
+        """Forget all keys, and whatever else there is."""
+        with self._lock:
+            self._listed.clear()
+        names = self._store.keys()
+        self._remove([name for name in names if name[1:].startswith(self.prefix)])
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Forget a key. The future fails with NotFoundError where there is none."""
+        return self._turns.take([key], lambda: self._delete(key))
+
+    def _delete(self, key: str) -> CUDAFuture[None]:
+        try:
+            header = self.stat(key)
+        except NotFoundError as e:
+            return CUDAFuture.failed(e)
+        is_listed = header.upload != WHOLE
+        name = self._forget_listed(key) if is_listed else self._plain_name(key)
+
+        def settle(done: CUDAFuture[None]) -> None:
+            if done.exception() is not None and is_listed:
+                with self._lock:
+                    self._listed[name] = header
+            done.value()
+            self.give_back(header.nbytes)
+            if header.upload != WHOLE:
+                self.drop_pieces(header)
+
+        return self._store.delete(name).then(settle, executor=_THREAD)
+
+    # ---- reading
+
+    def place_of(self, wanted: Wanted) -> tuple[str, Header]:
+        """Return where a piece is, and what it looks like.
+
+        Raises:
+            NotFoundError: there is no such key; or what it had in that upload is gone.
+            ValueError: it has no such piece.
+        """
+        header = self.stat(wanted.key)
+        if wanted.upload not in (WHOLE, header.upload):
+            raise NotFoundError(f"key {wanted.key!r} was written again while it was read")
+        if wanted.piece >= header.pieces:
+            raise ValueError(f"key {wanted.key!r} has {header.pieces} pieces, and none of number {wanted.piece}")
+        length = min(PIECE, header.nbytes - wanted.piece * PIECE)
+        header = replace(header, piece=wanted.piece, length=length)
+        if header.upload == WHOLE:
+            return self._plain_name(header.key), header
+        return self._piece_name(header.upload, header.piece), header
+
+
+def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:
+    """Return the bytes that a header tells of."""
+    return data[header.at : header.at + header.length]
+
+
+def view_of(data: torch.Tensor, header: Header) -> torch.Tensor:
+    """Return the tensor that a header tells of, which is in one piece."""
+    return piece_of(data, header).view(header.dtype).reshape(header.shape)
