@@ -1,0 +1,107 @@
+"""What clients call on the worker that serves an offload, and the services that it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError
+from rpc_ext._functions import async_execution
+
+__all__ = ["Answer", "Terms", "begin", "delete", "end", "flush", "get", "give_up", "keys", "put", "services", "stat"]
+
+
+class Terms(NamedTuple):
+    """What a client gets when it begins."""
+
+    token: bytes
+    window: int
+    """bytes that it may have under way"""
+    durable: bool
+    capacity: int | None
+
+
+class Answer(NamedTuple):
+    """What has come of the parts of a request, by their places in it."""
+
+    failures: list[tuple[int, BaseException]]
+    block: bytes = b""
+    """of a get: the headers of what is in `data`"""
+    data: torch.Tensor | None = None
+    left: Sequence[int] = ()
+    """of a get: what there was no room for; to be asked for again"""
+
+
+class Service(Protocol):
+    """What an ``OffloadService`` does for its clients."""
+
+    def begin(self, namespace: str | None, client: str) -> Terms: ...
+    def end(self, token: bytes) -> None: ...
+    def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]: ...
+    def get(self, token: object, block: object) -> CUDAFuture[Answer]: ...
+    def delete(self, token: object, block: object) -> CUDAFuture[Answer]: ...
+    def flush(self, token: object) -> CUDAFuture[None]: ...
+    def give_up(self, token: object, upload: object) -> None: ...
+    def keys(self, token: object) -> list[str]: ...
+    def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]: ...
+
+
+services: dict[str, Service] = {}
+lock = threading.Lock()  # guards them; a leaf
+
+
+def find(service: object) -> Service:
+    """Return the service of this process that has a name.
+
+    Raises:
+        InvalidStateError: there is none.
+    """
+    with lock:
+        found = services.get(service) if isinstance(service, str) else None
+    if found is None:
+        raise InvalidStateError(f"this worker serves no offload called {service!r}")
+    return found
+
+
+def begin(service: str, namespace: str | None, client: str) -> Terms:
+    return find(service).begin(namespace, client)
+
+
+def end(service: str, token: bytes) -> None:
+    find(service).end(token)
+
+
+@async_execution
+def put(service: str, token: bytes, block: bytes, data: torch.Tensor) -> CUDAFuture[Answer]:
+    return find(service).put(token, block, data)
+
+
+@async_execution
+def get(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
+    return find(service).get(token, block)
+
+
+@async_execution
+def delete(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
+    return find(service).delete(token, block)
+
+
+@async_execution
+def flush(service: str, token: bytes) -> CUDAFuture[None]:
+    return find(service).flush(token)
+
+
+def give_up(service: str, token: bytes, upload: bytes) -> None:
+    find(service).give_up(token, upload)
+
+
+def keys(service: str, token: bytes) -> list[str]:
+    return find(service).keys(token)
+
+
+def stat(service: str, token: bytes, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
+    return find(service).stat(token, key)

@@ -1,0 +1,399 @@
+"""NVMe of this worker that other workers write to and read from.
+
+::
+
+    begin ──► session: a namespace and a window of bytes
+    put   ──► headers ──► quota ──► in the key's turn ──► store ──► answer
+    get   ──► what is wanted ──► store ──► headers and bytes ──► answer
+
+A request names its service and its session; all else that it says is a block of headers (see ``_offload_wire``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from cudafuture import CUDAFuture, collect_all, executors
+from cudafuture.errors import AuthenticationError, ChecksumError
+from cudafuture.storage import Engine, Offloader
+from rpc_ext import _offload_calls
+from rpc_ext._histogram import Histogram
+from rpc_ext._offload_calls import Answer, Terms, services
+from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_of
+from rpc_ext._offload_statistics import OffloadServiceStatistics
+from rpc_ext._offload_uploads import Uploads
+from rpc_ext._offload_watch import Watch
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksum_of, expect_key, pack, unpack, unpack_wanted
+
+__all__ = ["OffloadService", "serve_offload"]
+
+T = TypeVar("T")
+_THREAD = executors.callback_thread
+_TOKEN = 16  # bytes
+_LINE = 64  # bytes: what small tensors of one answer lie at
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class _Session:
+    """A client."""
+
+    def __init__(self, space: Space, client: str) -> None:
+        self.space, self.client = space, client
+        self.uploads = Uploads(space)
+
+
+class OffloadService:
+    """A folder that this worker serves; see ``serve_offload``, which makes it. A context manager: it ends with it."""
+
+    def __init__(self, name: str, store: Offloader, memory: int, clients: int, namespace_capacity: int | None) -> None:
+        self.name = name
+        self.store = store
+        self._memory, self._clients, self._namespace_capacity = memory, clients, namespace_capacity
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._sessions: dict[bytes, _Session] = {}
+        self._spaces = {
+            prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
+        }
+        self._under_way = self._most_under_way = 0
+        self._written = self._read = self._refused = 0
+        self._latencies = Histogram()
+        self._watch = Watch(self)
+
+    # ---- sessions
+
+    def begin(self, namespace: str | None, client: str) -> Terms:
+        """Take on a client.
+
+        Raises:
+            BlockingIOError: there are as many as there may be.
+        """
+        with self._lock:
+            if len(self._sessions) >= self._clients:
+                raise BlockingIOError(f"offload service {self.name!r} has {self._clients} clients, and takes no more")
+            token = secrets.token_bytes(_TOKEN)
+            prefix = prefix_of(token.hex() if namespace is None else namespace, is_private=namespace is None)
+            space = self._spaces.get(prefix)
+            if space is None:
+                space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
+            self._sessions[token] = _Session(space, client)
+        self._watch.begin()
+        return Terms(token, self._memory // self._clients, self.store.durable, space.capacity)
+
+    def end(self, token: bytes) -> None:
+        """Let a client go. What it had begun to write is given up; its private keys are forgotten."""
+        with self._lock:
+            session = self._sessions.pop(token, None)
+            if session is not None and session.space.is_private:
+                self._spaces.pop(session.space.prefix, None)
+        if session is None:
+            return
+        session.uploads.end()
+        if session.space.is_private:
+            session.space.clear()
+
+    def clients(self) -> set[str]:
+        """Return the workers that have sessions."""
+        with self._lock:
+            return {session.client for session in self._sessions.values()}
+
+    def lost(self, client: str) -> None:
+        """Let go of what a worker has that is gone."""
+        with self._lock:
+            tokens = [token for token, session in self._sessions.items() if session.client == client]
+        for token in tokens:
+            self.end(token)
+
+    def session(self, token: object) -> _Session:
+        """Return the session that a token is of.
+
+        Raises:
+            AuthenticationError: there is none.
+        """
+        with self._lock:
+            session = self._sessions.get(token) if isinstance(token, bytes) else None
+            if session is None:
+                self._refused += 1
+        if session is None:
+            raise AuthenticationError(
+                f"offload service {self.name!r} knows no such session: it has ended, or never was"
+            )
+        return session
+
+    # ---- put
+
+    def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]:
+        """Write what has come."""
+        session = self.session(token)
+        data = self._checked(_expect_bytes, data)
+        headers = self._checked(lambda: unpack(block, data.numel()))
+        self._checked(_expect_sums, headers, data)
+        put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
+        return self._answered(data.numel(), lambda: put(session, headers, data))
+
+    def _put_wholes(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
+        failures: list[tuple[int, BaseException]] = []
+        taken: list[int] = []
+        for i, header in enumerate(headers):
+            try:
+                session.space.take(header.nbytes)
+                taken.append(i)
+            except Exception as e:
+                failures.append((i, e))
+        if not taken:
+            return CUDAFuture.completed(Answer(failures))
+
+        def answer(done: CUDAFuture[list[BaseException | None]]) -> Answer:
+            failed = [(i, e) for i, e in zip(taken, done.value(), strict=True) if e is not None]
+            self._count(written=sum(headers[i].nbytes for i in taken) - sum(headers[i].nbytes for i, _ in failed))
+            return Answer([*failures, *failed])
+
+        return session.space.write([headers[i] for i in taken], data).then(answer, executor=_THREAD)
+
+    def _put_piece(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
+        if len(headers) != 1:
+            raise ValueError(f"key {headers[0].key!r}: a piece comes alone")
+
+        def answer(done: CUDAFuture[None]) -> Answer:
+            error = done.exception()
+            if error is not None:
+                return Answer([(0, error)])
+            self._count(written=headers[0].length)
+            return Answer([])
+
+        return self._checked(session.uploads.put, headers[0], data).then(answer, executor=_THREAD)
+
+    def give_up(self, token: object, upload: object) -> None:
+        """Give up what the client cannot finish."""
+        session = self.session(token)
+        if isinstance(upload, bytes):
+            session.uploads.give_up(upload)
+
+    # ---- get
+
+    def get(self, token: object, block: object) -> CUDAFuture[Answer]:
+        """Read what is wanted, as far as one answer can hold it."""
+        session = self.session(token)
+        failures: list[tuple[int, BaseException]] = []
+        found: list[tuple[int, str, Header]] = []
+        left: list[int] = []
+        end = 0
+        for i, wanted in enumerate(self._checked(unpack_wanted, block)):
+            try:
+                name, header = session.space.place_of(wanted)
+            except Exception as e:
+                failures.append((i, e))
+                continue
+            at = math.ceil(end / _LINE) * _LINE
+            if found and at + header.length > PIECE:
+                left.append(i)
+            else:
+                found.append((i, name, replace(header, at=at)))
+                end = at + header.length
+        if not found:
+            return CUDAFuture.completed(Answer(failures))
+
+        def answer(done: CUDAFuture[tuple[torch.Tensor, list[BaseException | None]]]) -> Answer:
+            data, errors = done.value()
+            headers = []
+            for (i, _, header), error in zip(found, errors, strict=True):
+                if error is None:
+                    headers.append(replace(header, checksum=checksum_of(data[header.at : header.at + header.length])))
+                else:
+                    failures.append((i, error))
+            self._count(read=sum(h.length for h in headers))
+            return Answer(failures, pack(headers) if headers else b"", data, left)
+
+        return self._answered(end, lambda: self._fetch(found, end).then(answer, executor=_THREAD))
+
+    def _fetch(
+        self, found: list[tuple[int, str, Header]], nbytes: int
+    ) -> CUDAFuture[tuple[torch.Tensor, list[BaseException | None]]]:
+        """Read into one tensor of bytes; with what each has failed with."""
+        if len(found) == 1:  # into memory that a disk can write to as it is
+            alone = self.store.read(found[0][1])
+            return alone.then(
+                lambda done: (
+                    (_NOTHING, [e]) if (e := done.exception()) else (done.value().reshape(-1).view(torch.uint8), [e])
+                ),
+                executor=_THREAD,
+            )
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
+        names = [name for _, name, _ in found]
+
+        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Any]:
+            if done.exception() is None:
+                return CUDAFuture.completed((data, [None] * len(found)))
+            parts = [_begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
+            return collect_all(parts).then(lambda ended: (data, [part.exception() for part in ended.value()]))
+
+        return _begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
+
+    # ---- the rest
+
+    def delete(self, token: object, block: object) -> CUDAFuture[Answer]:
+        """Forget keys."""
+        space = self.session(token).space
+        parts = [space.delete(wanted.key) for wanted in self._checked(unpack_wanted, block)]
+        return collect_all(parts).then(
+            lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
+            executor=_THREAD,
+        )
+
+    def flush(self, token: object) -> CUDAFuture[None]:
+        """Complete when what was written so far is done."""
+        self.session(token)
+        return self.store.flush()
+
+    def keys(self, token: object) -> list[str]:
+        """Return the keys of a client's namespace."""
+        return self.session(token).space.keys()
+
+    def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """Return dtype, shape and bytes."""
+        space = self.session(token).space
+        self._checked(expect_key, key)
+        header = space.stat(str(key))
+        return header.dtype, header.shape, header.nbytes
+
+    def statistics(self) -> OffloadServiceStatistics:
+        """Return what there is, and what has been done so far."""
+        with self._lock:
+            return OffloadServiceStatistics(
+                clients=len(self._sessions),
+                under_way=self._under_way,
+                most_under_way=self._most_under_way,
+                bytes_written=self._written,
+                bytes_read=self._read,
+                requests=self._latencies.total,
+                refused=self._refused,
+                latency_p50=self._latencies.quantile(0.5),
+                latency_p99=self._latencies.quantile(0.99),
+            )
+
+    def close(self) -> None:
+        """Serve no more, and close the store. Requests that come from now on fail."""
+        with _offload_calls.lock:
+            if services.get(self.name) is self:
+                del services[self.name]
+        with self._lock:
+            tokens = list(self._sessions)
+        for token in tokens:
+            self.end(token)
+        self.store.close()
+
+    def __enter__(self) -> OffloadService:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- counting
+
+    def _checked(self, check: Callable[..., T], *args: Any) -> T:
+        """Return what a check returns; count what it refuses."""
+        try:
+            return check(*args)
+        except (ValueError, TypeError, ChecksumError):
+            with self._lock:
+                self._refused += 1
+            raise
+
+    def _count(self, written: int = 0, read: int = 0) -> None:
+        with self._lock:
+            self._written += written
+            self._read += read
+
+    def _answered(self, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]) -> CUDAFuture[Answer]:
+        """Begin a request of so many bytes, which are under way until it is answered."""
+        since = time.perf_counter_ns()
+        with self._lock:
+            self._under_way += nbytes
+            self._most_under_way = max(self._most_under_way, self._under_way)
+
+        def ended(_: object) -> None:
+            with self._lock:
+                self._under_way -= nbytes
+                self._latencies.add(time.perf_counter_ns() - since)
+
+        answer = _begun(begin)
+        answer.add_done_callback(ended, executor=_THREAD)
+        return answer
+
+
+def _begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
+    """Return the future of what may not even begin."""
+    try:
+        return begin(*args)
+    except Exception as e:
+        return CUDAFuture.failed(e)
+
+
+def _expect_bytes(data: object) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or not data.is_cpu:
+        raise ValueError("what travels along is a tensor of bytes on the host, of one dimension")
+    if data.numel() > PIECE:
+        raise ValueError(f"{data.numel()} bytes are more than a request carries, {PIECE}")
+    return data.contiguous()
+
+
+def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:
+    for h in headers:
+        if h.checksum and h.checksum != checksum_of(data[h.at : h.at + h.length]):
+            raise ChecksumError(f"key {h.key!r}: the {h.length} bytes that have come are not those that were sent")
+
+
+def serve_offload(
+    dir: str | os.PathLike[str],
+    *,
+    name: str = "offload",
+    capacity: int | None = None,
+    namespace_capacity: int | None = None,
+    durable: bool = False,
+    memory: int = 1 << 30,
+    clients: int = 16,
+    engine: Engine | None = None,
+    direct: Literal["auto"] | bool = "auto",
+) -> OffloadService:
+    """Let other workers write to a folder of this one, and read from it, with a ``RemoteOffloader``.
+
+    Args:
+        dir: the folder, as for ``Offloader``; `durable`, `capacity` (bytes), `engine` and `direct` are, too.
+        name: by which clients ask for it, where a worker serves several folders.
+        namespace_capacity: bytes that the tensors of each namespace may have; by default there is no limit.
+        memory: bytes of requests that may be under way at a time. Every client gets an equal share of it as its window:
+            so none is held up by another, and a disk that is slow slows the clients, not this worker's memory down.
+        clients: how many there may be at a time.
+
+    Raises:
+        ValueError: a service of that name is there already; or the share of a client is less than 32 MiB.
+        StorageError: the folder cannot be used.
+    """
+    if clients < 1 or memory // clients < 2 * PIECE:
+        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * PIECE} bytes at least")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name={name!r}: a text is wanted")
+    if name in services:
+        raise ValueError(f"this worker serves an offload called {name!r} already")
+    store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
+    try:
+        service = OffloadService(name, store, memory, clients, namespace_capacity)
+    except BaseException:
+        store.close()
+        raise
+    with _offload_calls.lock:
+        is_taken = services.setdefault(name, service) is not service
+    if is_taken:
+        store.close()
+        raise ValueError(f"this worker serves an offload called {name!r} already")
+    return service

@@ -1,0 +1,28 @@
+"""What an offload service has come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["OffloadServiceStatistics"]
+
+
+@dataclass(frozen=True)
+class OffloadServiceStatistics:
+    """What a service has, and what it has done so far. Sizes are in bytes, durations in seconds."""
+
+    clients: int
+    """sessions that are open"""
+    under_way: int
+    """bytes of requests that have not been answered"""
+    most_under_way: int
+    """the most that there ever were"""
+    bytes_written: int
+    bytes_read: int
+    requests: int
+    """puts and gets that were answered, one way or another"""
+    refused: int
+    """requests that broke the rules: of no session, malformed, with bytes that were not those that were sent"""
+    latency_p50: float
+    """of puts and gets, from their arrival to their answer; nan: there were none"""
+    latency_p99: float

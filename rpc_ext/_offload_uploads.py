@@ -1,0 +1,103 @@
+"""Tensors of which pieces are coming: put together when all have come, given up as a whole when one does not."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError
+from rpc_ext._offload_space import Space
+from rpc_ext._offload_wire import Header
+
+__all__ = ["Uploads"]
+
+
+@dataclass(eq=False)
+class _Upload:
+    header: Header  # of any piece
+    seen: set[int] = field(default_factory=set)  # pieces that have come
+    written: int = 0
+    is_over: bool = False
+
+
+class Uploads:
+    """Those of one client.
+
+    Args:
+        space: whose tensors they become.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._lock = threading.Lock()  # guards what follows; the space's is taken under it
+        self._uploads: dict[bytes, _Upload] = {}
+        self._ended = False
+
+    def put(self, header: Header, data: torch.Tensor) -> CUDAFuture[None]:
+        """Write a piece. The future of the last one completes when the tensor is there.
+
+        Raises:
+            ValueError: it is no piece of what the others are of, or has come before.
+            QuotaError: there is no room for the tensor.
+            InvalidStateError: the client has gone.
+        """
+        upload = self._note(header)
+
+        def written(done: CUDAFuture[int]) -> CUDAFuture[None]:
+            error = done.exception()
+            with self._lock:
+                was_over = upload.is_over
+                upload.written += 1
+                is_whole = upload.written == header.pieces
+                upload.is_over = was_over or error is not None or is_whole
+                if upload.is_over:
+                    self._uploads.pop(header.upload, None)
+            if was_over:
+                self._space.drop_pieces(header)  # this one came after the others went
+                raise error or InvalidStateError(f"the write of key {header.key!r} was given up")
+            if error is not None:
+                self._drop(upload)
+                raise error
+            return self._space.put_together(header) if is_whole else CUDAFuture.completed(None)
+
+        return self._space.write_piece(header, data).then_async(written, executor=executors.callback_thread)
+
+    def _note(self, header: Header) -> _Upload:
+        with self._lock:
+            if self._ended:
+                raise InvalidStateError("the session has ended")
+            upload = self._uploads.get(header.upload)
+            if upload is None:
+                self._space.take(header.nbytes)
+                upload = self._uploads[header.upload] = _Upload(header)
+            first = upload.header
+            if (first.key, first.dtype, first.shape) != (header.key, header.dtype, header.shape):
+                raise ValueError(f"key {header.key!r}: other pieces of that upload are of key {first.key!r}")
+            if header.piece in upload.seen:
+                raise ValueError(f"key {header.key!r}: piece {header.piece} has come twice")
+            upload.seen.add(header.piece)
+            return upload
+
+    def give_up(self, name: bytes) -> None:
+        """Give up one, if it is not over."""
+        with self._lock:
+            upload = self._uploads.pop(name, None)
+            if upload is None or upload.is_over:
+                return
+            upload.is_over = True
+        self._drop(upload)
+
+    def end(self) -> None:
+        """Give up all: the client is gone."""
+        with self._lock:
+            self._ended = True
+            names = list(self._uploads)
+        for name in names:
+            self.give_up(name)
+
+    def _drop(self, upload: _Upload) -> None:
+        self._space.give_back(upload.header.nbytes)
+        self._space.drop_pieces(upload.header)

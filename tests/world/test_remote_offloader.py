@@ -1,0 +1,315 @@
+"""Offload to a worker that is this one: what is written comes back, and whoever breaks the rules is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import gather, wait_all
+from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from rpc_ext import _offload_calls as calls
+from rpc_ext import rpc_sync
+from rpc_ext._offload_service import OffloadService, serve_offload
+from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, checksum_of, pack, pack_wanted
+from rpc_ext._remote_offloader import RemoteOffloader
+from soak import soak_count
+from world.rpc_callees import ME, PATIENCE, alone
+
+pytestmark = pytest.mark.xdist_group("remote-offloader")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
+    with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=4) as session:
+        yield session
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[OffloadService]:
+    with serve_offload(tmp_path / "served") as service:
+        yield service
+
+
+@pytest.fixture
+def remote(service: OffloadService) -> Iterator[RemoteOffloader]:
+    with RemoteOffloader(ME) as remote:
+        yield remote
+
+
+def numbered(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32) + seed
+
+
+SIZES = [0, 1, 1000, 1 << 18, (1 << 20) // 4 + 1, PIECE // 4, PIECE // 4 + 1, 5 * PIECE // 8 + 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_comes_back(remote: RemoteOffloader, size: int) -> None:
+    tensor = numbered(size)
+    assert remote.write("x", tensor).wait(timeout=PATIENCE) == 4 * size
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
+    out = torch.full_like(tensor, -1)
+    assert remote.read("x", out).wait(timeout=PATIENCE) is out
+    assert torch.equal(out, tensor)
+    entry = remote.stat("x")
+    assert (entry.key, entry.dtype, entry.shape, entry.nbytes) == ("x", torch.float32, (size,), 4 * size)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.empty(0, 3),
+        torch.randn(4, 5).t(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.ones(2, 2, requires_grad=True),
+        torch.randn(100)[3:50:7],
+    ],
+    ids=str,
+)
+def test_dtype_and_shape_are_kept(remote: RemoteOffloader, tensor: torch.Tensor) -> None:
+    remote.write("x", tensor).wait(timeout=PATIENCE)
+    back = remote.read("x").wait(timeout=PATIENCE)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back, tensor)
+
+
+def test_many_come_back_in_few_requests(remote: RemoteOffloader, service: OffloadService) -> None:
+    tensors = {f"{i}": numbered(4000 + i, i) for i in range(500)}
+    assert remote.writev(tensors).wait(timeout=PATIENCE) == sum(t.nbytes for t in tensors.values())
+    assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
+    outs = [torch.empty_like(t) for t in tensors.values()]
+    remote.readv(list(tensors), outs).wait(timeout=PATIENCE)
+    assert all(map(torch.equal, outs, tensors.values()))
+    assert sorted(remote.keys()) == sorted(tensors)
+    assert service.statistics().requests < 60
+
+
+def test_what_does_not_fit_into_one_answer_comes_with_the_next(remote: RemoteOffloader) -> None:
+    tensors = {f"{i}": numbered(PIECE // 4 // 3, i) for i in range(8)}
+    remote.writev(tensors).wait(timeout=PATIENCE)
+    assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
+
+
+def test_a_key_is_replaced_by_what_was_asked_for_last(remote: RemoteOffloader) -> None:
+    sizes = [10, PIECE // 4 + 10, 300_000, 20, PIECE // 4 + 5, 5]
+    writes = [remote.write("x", numbered(size, size)) for size in sizes]
+    wait_all(writes, timeout=PATIENCE)
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(5, 5))
+    gather(remote.write("x", numbered(7)), remote.delete("x")).wait(timeout=PATIENCE)
+    assert "x" not in remote
+
+
+def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(remote: RemoteOffloader) -> None:
+    size = PIECE // 4 + 1000
+    remote.write("x", torch.full((size,), -1.0)).wait(timeout=PATIENCE)
+    for turn in range(soak_count(100)):
+        write = remote.write("x", torch.full((size,), float(turn)))
+        reads = [remote.read("x") for _ in range(3)]
+        write.wait(timeout=PATIENCE)
+        for read in reads:
+            (value,) = read.wait(timeout=PATIENCE).unique().tolist()
+            assert value in (turn - 1, turn)
+
+
+def test_a_key_that_is_not_there(remote: RemoteOffloader) -> None:
+    remote.write("there", numbered(1)).wait(timeout=PATIENCE)
+    for future in (
+        remote.read("no"),
+        remote.readv(["there", "no"]),
+        remote.delete("no"),
+        remote.deletev(["there", "no"]),
+    ):
+        error = future.exception(timeout=PATIENCE)
+        assert isinstance(error, NotFoundError)
+        assert "'no'" in str(error)
+    with pytest.raises(NotFoundError, match="'no'"):
+        remote.stat("no")
+    assert "no" not in remote
+    assert remote.keys() == []
+
+
+def test_errors_name_worker_and_key(remote: RemoteOffloader) -> None:
+    error = remote.read("weights").exception(timeout=PATIENCE)
+    assert error is not None
+    if hasattr(error, "__notes__"):
+        assert any(f"read weights on worker '{ME}'" in note for note in error.__notes__)
+
+
+def test_another_dtype_or_shape_is_refused(remote: RemoteOffloader) -> None:
+    remote.write("x", numbered(6)).wait(timeout=PATIENCE)
+    for out in (torch.empty(6, dtype=torch.float64), torch.empty(2, 3), torch.empty(5)):
+        assert isinstance(remote.read("x", out).exception(timeout=PATIENCE), ValueError)
+    with pytest.raises(ValueError, match="device"):
+        remote.read("x", torch.empty(6), "cpu")
+    with pytest.raises(ValueError, match="2 keys, and 1"):
+        remote.readv(["x", "y"], [torch.empty(6)])
+
+
+def test_private_keys_go_with_their_client_and_shared_ones_stay(service: OffloadService) -> None:
+    with RemoteOffloader(ME) as one, RemoteOffloader(ME) as other, RemoteOffloader(ME, namespace="shared") as shared:
+        one.write("x", numbered(1, 1)).wait(timeout=PATIENCE)
+        shared.write("x", numbered(1, 2)).wait(timeout=PATIENCE)
+        assert "x" not in other
+        assert service.statistics().clients == 3
+    wait_all([rpc_ext.rpc_async(ME, int)], timeout=PATIENCE)
+    with RemoteOffloader(ME, namespace="shared") as again:
+        assert again.read("x").wait(timeout=PATIENCE).tolist() == [2]
+        while len(service.store) > 1:  # the end of a client is told to the service, and not waited for
+            service.store.flush().wait(timeout=PATIENCE)
+
+
+def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
+    large = numbered(PIECE // 4 + 7)
+    with serve_offload(tmp_path, durable=True), RemoteOffloader(ME, namespace="states") as remote:
+        assert remote.durable
+        remote.writev({"small": numbered(3), "large": large}).wait(timeout=PATIENCE)
+        RemoteOffloader(ME).write("private", numbered(3)).wait(timeout=PATIENCE)
+    with serve_offload(tmp_path, durable=True) as service, RemoteOffloader(ME, namespace="states") as remote:
+        assert remote.keys() == ["small", "large"]
+        assert torch.equal(remote.read("large").wait(timeout=PATIENCE), large)
+        service.store.flush().wait(timeout=PATIENCE)
+        assert len(service.store) == 4
+
+
+def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
+    with serve_offload(tmp_path, namespace_capacity=1000), RemoteOffloader(ME) as remote:
+        both = remote.write("a", numbered(200)), remote.write("b", numbered(100))
+        errors = [future.exception(timeout=PATIENCE) for future in both]
+        assert sum(isinstance(error, QuotaError) for error in errors) == 1
+        assert isinstance(remote.write("c", numbered(PIECE)).exception(timeout=PATIENCE), QuotaError)
+        with RemoteOffloader(ME) as other:
+            other.write("a", numbered(200)).wait(timeout=PATIENCE)
+
+
+def test_a_service_takes_so_many_clients(tmp_path: Path) -> None:
+    with serve_offload(tmp_path, clients=1), RemoteOffloader(ME), pytest.raises(BlockingIOError, match="1 clients"):
+        RemoteOffloader(ME)
+
+
+def test_arguments(service: OffloadService, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="already"):
+        serve_offload(tmp_path / "another")
+    for wrong in ({"clients": 0}, {"memory": PIECE}, {"name": ""}):
+        with pytest.raises(ValueError, match=r"memory|name"):
+            serve_offload(tmp_path / "another", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidStateError, match="serves no offload called 'other'"):
+        RemoteOffloader(ME, name="other")
+    with serve_offload(tmp_path / "another", name="other"), RemoteOffloader(ME, name="other") as remote:
+        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+
+
+def test_a_closed_one_takes_nothing_more(remote: RemoteOffloader) -> None:
+    write = remote.write("x", numbered(PIECE))
+    remote.close()
+    assert write.done()
+    for call in (lambda: remote.write("x", numbered(1)), lambda: remote.read("x"), remote.flush):
+        with pytest.raises(InvalidStateError, match="closed"):
+            call()
+    remote.close()
+
+
+def test_what_is_under_way_keeps_within_the_window(tmp_path: Path) -> None:
+    with serve_offload(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteOffloader(ME) as remote:
+        wait_all([remote.write(f"{i}", numbered(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
+        wait_all([remote.read(f"{i}") for i in range(8)], timeout=PATIENCE)
+        assert PIECE <= service.statistics().most_under_way <= 2 * PIECE
+
+
+# ---- who breaks the rules
+
+
+def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tuple[Any, ...]]:
+    """Return a request that must be refused."""
+    data = torch.zeros(64, dtype=torch.uint8)
+    header = Header("x", torch.uint8, (64,), 64, length=64)
+    large = Header("x", torch.uint8, (PIECE + 64,), PIECE + 64, b"u" * 16, piece=1, pieces=2, length=64)
+
+    def raw(key: bytes) -> bytes:
+        """Return a block whose key was never checked."""
+        return pack([header])[:-3] + len(key).to_bytes(2, "little") + pack([header])[-1:0] + key
+
+    headers = [
+        replace(header, shape=(-64,)),
+        replace(header, shape=(-8, -8)),
+        replace(header, nbytes=1 << 60, shape=(1 << 60,)),
+        replace(header, length=numbers.randrange(65, 1 << 60)),
+        replace(header, at=64 * numbers.randrange(1, 1 << 50)),
+        replace(header, piece=numbers.randrange(1, 1 << 30)),
+        replace(header, pieces=numbers.randrange(2, 1 << 30)),
+        replace(header, checksum=numbers.randrange(1, 1 << 60)),
+        replace(large, piece=2),
+        replace(large, upload=bytes(16)),
+    ]
+    good = pack([header])
+    blocks = [pack([h]) for h in headers] + [good[: numbers.randrange(len(good))], good + b"x", pack([large, large])]
+    longest = (LONGEST_KEY + 1 + numbers.randrange(60_000)).to_bytes(2, "little")
+    blocks += [good[:10] + longest + good[12:], good.replace(b"x", b"\0"), good.replace(b"x", b"\xff")]
+    kind = numbers.randrange(6)
+    if kind == 0:
+        return calls.put, (numbers.choice([b"", b"x" * 16, other[::-1], None, 3]), good, data)
+    if kind == 1:
+        return calls.get, (token, numbers.choice([b"", None, good, b"x" * numbers.randrange(100)]))
+    if kind == 2:
+        wrong = [None, "text", data.float(), data.reshape(8, 8), torch.zeros(PIECE + 1, dtype=torch.uint8)]
+        return calls.put, (token, good, numbers.choice(wrong))
+    if kind == 3:
+        return calls.get, (token, pack_wanted([Wanted("secret", numbers.randbytes(16), numbers.randrange(1 << 32))]))
+    return calls.put, (token, numbers.choice(blocks), data)
+
+
+def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService, tmp_path: Path) -> None:
+    numbers = random.Random(1)
+    with RemoteOffloader(ME, namespace="mine") as mine, RemoteOffloader(ME, namespace="other") as other:
+        other.write("secret", numbered(100)).wait(timeout=PATIENCE)
+        token, others = (remote._token for remote in (mine, other))
+        refused = service.statistics().refused
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        for _ in range(soak_count(500)):
+            fn, args = hostile(numbers, token, others)
+            try:
+                answer = rpc_sync(ME, fn, ("offload", *args), timeout=PATIENCE)
+            except (ValueError, TypeError, AuthenticationError, ChecksumError):
+                continue
+            assert answer.failures, (fn, args)
+            assert not answer.block
+        assert service.statistics().refused > refused
+        assert mine.keys() == []
+        assert other.read("secret").wait(timeout=PATIENCE).tolist() == numbered(100).tolist()
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        mine.write("x", numbered(3)).wait(timeout=PATIENCE)
+        assert "x" in mine
+
+
+@pytest.mark.parametrize("key", ["../../x", "/x", "a/b", ".", "ü", "k" * LONGEST_KEY])
+def test_any_name_is_just_a_name(remote: RemoteOffloader, tmp_path: Path, key: str) -> None:
+    before = sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-"))
+    remote.write(key, numbered(3)).wait(timeout=PATIENCE)
+    assert remote.keys() == [key]
+    assert remote.read(key).wait(timeout=PATIENCE).tolist() == [0, 1, 2]
+    assert sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-")) == before
+
+
+@pytest.mark.parametrize("key", ["", "a\0b", "k" * (LONGEST_KEY + 1), "\ud800"])
+def test_what_is_no_name_is_refused(remote: RemoteOffloader, key: str) -> None:
+    for call in (lambda: remote.write(key, numbered(1)), lambda: remote.read(key), lambda: remote.delete(key)):
+        with pytest.raises(ValueError, match=r"key has|NUL|surrogates"):
+            call()
+
+
+def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteOffloader, service: OffloadService) -> None:
+    data = torch.ones(64, dtype=torch.uint8)
+    header = Header("x", torch.uint8, (64,), 64, length=64, checksum=checksum_of(torch.zeros(64, dtype=torch.uint8)))
+    with pytest.raises(ChecksumError, match="not those that were sent"):
+        rpc_sync(ME, calls.put, ("offload", remote._token, pack([header]), data))
+    assert remote.keys() == []
+    assert service.statistics().refused == 1
