@@ -4,12 +4,17 @@ from rpc_ext._batching import batch
 from rpc_ext._functions import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
+from rpc_ext.offload_service import OffloadService, OffloadServiceStatistics, serve_offload
+from rpc_ext.remote_offloader import RemoteOffloader
 from rpc_ext.rref import RRef, remote
 from rpc_ext.session import Session, init_rpc, shutdown, statistics
 
 __all__ = [
     "DestinationStatistics",
+    "OffloadService",
+    "OffloadServiceStatistics",
     "RRef",
+    "RemoteOffloader",
     "Session",
     "Statistics",
     "async_execution",
@@ -20,6 +25,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve_offload",
     "shutdown",
     "statistics",
 ]

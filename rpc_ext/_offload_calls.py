@@ -12,7 +12,23 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext._functions import async_execution
 
-__all__ = ["Answer", "Terms", "begin", "delete", "end", "flush", "get", "give_up", "keys", "put", "services", "stat"]
+__all__ = [
+    "Answer",
+    "Service",
+    "Terms",
+    "begin",
+    "close_all",
+    "delete",
+    "end",
+    "flush",
+    "get",
+    "give_up",
+    "keys",
+    "lock",
+    "put",
+    "services",
+    "stat",
+]
 
 
 class Terms(NamedTuple):
@@ -48,10 +64,20 @@ class Service(Protocol):
     def give_up(self, token: object, upload: object) -> None: ...
     def keys(self, token: object) -> list[str]: ...
     def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]: ...
+    def close(self) -> None: ...
 
 
 services: dict[str, Service] = {}
 lock = threading.Lock()  # guards them; a leaf
+
+
+def close_all() -> None:
+    """Close all services: RPC of this process has ended."""
+    with lock:
+        ended = list(services.values())
+        services.clear()
+    for service in ended:
+        service.close()
 
 
 def find(service: object) -> Service:

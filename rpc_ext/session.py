@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _engine, _listeners
+from rpc_ext import _C, _engine, _listeners, _offload_calls
 from rpc_ext._backend import PATIENCE, Options, backend
 from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
@@ -123,6 +123,7 @@ class Session:
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
                 destination.flush()  # to nobody: what has not been sent fails
+            _offload_calls.close_all()
 
     def statistics(self) -> Statistics:
         """Return what was counted so far.

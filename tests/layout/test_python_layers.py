@@ -44,7 +44,16 @@ RPC_EXT = (
         "_secret",
         "_statistics",
     ),
-    ("_codec", "_expiry", "_farewell", "_meeting", "_offload_calls", "_offload_flow", "_offload_space"),
+    (
+        "_codec",
+        "_expiry",
+        "_farewell",
+        "_meeting",
+        "_offload_calls",
+        "_offload_flow",
+        "_offload_space",
+        "_offload_tensors",
+    ),
     ("_offload_uploads",),
     ("_destination", "_devices", "_staging"),
     ("_serve",),
@@ -53,8 +62,9 @@ RPC_EXT = (
     ("_batching",),
     ("calls",),
     ("rref", "_offload_transport", "_offload_watch"),
-    ("_offload_service",),
-    ("_remote_offloader",),
+    ("_offload_desk",),
+    ("offload_service",),
+    ("remote_offloader",),
 )
 PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}

@@ -16,9 +16,9 @@ from cudafuture import gather, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
-from rpc_ext._offload_service import OffloadService, serve_offload
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, checksum_of, pack, pack_wanted
-from rpc_ext._remote_offloader import RemoteOffloader
+from rpc_ext.offload_service import OffloadService, serve_offload
+from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
 from world.rpc_callees import ME, PATIENCE, alone
 
@@ -74,7 +74,7 @@ def test_a_tensor_comes_back(remote: RemoteOffloader, size: int) -> None:
         torch.ones(2, 2, requires_grad=True),
         torch.randn(100)[3:50:7],
     ],
-    ids=str,
+    ids=["scalar", "empty", "transposed", "bfloat16", "bool", "conjugate", "leaf", "strided"],
 )
 def test_dtype_and_shape_are_kept(remote: RemoteOffloader, tensor: torch.Tensor) -> None:
     remote.write("x", tensor).wait(timeout=PATIENCE)
@@ -123,13 +123,14 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(remote: Remot
 
 def test_a_key_that_is_not_there(remote: RemoteOffloader) -> None:
     remote.write("there", numbered(1)).wait(timeout=PATIENCE)
-    for future in (
-        remote.read("no"),
-        remote.readv(["there", "no"]),
-        remote.delete("no"),
-        remote.deletev(["there", "no"]),
-    ):
-        error = future.exception(timeout=PATIENCE)
+    asked = (
+        lambda: remote.read("no"),
+        lambda: remote.readv(["there", "no"]),
+        lambda: remote.delete("no"),
+        lambda: remote.deletev(["there", "no"]),
+    )
+    for call in asked:
+        error = call().exception(timeout=PATIENCE)
         assert isinstance(error, NotFoundError)
         assert "'no'" in str(error)
     with pytest.raises(NotFoundError, match="'no'"):

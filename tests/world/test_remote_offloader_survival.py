@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture.errors import StorageError, WorkerLostError
+from cudafuture.errors import InvalidStateError, StorageError, WorkerLostError
 from cudafuture.storage import Engine
 from rpc_ext import rpc_sync
-from rpc_ext._offload_service import serve_offload
 from rpc_ext._offload_wire import PIECE
-from rpc_ext._remote_offloader import RemoteOffloader
+from rpc_ext.offload_service import serve_offload
+from rpc_ext.remote_offloader import RemoteOffloader
 from world.ranks import run_ranks
 from world.rpc_workers import LONG, be_lost, begin, release, wait_for_release
 
@@ -139,3 +139,20 @@ def use_a_disk_that_fails(rank: int, store: str, folder: str) -> None:
 
 def test_a_disk_that_refuses_fails_what_it_refuses(tmp_path: Path) -> None:
     run_ranks(1, use_a_disk_that_fails, str(tmp_path / "store"), str(tmp_path / "served"))
+
+
+def serve_until_rpc_ends(rank: int, store: str, folder: str) -> None:
+    for turn in range(2):
+        begin(rank, 1, f"{store}{turn}")
+        service = serve_offload(folder, durable=True)
+        remote = RemoteOffloader("caller", namespace="kept")
+        assert remote.keys() == [f"{i}" for i in range(turn)]
+        remote.write(f"{turn}", torch.ones(3)).wait(timeout=LONG)
+        rpc_ext.shutdown()
+        with pytest.raises(InvalidStateError, match="closed"):
+            service.store.write("late", torch.ones(3))
+        remote.close()
+
+
+def test_a_service_ends_with_rpc(tmp_path: Path) -> None:
+    run_ranks(1, serve_until_rpc_ends, str(tmp_path / "store"), str(tmp_path / "served"))

@@ -14,16 +14,15 @@ from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
 from cudafuture.storage import Entry
 from rpc_ext import _offload_calls as calls
 from rpc_ext._offload_calls import Answer
+from rpc_ext._offload_tensors import bytes_of, delivered, header_of
 from rpc_ext._offload_transport import Transport, ignore
 from rpc_ext._offload_wire import (
     MOST_HEADERS,
     PIECE,
     Header,
     Wanted,
-    code_of,
     expect_key,
     pack_wanted,
-    pieces_of,
 )
 from rpc_ext._turns import Turns
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
@@ -74,7 +73,7 @@ class RemoteOffloader:
 
     @property
     def durable(self) -> bool:
-        """Whether what is written outlives the calls."""
+        """Whether what is written outlives the service."""
         return self._durable
 
     # ---- writing
@@ -89,16 +88,27 @@ class RemoteOffloader:
             ValueError: no such key can be.
             TypeError: no tensor on the host or a device with streams, or of a dtype that cannot be sent.
             InvalidStateError: the offloader is closed.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.write("weight", torch.eye(3)).wait()
+        36
         """
         expect_key(key)
-        header = _header_of(key, tensor)
+        header = header_of(key, tensor)
         return self._begun(
             f"write {key}", key, priority, lambda: self._turns.take([key], lambda: self._write(header, tensor))
         )
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
-        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does."""
-        headers = [_header_of(key, tensor) for key, tensor in tensors.items()]
+        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
+        48
+        """
+        headers = [header_of(key, tensor) for key, tensor in tensors.items()]
         for header in headers:
             expect_key(header.key)
         parts = [self.write(key, tensor, priority=priority) for key, tensor in tensors.items()]
@@ -106,9 +116,9 @@ class RemoteOffloader:
 
     def _write(self, header: Header, tensor: torch.Tensor) -> CUDAFuture[int]:
         if tensor.is_cpu:
-            return self._transport.write(header, _bytes_of(tensor))
+            return self._transport.write(header, bytes_of(tensor))
         return copy(tensor, "cpu").then_async(
-            lambda done: self._transport.write(header, _bytes_of(done.value())),
+            lambda done: self._transport.write(header, bytes_of(done.value())),
             executor=executors.default_executor(),
             non_blocking=False,
         )
@@ -127,6 +137,12 @@ class RemoteOffloader:
 
         That `out` has not the dtype and shape of what was written is known when that comes: the future fails with
         ValueError then.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.arange(3)).wait()
+        ...     remote.read("weight").wait()
+        tensor([0, 1, 2])
         """
         expect_key(key)
         if out is not None and device is not None:
@@ -141,7 +157,14 @@ class RemoteOffloader:
         *,
         priority: int = 0,
     ) -> CUDAFuture[list[torch.Tensor]]:
-        """Get many tensors, in the order of the keys; see ``Offloader.readv``."""
+        """Get many tensors, in the order of the keys; see ``Offloader.readv``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.writev({"a": torch.ones(2), "b": torch.zeros(1)}).wait()
+        ...     remote.readv(["b", "a"]).wait()
+        [tensor([0.]), tensor([1., 1.])]
+        """
         names = list(keys)
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
@@ -164,7 +187,7 @@ class RemoteOffloader:
                     f"{out.dtype} {list(out.shape)}"
                 )
             if header.pieces == 1:
-                return _delivered(data.view(header.dtype).reshape(header.shape), out, device)
+                return delivered(data.view(header.dtype).reshape(header.shape), out, device)
             return self._read_on(header, data, out, device)
 
         return self._transport.fetch(Wanted(key), expected).then_async(first, executor=_THREAD)
@@ -188,7 +211,7 @@ class RemoteOffloader:
                 return self._read(header.key, out, device, header.upload)
             if errors:
                 raise errors[0]
-            return CUDAFuture.completed(whole) if fills else _delivered(whole, out, device)
+            return CUDAFuture.completed(whole) if fills else delivered(whole, out, device)
 
         parts = [
             self._transport.fetch(Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE)).then(
@@ -201,12 +224,25 @@ class RemoteOffloader:
     # ---- the rest
 
     def delete(self, key: str) -> CUDAFuture[None]:
-        """Forget a key; see ``Offloader.delete``."""
+        """Forget a key; see ``Offloader.delete``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.delete("weight").wait()
+        ...     "weight" in remote
+        False
+        """
         expect_key(key)
         return self._begun(f"delete {key}", key, 0, lambda: self._turns.take([key], lambda: self._delete([key])))
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
-        """Forget many keys; see ``Offloader.deletev``."""
+        """Forget many keys; see ``Offloader.deletev``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.deletev([]).wait()
+        """
         names = list(keys)
         for key in names:
             expect_key(key)
@@ -223,7 +259,13 @@ class RemoteOffloader:
         return gather(*parts).then(_raise_any, executor=_THREAD)
 
     def keys(self) -> list[str]:
-        """Return all keys of the namespace, in the order in which they were written last. Waits for the service."""
+        """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.keys()
+        []
+        """
         return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout)
 
     def __contains__(self, key: str) -> bool:
@@ -241,13 +283,24 @@ class RemoteOffloader:
 
         Raises:
             NotFoundError: there is no such key.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
         expect_key(key)
         dtype, shape, nbytes = rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout)
         return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def flush(self) -> CUDAFuture[None]:
-        """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``."""
+        """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.flush().wait()
+        """
         self._expect_open()
         pending = list(self._pending)
         if not pending:
@@ -255,7 +308,12 @@ class RemoteOffloader:
         return gather(*pending).then(_nothing, executor=_THREAD)
 
     def close(self) -> None:
-        """Wait until what was asked for has ended, and let go of the calls. Private keys are gone then."""
+        """Wait until what was asked for has ended, and let go of the service. Private keys are gone then.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.close()
+        """
         if self._closed:
             return
         self._closed = True
@@ -296,33 +354,6 @@ class RemoteOffloader:
 
         begin().add_done_callback(ended, executor=_THREAD)
         return future
-
-
-def _header_of(key: str, tensor: torch.Tensor) -> Header:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is wanted, not {tensor!r}")
-    code_of(tensor.dtype)
-    return Header(key, tensor.dtype, tuple(tensor.shape), tensor.nbytes, pieces=pieces_of(tensor.nbytes))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor on the host as they lie in order."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _delivered(
-    tensor: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | int | None
-) -> CUDAFuture[torch.Tensor]:
-    """Bring a tensor on the host to where it is wanted."""
-    if out is not None:
-        with torch.no_grad():
-            out.copy_(tensor)
-        return CUDAFuture.completed(out)
-    if device is not None and torch.device(device).type != "cpu":
-        return copy(tensor, device)
-    if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        tensor = tensor.clone()  # not to keep what it has come with
-    return CUDAFuture.completed(tensor)
 
 
 def _raise_first(answer: Answer) -> None:

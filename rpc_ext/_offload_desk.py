@@ -1,4 +1,4 @@
-"""NVMe of this worker that other workers write to and read from.
+"""Where other workers' reads and writes of this one's NVMe come in.
 
 ::
 
@@ -12,30 +12,27 @@ A request names its service and its session; all else that it says is a block of
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import AuthenticationError, ChecksumError
-from cudafuture.storage import Engine, Offloader
-from rpc_ext import _offload_calls
+from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
-from rpc_ext._offload_calls import Answer, Terms, services
+from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_of
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksum_of, expect_key, pack, unpack, unpack_wanted
 
-__all__ = ["OffloadService", "serve_offload"]
+__all__ = ["Desk"]
 
 T = TypeVar("T")
 _THREAD = executors.callback_thread
@@ -52,8 +49,8 @@ class _Session:
         self.uploads = Uploads(space)
 
 
-class OffloadService:
-    """A folder that this worker serves; see ``serve_offload``, which makes it. A context manager: it ends with it."""
+class Desk:
+    """Where the requests of an offload service are answered."""
 
     def __init__(self, name: str, store: Offloader, memory: int, clients: int, namespace_capacity: int | None) -> None:
         self.name = name
@@ -282,21 +279,12 @@ class OffloadService:
             )
 
     def close(self) -> None:
-        """Serve no more, and close the store. Requests that come from now on fail."""
-        with _offload_calls.lock:
-            if services.get(self.name) is self:
-                del services[self.name]
+        """Let all clients go, and close the store."""
         with self._lock:
             tokens = list(self._sessions)
         for token in tokens:
             self.end(token)
         self.store.close()
-
-    def __enter__(self) -> OffloadService:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     # ---- counting
 
@@ -351,49 +339,3 @@ def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:
     for h in headers:
         if h.checksum and h.checksum != checksum_of(data[h.at : h.at + h.length]):
             raise ChecksumError(f"key {h.key!r}: the {h.length} bytes that have come are not those that were sent")
-
-
-def serve_offload(
-    dir: str | os.PathLike[str],
-    *,
-    name: str = "offload",
-    capacity: int | None = None,
-    namespace_capacity: int | None = None,
-    durable: bool = False,
-    memory: int = 1 << 30,
-    clients: int = 16,
-    engine: Engine | None = None,
-    direct: Literal["auto"] | bool = "auto",
-) -> OffloadService:
-    """Let other workers write to a folder of this one, and read from it, with a ``RemoteOffloader``.
-
-    Args:
-        dir: the folder, as for ``Offloader``; `durable`, `capacity` (bytes), `engine` and `direct` are, too.
-        name: by which clients ask for it, where a worker serves several folders.
-        namespace_capacity: bytes that the tensors of each namespace may have; by default there is no limit.
-        memory: bytes of requests that may be under way at a time. Every client gets an equal share of it as its window:
-            so none is held up by another, and a disk that is slow slows the clients, not this worker's memory down.
-        clients: how many there may be at a time.
-
-    Raises:
-        ValueError: a service of that name is there already; or the share of a client is less than 32 MiB.
-        StorageError: the folder cannot be used.
-    """
-    if clients < 1 or memory // clients < 2 * PIECE:
-        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * PIECE} bytes at least")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name={name!r}: a text is wanted")
-    if name in services:
-        raise ValueError(f"this worker serves an offload called {name!r} already")
-    store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
-    try:
-        service = OffloadService(name, store, memory, clients, namespace_capacity)
-    except BaseException:
-        store.close()
-        raise
-    with _offload_calls.lock:
-        is_taken = services.setdefault(name, service) is not service
-    if is_taken:
-        store.close()
-        raise ValueError(f"this worker serves an offload called {name!r} already")
-    return service

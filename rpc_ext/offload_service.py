@@ -1,0 +1,114 @@
+"""NVMe of this worker that others write to and read from."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Literal
+
+from cudafuture.storage import Engine, Offloader
+from rpc_ext import _offload_calls
+from rpc_ext._offload_desk import Desk
+from rpc_ext._offload_statistics import OffloadServiceStatistics
+from rpc_ext._offload_wire import PIECE
+
+__all__ = ["OffloadService", "OffloadServiceStatistics", "serve_offload"]
+
+
+class OffloadService:
+    """A folder that this worker serves. ``serve_offload`` makes it; as a context manager it is closed at the end."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    @property
+    def name(self) -> str:
+        """By which clients ask for it."""
+        return self._desk.name
+
+    @property
+    def store(self) -> Offloader:
+        """The store behind it. Its keys are the service's own: leave them alone."""
+        return self._desk.store
+
+    def statistics(self) -> OffloadServiceStatistics:
+        """Return what there is, and what has been done so far.
+
+        >>> with serve_offload("served") as service:
+        ...     service.statistics().clients
+        0
+        """
+        return self._desk.statistics()
+
+    def close(self) -> None:
+        """Serve no more, and close the store: what is not durable is gone. Requests that come from now on fail.
+
+        >>> serve_offload("served").close()
+        """
+        with _offload_calls.lock:
+            if _offload_calls.services.get(self.name) is self._desk:
+                del _offload_calls.services[self.name]
+        self._desk.close()
+
+    def __enter__(self) -> OffloadService:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<OffloadService {self.name!r} of {self.store!r}>"
+
+
+def serve_offload(
+    dir: str | os.PathLike[str],
+    *,
+    name: str = "offload",
+    capacity: int | None = None,
+    namespace_capacity: int | None = None,
+    durable: bool = False,
+    memory: int = 1 << 30,
+    clients: int = 16,
+    engine: Engine | None = None,
+    direct: Literal["auto"] | bool = "auto",
+) -> OffloadService:
+    """Let other workers write to a folder of this one, and read from it, with a ``RemoteOffloader``.
+
+    That goes on until the service is closed, or RPC of this process ends.
+
+    Args:
+        dir: the folder, as for ``Offloader``; `durable`, `capacity` (bytes), `engine` and `direct` are, too.
+        name: by which clients ask for it, where a worker serves several folders.
+        namespace_capacity: bytes that the tensors of each namespace may have; by default there is no limit.
+        memory: bytes of requests that may be under way at a time. Every client gets an equal share of it as its window:
+            so none is held up by another, and a disk that is slow slows the clients, not this worker's memory down.
+        clients: how many there may be at a time.
+
+    Raises:
+        ValueError: a service of that name is there already; or the share of a client is less than 32 MiB.
+        StorageError: the folder cannot be used.
+
+    >>> import torch
+    >>> from rpc_ext import RemoteOffloader
+    >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+    ...     remote.write("weight", torch.eye(3)).wait()
+    36
+    """
+    if clients < 1 or memory // clients < 2 * PIECE:
+        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * PIECE} bytes at least")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name={name!r}: a text is wanted")
+    if name in _offload_calls.services:
+        raise ValueError(f"this worker serves an offload called {name!r} already")
+    store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
+    try:
+        desk = Desk(name, store, memory, clients, namespace_capacity)
+    except BaseException:
+        store.close()
+        raise
+    with _offload_calls.lock:
+        is_taken = _offload_calls.services.setdefault(name, desk) is not desk
+    if is_taken:
+        desk.close()
+        raise ValueError(f"this worker serves an offload called {name!r} already")
+    return OffloadService(desk)
