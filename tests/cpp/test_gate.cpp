@@ -10,6 +10,16 @@
 
 using namespace cudafuture::storage;
 
+namespace {
+
+EntryPtr entry_at(Place&& place) {
+  const auto entry = std::make_shared<Entry>();
+  entry->place = std::move(place);
+  return entry;
+}
+
+}  // namespace
+
 TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers, when little is under way") {
   const Folder folder;
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
@@ -17,8 +27,7 @@ TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers,
   std::vector<Place> places = slabs->take(std::vector<std::uint64_t>(8, 4096));
   Gate gate(1, 3 * 4096 + Slabs::kPage);  // three side by side fit
   const auto add = [&](std::size_t i) {
-    Entry entry = {{c10::ScalarType::Byte, {4096}}, std::move(places[i]), i};
-    return gate.add({nullptr, std::to_string(i), std::make_shared<const Entry>(std::move(entry)), {}});
+    return gate.add({nullptr, std::to_string(i), entry_at(std::move(places[i])), {}});
   };
   const auto keys = [](const std::vector<Reads>& transfers) {
     std::vector<std::string> lines;
@@ -45,8 +54,7 @@ TEST_CASE("store gate: nobody overtakes what waits") {
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   const auto read = [&](const char* key) {
     slabs->reserve(4096);
-    Entry entry = {{c10::ScalarType::Byte, {4096}}, std::move(slabs->take({4096}).front()), 1};
-    return Read{nullptr, key, std::make_shared<const Entry>(std::move(entry)), {}};
+    return Read{nullptr, key, entry_at(std::move(slabs->take({4096}).front())), {}};
   };
   Gate gate(2, 4096);
   for (int i = 0; i < 4; ++i) CHECK(gate.add(read("first")).size() == 1);

@@ -26,6 +26,7 @@ def test_activations_go_to_disk_and_come_back(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "store").iterdir()] == [".stores"]
 
 
+@pytest.mark.usefixtures("on_the_host")
 def test_an_activation_that_is_changed_while_it_is_written_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
