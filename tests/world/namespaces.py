@@ -55,10 +55,10 @@ def skip_unless_possible() -> None:
         pytest.skip("network namespaces cannot be made here")
 
 
-def run(*command: str, on: int | None = None) -> None:
-    """Run a command, on the host of a process if one is named."""
+def run(*command: str, on: int | None = None) -> str:
+    """Run a command, on the host of a process if one is named; return what it prints."""
     there = [] if on is None else ["nsenter", "--net", "--target", str(on)]
-    subprocess.run([*there, *command], check=True, capture_output=True, timeout=60)
+    return subprocess.run([*there, *command], check=True, capture_output=True, timeout=60, text=True).stdout
 
 
 class Cable:
@@ -149,6 +149,10 @@ def give_addresses(hosts: tuple[int, int]) -> None:
         run("ip", "link", "set", "lo", "up", on=host)
         run("ip", "address", "add", f"{address}/24", "dev", "net0", on=host)
         run("ip", "link", "set", "net0", "up", on=host)
+    for host in hosts:  # an interface that is just coming up may not be shown to who asks for its address
+        end = time.monotonic() + 60
+        while "LOWER_UP" not in (shown := run("ip", "-o", "link", "show", "net0", on=host)) or "state DOWN" in shown:
+            assert time.monotonic() < end, shown
 
 
 def skip_without_tun() -> None:
