@@ -51,6 +51,11 @@ class Answer(NamedTuple):
     left: Sequence[int] = ()
     """of a get: what there was no room for; to be asked for again"""
 
+    def expect_success(self) -> None:
+        """Raise the first failure, if there is one."""
+        for _, error in self.failures:
+            raise error
+
 
 class Service(Protocol):
     """What an ``OffloadService`` does for its clients."""

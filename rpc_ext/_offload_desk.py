@@ -31,6 +31,7 @@ from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksum_of, expect_key, pack, unpack, unpack_wanted
+from rpc_ext._turns import begun
 
 __all__ = ["Desk"]
 
@@ -134,6 +135,7 @@ class Desk:
         data = self._checked(_expect_bytes, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
         self._checked(_expect_sums, headers, data)
+        self._checked(_expect_different, headers)
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
         return self._answered(data.numel(), lambda: put(session, headers, data))
 
@@ -231,10 +233,10 @@ class Desk:
         def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Any]:
             if done.exception() is None:
                 return CUDAFuture.completed((data, [None] * len(found)))
-            parts = [_begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
+            parts = [begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
             return collect_all(parts).then(lambda ended: (data, [part.exception() for part in ended.value()]))
 
-        return _begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
+        return begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
 
     # ---- the rest
 
@@ -314,17 +316,9 @@ class Desk:
                 self._under_way -= nbytes
                 self._latencies.add(time.perf_counter_ns() - since)
 
-        answer = _begun(begin)
+        answer = begun(begin)
         answer.add_done_callback(ended, executor=_THREAD)
         return answer
-
-
-def _begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
-    """Return the future of what may not even begin."""
-    try:
-        return begin(*args)
-    except Exception as e:
-        return CUDAFuture.failed(e)
 
 
 def _expect_bytes(data: object) -> torch.Tensor:
@@ -333,6 +327,11 @@ def _expect_bytes(data: object) -> torch.Tensor:
     if data.numel() > PIECE:
         raise ValueError(f"{data.numel()} bytes are more than a request carries, {PIECE}")
     return data.contiguous()
+
+
+def _expect_different(headers: list[Header]) -> None:
+    if len({h.key for h in headers}) != len(headers):
+        raise ValueError("a request has each key once")
 
 
 def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:

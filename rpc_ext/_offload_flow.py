@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cudafuture import CUDAFuture, executors
+from rpc_ext._turns import begun
 
 __all__ = ["Flow", "Packer"]
 
@@ -45,11 +46,7 @@ class Flow:
     def _go_on(self) -> None:
         while (request := self._next()) is not None:
             nbytes, call, future = request
-            try:
-                answer = call()
-            except Exception as e:
-                answer = CUDAFuture.failed(e)
-            answer.add_done_callback(partial(self._ended, nbytes, future), executor=executors.callback_thread)
+            begun(call).add_done_callback(partial(self._ended, nbytes, future), executor=executors.callback_thread)
 
     def _next(self) -> tuple[int, Callable[[], CUDAFuture[Any]], CUDAFuture[Any]] | None:
         with self._lock:

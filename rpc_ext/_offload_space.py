@@ -68,6 +68,7 @@ class Space:
         self._used = 0
         self._listed: dict[str, Header] = {}  # what each l says
         self._turns = Turns()
+        self._is_gone = False
         self._recover(names)
 
     def _recover(self, names: Sequence[str]) -> None:
@@ -242,7 +243,10 @@ class Space:
 
     def _settle(self, header: Header, old: Header | None, failure: BaseException | None) -> None:
         """Do what is left to be done when a key was written, or was not."""
-        if failure is not None:
+        if failure is None and self._is_gone:
+            is_plain = header.upload == WHOLE
+            self._remove([self._plain_name(header.key) if is_plain else self._forget_listed(header.key)])
+        if failure is not None or self._is_gone:
             self.give_back(header.nbytes)
             if header.upload != WHOLE:
                 self.drop_pieces(header)
@@ -273,8 +277,9 @@ class Space:
         return name
 
     def clear(self) -> None:
-        """Forget all keys, and whatever else there is."""
+        """Forget all keys for good, those included that are being written."""
         with self._lock:
+            self._is_gone = True
             self._listed.clear()
         names = self._store.keys()
         self._remove([name for name in names if name[1:].startswith(self.prefix)])

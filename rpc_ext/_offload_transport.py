@@ -100,7 +100,7 @@ class Transport:
             block = pack([replace(header, piece=i, length=length, checksum=checksum_of(piece))])
             return self.call(_offload_calls.put, block, piece)
 
-        return self._flow.send(length, send).then(_raise_failure, executor=_THREAD)
+        return self._flow.send(length, send).then(lambda done: done.value().expect_success(), executor=_THREAD)
 
     def _written(self, header: Header, parts: list[CUDAFuture[None]]) -> int:
         errors = [error for part in parts if (error := part.exception()) is not None]
@@ -187,15 +187,6 @@ def _alone(data: torch.Tensor, at: int, length: int) -> torch.Tensor:
     if length == 0 or data.untyped_storage().nbytes() == length:
         return data[at : at + length]
     return torch.frombuffer(data.numpy().data, dtype=torch.uint8, count=length, offset=at)
-
-
-def _raise_first(answer: Answer) -> None:
-    for _, error in answer.failures:
-        raise error
-
-
-def _raise_failure(done: CUDAFuture[Answer]) -> None:
-    _raise_first(done.value())
 
 
 def ignore(future: CUDAFuture[Any]) -> None:

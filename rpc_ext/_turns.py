@@ -8,9 +8,17 @@ from typing import Any, TypeVar
 
 from cudafuture import CUDAFuture, collect_all, executors
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "begun"]
 
 T = TypeVar("T")
+
+
+def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
+    """Return the future of what may not even begin."""
+    try:
+        return begin(*args)
+    except Exception as e:
+        return CUDAFuture.failed(e)
 
 
 class Turns:
@@ -35,16 +43,10 @@ class Turns:
                         del self._last[key]
             mine.set_result(None)
 
-        def begun() -> CUDAFuture[T]:
-            try:
-                return begin()
-            except Exception as e:
-                return CUDAFuture.failed(e)
-
         if before:
             waited = collect_all(list(before.values()))
-            done = waited.then_async(lambda _: begun(), executor=executors.callback_thread)
+            done = waited.then_async(lambda _: begin(), executor=executors.callback_thread)
         else:
-            done = begun()
+            done = begun(begin)
         done.add_done_callback(ended, executor=executors.inline)
         return done

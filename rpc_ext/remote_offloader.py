@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copy_of
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from cudafuture import CUDAFuture, collect_all, copy, executors, gather
+from cudafuture import CUDAFuture, collect_all, copy, executors, gather, wait
 from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
 from cudafuture.storage import Entry
 from rpc_ext import _offload_calls as calls
@@ -24,7 +26,7 @@ from rpc_ext._offload_wire import (
     expect_key,
     pack_wanted,
 )
-from rpc_ext._turns import Turns
+from rpc_ext._turns import Turns, begun
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
 
@@ -62,7 +64,7 @@ class RemoteOffloader:
         self._token, self._durable = terms.token, terms.durable
         self._transport = Transport(self._worker, name, terms, timeout)
         self._turns = Turns()
-        self._pending: dict[CUDAFuture[Any], None] = {}
+        self._pending: dict[CUDAFuture[Any], tuple[CUDAFuture[Any], bool]] = {}  # what it waits for; whether to change
         self._closed = False
         self._end = weakref.finalize(self, _end, self._worker, name, self._token)
 
@@ -97,7 +99,7 @@ class RemoteOffloader:
         expect_key(key)
         header = header_of(key, tensor)
         return self._begun(
-            f"write {key}", key, priority, lambda: self._turns.take([key], lambda: self._write(header, tensor))
+            f"write {key}", priority, lambda: self._turns.take([key], lambda: self._write(header, tensor))
         )
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
@@ -147,7 +149,7 @@ class RemoteOffloader:
         expect_key(key)
         if out is not None and device is not None:
             raise ValueError("a tensor to be filled is where it is: give it, or a device")
-        return self._begun(f"read {key}", key, priority, lambda: self._read(key, out, device))
+        return self._begun(f"read {key}", priority, lambda: self._read(key, out, device), changes=False)
 
     def readv(
         self,
@@ -234,7 +236,7 @@ class RemoteOffloader:
         False
         """
         expect_key(key)
-        return self._begun(f"delete {key}", key, 0, lambda: self._turns.take([key], lambda: self._delete([key])))
+        return self._begun(f"delete {key}", 0, lambda: self._turns.take([key], lambda: self._delete([key])))
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
         """Forget many keys; see ``Offloader.deletev``.
@@ -249,14 +251,16 @@ class RemoteOffloader:
         if not names:
             return CUDAFuture.completed(None)
         what = f"{len(names)} keys"
-        return self._begun(f"delete {what}", what, 0, lambda: self._turns.take(names, lambda: self._delete(names)))
+        return self._begun(f"delete {what}", 0, lambda: self._turns.take(names, lambda: self._delete(names)))
 
     def _delete(self, keys: list[str]) -> CUDAFuture[None]:
         parts = [
             self._transport.call(calls.delete, pack_wanted([Wanted(key) for key in keys[i : i + MOST_HEADERS]]))
             for i in range(0, len(keys), MOST_HEADERS)
         ]
-        return gather(*parts).then(_raise_any, executor=_THREAD)
+        return gather(*(part.then(_expect_success, executor=_THREAD) for part in parts)).then(
+            _nothing, executor=_THREAD
+        )
 
     def keys(self) -> list[str]:
         """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
@@ -302,7 +306,7 @@ class RemoteOffloader:
         ...     remote.flush().wait()
         """
         self._expect_open()
-        pending = list(self._pending)
+        pending = [done for done, changes in self._pending.copy().values() if changes]
         if not pending:
             return CUDAFuture.completed(None)
         return gather(*pending).then(_nothing, executor=_THREAD)
@@ -317,8 +321,8 @@ class RemoteOffloader:
         if self._closed:
             return
         self._closed = True
-        for future in list(self._pending):
-            future.exception()
+        for future, (done, _) in self._pending.copy().items():
+            wait([future, done])
         self._end()
 
     def __enter__(self) -> RemoteOffloader:
@@ -336,34 +340,30 @@ class RemoteOffloader:
         if self._closed:
             raise InvalidStateError("the offloader is closed")
 
-    def _begun(self, what: str, key: str, priority: int, begin: Any) -> CUDAFuture[Any]:
+    def _begun(
+        self, what: str, priority: int, begin: Callable[[], CUDAFuture[Any]], *, changes: bool = True
+    ) -> CUDAFuture[Any]:
         """Begin something, and return the future of the user's."""
         self._expect_open()
         future: CUDAFuture[Any] = CUDAFuture(name=what, priority=priority, executor=_THREAD)
-        self._pending[future] = None
+        done = begun(begin)
+        self._pending[future] = done, changes
 
         def ended(done: CUDAFuture[Any]) -> None:
-            self._pending.pop(future, None)
             error = done.exception()
-            if future.cancelled():
-                return
-            if error is None:
-                future.set_result(done.value())
-            else:
-                future.set_exception(_named(error, what, self._worker))
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                if error is None:
+                    future.set_result(done.value())
+                else:
+                    future.set_exception(_named(error, what, self._worker))
+            self._pending.pop(future, None)
 
-        begin().add_done_callback(ended, executor=_THREAD)
+        done.add_done_callback(ended, executor=_THREAD)
         return future
 
 
-def _raise_first(answer: Answer) -> None:
-    for _, error in answer.failures:
-        raise error
-
-
-def _raise_any(done: CUDAFuture[list[Answer]]) -> None:
-    for answer in done.value():
-        _raise_first(answer)
+def _expect_success(done: CUDAFuture[Answer]) -> None:
+    done.value().expect_success()
 
 
 def _nothing(done: CUDAFuture[Any]) -> None:
@@ -376,8 +376,10 @@ def _named(error: BaseException, what: str, worker: str) -> BaseException:
         return WorkerLostError(f"{what}: {error}", worker=worker)
     if type(error) is TimeoutError:
         return TimeoutError(f"{what}: {error}")
-    if hasattr(error, "add_note"):
-        error.add_note(f"{what} on worker {worker!r}")
+    with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
+        error = copy_of(error).with_traceback(error.__traceback__)
+    noted: Any = error  # Python 3.10 has no add_note
+    noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
     return error
 
 

@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cudafuture import gather, wait_all
+from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine, Offloader
 from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of
@@ -183,6 +184,27 @@ def test_what_was_private_is_gone_with_the_service(store: Offloader) -> None:
     there = Space(store, private, None, by_prefix(store.keys())[private])
     wait_all([store.flush()], timeout=PATIENCE)
     assert (there.is_private, there.keys(), len(store)) == (True, [], 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "long", "pieces"])
+def test_what_is_written_when_a_space_is_cleared_is_forgotten_too(tmp_path: Path, kind: str) -> None:
+    with (
+        Engine("threads", block_size=1 << 18, _faults={"held": True}) as engine,
+        Offloader(tmp_path / "store", engine=engine) as store,
+    ):
+        space = Space(store, prefix_of("a token", is_private=True), None)
+        if kind == "pieces":
+            header = Header("x", torch.uint8, (PIECE + 1,), PIECE + 1, b"n" * 16, pieces=2, length=PIECE)
+            space.write_piece(header, bytes_of(PIECE, 1))
+            ended: CUDAFuture[Any] = space.put_together(header)
+        else:
+            key = LONG if kind == "long" else "x"
+            ended = space.write([Header(key, torch.uint8, (64,), 64, length=64)], bytes_of(64, 1))
+        space.clear()
+        engine._native.let_go()
+        ended.exception(timeout=PATIENCE)
+        while len(store):  # what is removed, nobody waits for
+            store.flush().exception(timeout=PATIENCE)
 
 
 def test_the_quota_is_kept(store: Offloader) -> None:

@@ -209,6 +209,28 @@ def test_arguments(service: OffloadService, tmp_path: Path) -> None:
         remote.write("x", numbered(3)).wait(timeout=PATIENCE)
 
 
+def test_a_future_that_was_cancelled_holds_up_neither_flush_nor_close(service: OffloadService) -> None:
+    with RemoteOffloader(ME, namespace="shared") as remote:
+        write = remote.write("x", numbered(PIECE))
+        write.cancel()
+        missing = remote.read("no")
+        remote.flush().wait(timeout=PATIENCE)  # of what changes something
+        assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
+        remote.write("y", numbered(PIECE)).cancel()
+    with RemoteOffloader(ME, namespace="shared") as remote:
+        assert remote.keys() == ["x", "y"]
+    assert not write.done() or write.cancelled()
+
+
+def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> None:
+    remote._transport._token = b"wrong"
+    errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", numbered(1)) for i in range(50)]]
+    assert all(isinstance(error, AuthenticationError) for error in errors)
+    for i, error in enumerate(errors):
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("write ")]
+        assert notes == [f"write {i} on worker '{ME}'"]
+
+
 def test_a_closed_one_takes_nothing_more(remote: RemoteOffloader) -> None:
     write = remote.write("x", numbered(PIECE))
     remote.close()
@@ -235,10 +257,6 @@ def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tu
     header = Header("x", torch.uint8, (64,), 64, length=64)
     large = Header("x", torch.uint8, (PIECE + 64,), PIECE + 64, b"u" * 16, piece=1, pieces=2, length=64)
 
-    def raw(key: bytes) -> bytes:
-        """Return a block whose key was never checked."""
-        return pack([header])[:-3] + len(key).to_bytes(2, "little") + pack([header])[-1:0] + key
-
     headers = [
         replace(header, shape=(-64,)),
         replace(header, shape=(-8, -8)),
@@ -252,7 +270,12 @@ def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tu
         replace(large, upload=bytes(16)),
     ]
     good = pack([header])
-    blocks = [pack([h]) for h in headers] + [good[: numbers.randrange(len(good))], good + b"x", pack([large, large])]
+    blocks = [pack([h]) for h in headers] + [
+        good[: numbers.randrange(len(good))],
+        good + b"x",
+        pack([large, large]),
+        pack([header, header]),
+    ]
     longest = (LONGEST_KEY + 1 + numbers.randrange(60_000)).to_bytes(2, "little")
     blocks += [good[:10] + longest + good[12:], good.replace(b"x", b"\0"), good.replace(b"x", b"\xff")]
     kind = numbers.randrange(6)
