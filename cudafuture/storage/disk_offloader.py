@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import callback_thread
@@ -254,9 +253,9 @@ class DiskOffloader:
         future.add_done_callback(self._look)
         operation.future = future
         self._submit(operation)
-        _C.start(future)  # the engine has the memory: nobody can cancel that
+        future.set_running_or_notify_cancel()  # the engine has the memory: nobody can cancel that
         if operation.transfer.released is not None:
-            _C.set_released(future, operation.transfer.released)
+            future.released = operation.transfer.released
         self._completions.collect(operation)
         return future
 

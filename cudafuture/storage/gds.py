@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import devices_of, earlier_work
 from cudafuture.errors import InvalidStateError, StorageError
@@ -70,7 +69,7 @@ class GDSFile(File):
             lambda _: self._move(reads, given, offset), priority=priority, executor=self._threads, non_blocking=False
         )
         if not reads:
-            _C.set_released(future, future.then(lambda _: None))
+            future.released = future.then(lambda _: None)
         return future
 
     def _move(self, reads: bool, tensors: list[torch.Tensor], offset: int) -> int:

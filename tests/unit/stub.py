@@ -129,6 +129,8 @@ def _stub_scope(body: list[ast.stmt]) -> Scope:
             decorators = _decorators(node)
             if "property" in decorators:
                 scope.others[name] = "property"
+            elif f"{name}.setter" in decorators:
+                scope.others[name] = "property that can be set"
             else:
                 what = "static method" if "staticmethod" in decorators else "function"
                 scope.functions.setdefault(name, []).append(_function(node, what))

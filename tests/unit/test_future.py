@@ -224,6 +224,28 @@ def test_facts():
         future.events[torch.device("cpu")] = None
 
 
+def test_what_has_begun_cannot_be_cancelled():
+    future = CUDAFuture()
+    assert future.set_running_or_notify_cancel()
+    assert not future.cancel()
+    future.set_result(1)
+    assert not future.set_running_or_notify_cancel()
+
+
+def test_what_was_cancelled_is_not_to_begin():
+    future = CUDAFuture()
+    assert future.cancel()
+    assert not future.set_running_or_notify_cancel()
+
+
+def test_a_producer_says_when_the_source_is_released():
+    future = CUDAFuture()
+    released = future.released = CUDAFuture()
+    assert future.released is released
+    with pytest.raises(TypeError):
+        future.released = 1
+
+
 def test_it_is_generic_weakly_referenceable_hashable_and_final():
     assert CUDAFuture[int].__origin__ is CUDAFuture
     future = CUDAFuture()

@@ -71,6 +71,11 @@ DOCTORED = {
     "a default too many": ("device: _Device, priority: int", "device: _Device, priority: int = 0", "pool_stream takes"),
     "a default is another": ("non_blocking: bool = True", "non_blocking: bool = False", "non_blocking = False"),
     "a default is of another type": ("priority: int = 0", "priority: bool = False", "CUDAFuture.__init__ takes"),
+    "a property cannot be set": (
+        "    @released.setter\n    def released(self, released: CUDAFuture[None]) -> None: ...\n",
+        "",
+        "released is a property in the stub but a property that can be set",
+    ),
     "a method is a property": (
         "    def cancel(self)",
         "    @property\n    def cancel(self)",

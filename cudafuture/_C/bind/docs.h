@@ -240,6 +240,18 @@ inline constexpr const char* cancelled = R"(Whether the future was cancelled.
 False
 )";
 
+inline constexpr const char* set_running_or_notify_cancel =
+    R"(Say that the work behind this future begins, so that `cancel` returns False from now on.
+
+For producers, as in ``concurrent.futures``: call it before you hand memory of the caller's to an engine or a device.
+
+Returns:
+    False where the future is done already, as it is when it was cancelled: then leave the work.
+
+>>> future = CUDAFuture()
+>>> future.set_running_or_notify_cancel(), future.cancel()
+(True, False))";
+
 inline constexpr const char* set_result = R"(Complete the future, release who waits, run the callbacks.
 
 Args:
@@ -300,6 +312,12 @@ inline constexpr const char* late_error =
 It changes no state; `ready` and a blocking `wait` raise it.)";
 
 inline constexpr const char* released =
-    R"(Of a write: a future that completes when the source may be overwritten. None for everything else.)";
+    R"(Of a write: a future that completes when the source may be overwritten. None for everything else.
+
+Who makes the future of a write sets it, before anyone else has that.
+
+>>> future, future.released = CUDAFuture(), CUDAFuture()
+>>> future.released
+<CUDAFuture pending, ...)";
 
 }  // namespace cudafuture::bind::docs

@@ -338,6 +338,9 @@ void bind_future(nb::module_& m) {
   c.def("cancel", cancel, docs::cancel);
   c.def("cancelled", [](PyFuture& self) { return self.core->state() == State::cancelled; }, docs::cancelled);
 
+  c.def(
+      "set_running_or_notify_cancel", [](PyFuture& self) { return self.core->start(); },
+      docs::set_running_or_notify_cancel);
   c.def("set_result", set_result, nb::arg("value").none(), nb::kw_only(), nb::arg("stream") = nb::none(),
         nb::arg("tensors") = nb::none(), docs::set_result);
   c.def("set_exception", set_exception, nb::arg("exc").none(), docs::set_exception);
@@ -347,7 +350,9 @@ void bind_future(nb::module_& m) {
   c.def_prop_ro("priority", [](PyFuture& self) { return self.core->priority(); }, docs::priority);
   c.def_prop_ro("name", [](PyFuture& self) { return self.core->name(); }, docs::name);
   c.def_prop_ro("late_error", late_error, docs::late_error);
-  c.def_prop_ro("released", released, docs::released);
+  c.def_prop_rw(
+      "released", released, [](PyFuture& self, const PyFuture& released) { self.core->set_released(released.core); },
+      docs::released);
   c.def("__repr__", repr);
 
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
@@ -356,10 +361,6 @@ void bind_future(nb::module_& m) {
       "add_ready_callback",
       [](nb::handle future, nb::object fn) { add_done_callback(future, std::move(fn), nb::none(), true); },
       nb::arg("future"), nb::arg("fn"));
-  m.def(
-      "set_released", [](PyFuture& future, const PyFuture& released) { future.core->set_released(released.core); },
-      nb::arg("future"), nb::arg("released"));
-  m.def("start", [](PyFuture& future) { return future.core->start(); }, nb::arg("future"));
   m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }
