@@ -248,6 +248,7 @@ For producers, as in ``concurrent.futures``: call it before you hand memory of t
 Returns:
     False where the future is done already, as it is when it was cancelled: then leave the work.
 
+>>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()
 >>> future.set_running_or_notify_cancel(), future.cancel()
 (True, False))";
@@ -316,8 +317,10 @@ inline constexpr const char* released =
 
 Who makes the future of a write sets it, before anyone else has that.
 
->>> future, future.released = CUDAFuture(), CUDAFuture()
->>> future.released
-<CUDAFuture pending, ...)";
+>>> from cudafuture import CUDAFuture
+>>> future = CUDAFuture()
+>>> future.released = CUDAFuture(name="source")
+>>> future.released.name
+'source')";
 
 }  // namespace cudafuture::bind::docs
