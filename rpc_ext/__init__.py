@@ -5,7 +5,7 @@ from rpc_ext._functions import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
 from rpc_ext.offload_service import OffloadService, OffloadServiceStatistics, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext.remote_offloader import RemoteOffloader, RemoteOffloaderStatistics
 from rpc_ext.rref import RRef, remote
 from rpc_ext.session import Session, init_rpc, shutdown, statistics
 
@@ -15,6 +15,7 @@ __all__ = [
     "OffloadServiceStatistics",
     "RRef",
     "RemoteOffloader",
+    "RemoteOffloaderStatistics",
     "Session",
     "Statistics",
     "async_execution",

@@ -28,18 +28,22 @@ class Flow:
     """
 
     def __init__(self, window: int) -> None:
-        self._window = window
+        self.window = window
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._waiting: collections.deque[tuple[int, Callable[[], CUDAFuture[Any]], CUDAFuture[Any]]] = (
             collections.deque()
         )
-        self._under_way = 0
+        self.under_way = 0
+        """bytes of requests that have been made"""
+        self.waiting = 0
+        """bytes of those that have not"""
 
     def send(self, nbytes: int, call: Callable[[], CUDAFuture[T]]) -> CUDAFuture[T]:
         """Make a call when there is room, and return what its future gives."""
         future: CUDAFuture[T] = CUDAFuture(executor=executors.callback_thread)
         with self._lock:
             self._waiting.append((nbytes, call, future))
+            self.waiting += nbytes
         self._go_on()
         return future
 
@@ -53,25 +57,21 @@ class Flow:
             if not self._waiting:
                 return None
             nbytes = self._waiting[0][0]
-            if self._under_way and self._under_way + nbytes > self._window:
+            if self.under_way and self.under_way + nbytes > self.window:
                 return None
-            self._under_way += nbytes
+            self.under_way += nbytes
+            self.waiting -= nbytes
             return self._waiting.popleft()
 
     def _ended(self, nbytes: int, future: CUDAFuture[Any], done: CUDAFuture[Any]) -> None:
         with self._lock:
-            self._under_way -= nbytes
+            self.under_way -= nbytes
         self._go_on()
         error = done.exception()
         if error is None:
             future.set_result(done.value())
         else:
             future.set_exception(error)
-
-    @property
-    def under_way(self) -> int:
-        """Bytes that are under way."""
-        return self._under_way
 
 
 class Packer(Generic[T]):

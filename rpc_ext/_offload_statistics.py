@@ -1,10 +1,10 @@
-"""What an offload service has come to."""
+"""What an offload service, and a client of one, have come to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OffloadServiceStatistics"]
+__all__ = ["OffloadServiceStatistics", "RemoteOffloaderStatistics"]
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,26 @@ class OffloadServiceStatistics:
     """requests that broke the rules: of no session, malformed, with bytes that were not those that were sent"""
     latency_p50: float
     """of puts and gets, from their arrival to their answer; nan: there were none"""
+    latency_p99: float
+
+
+@dataclass(frozen=True)
+class RemoteOffloaderStatistics:
+    """What a client has under way, and what it has done so far. Sizes are in bytes, durations in seconds."""
+
+    pending: int
+    """operations whose futures are not done"""
+    under_way: int
+    """bytes of requests that have not been answered"""
+    waiting: int
+    """bytes of requests that wait for room in the window"""
+    window: int
+    """the most that may be under way"""
+    bytes_written: int
+    bytes_read: int
+    operations: int
+    """that have ended, one way or another"""
+    failed: int
+    latency_p50: float
+    """of operations, from the call to the end; nan: there were none"""
     latency_p99: float

@@ -4,12 +4,13 @@
 
     write ──► alone, piece by piece ──► flow ──► put
           └─► small: packer ────────────┘
-    fetch ──► small: packer ──► flow ──► get
+    read  ──► small: packer ──► flow ──► get ──► the other pieces ──► flow ──► get
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import ChecksumError, WorkerLostError
+from cudafuture.errors import ChecksumError, NotFoundError, WorkerLostError
 from rpc_ext import _offload_calls
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_flow import Flow, Packer
+from rpc_ext._offload_source import Source
+from rpc_ext._offload_target import Target
 from rpc_ext._offload_wire import (
     MOST_HEADERS,
     PIECE,
@@ -34,12 +37,42 @@ from rpc_ext._offload_wire import (
 )
 from rpc_ext.calls import rpc_async
 
-__all__ = ["Transport", "ignore"]
+__all__ = ["Deadline", "Transport", "ignore"]
 
 _THREAD = executors.callback_thread
 _PACK = 4 << 20  # bytes of small tensors that travel together
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
 _LINE = 64  # bytes: what small tensors of one request lie at
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When an operation has to have ended.
+
+    What waits for room goes in the order in which it was asked for, and all have as much time; what is under way ends
+    by its own deadline. So whoever waits has its turn, or is over, no later than at its own: no clock is watched here.
+    """
+
+    seconds: float  # that the operation was given; 0: no limit
+    at: float  # time.monotonic()
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the one that is so many seconds from now."""
+        return cls(seconds, time.monotonic() + seconds)
+
+    def left(self, worker: str) -> float:
+        """Return the seconds that are left, for a request; 0: no limit.
+
+        Raises:
+            TimeoutError: there are none.
+        """
+        if not self.seconds:
+            return 0.0
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"worker {worker!r} took more than {self.seconds:g} s; it had no room for this so far")
+        return left
 
 
 @dataclass(eq=False)
@@ -48,7 +81,9 @@ class _Put:
 
     header: Header
     data: torch.Tensor  # bytes
-    future: CUDAFuture[int]
+    source: Source
+    deadline: Deadline
+    future: CUDAFuture[int] = field(default_factory=lambda: CUDAFuture(executor=_THREAD))
 
 
 @dataclass(eq=False)
@@ -57,6 +92,7 @@ class _Get:
 
     wanted: Wanted
     nbytes: int | None  # of it; None: not known
+    deadline: Deadline
     future: CUDAFuture[tuple[Header, torch.Tensor]] = field(default_factory=lambda: CUDAFuture(executor=_THREAD))
 
 
@@ -66,48 +102,53 @@ class Transport:
     Args:
         worker: whose service it is; name: of that.
         terms: what the client was given when it began.
-        timeout: seconds that each request has; None: as RPC says.
     """
 
-    def __init__(self, worker: str, name: str, terms: Terms, timeout: float | None) -> None:
-        self._worker, self._name, self._token, self._timeout = worker, name, terms.token, timeout
-        self._flow = Flow(terms.window)
+    def __init__(self, worker: str, name: str, terms: Terms) -> None:
+        self._worker, self._name, self._token = worker, name, terms.token
+        self.flow = Flow(terms.window)
         self._puts: Packer[_Put] = Packer(MOST_HEADERS, _PACK, self._send_puts)
         self._gets: Packer[_Get] = Packer(MOST_HEADERS, _PACK, self._send_gets)
 
-    def call(self, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
+    def call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
         """Call a function of the service."""
-        return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=self._timeout)
+        return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=deadline.left(self._worker))
 
     # ---- there
 
-    def write(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
-        """Write the bytes of a tensor, which stay unchanged until the future is done. Gives how many they are."""
+    def write(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
+        """Write a tensor, which stays unchanged until the source is released. Gives how many bytes it has."""
         if header.nbytes < _SMALL:
-            put = _Put(header, data, CUDAFuture(executor=_THREAD))
-            self._puts.add(header.nbytes, put)
-            return put.future
+            return source.piece(0, header.nbytes).then_async(
+                lambda done: self._write_small(_Put(header, done.value(), source, deadline)), executor=executors.inline
+            )
         if header.pieces > 1:
             header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
-        parts = [self._send_piece(header, data, i) for i in range(header.pieces)]
-        return collect_all(parts).then(lambda done: self._written(header, done.value()), executor=_THREAD)
+        parts = [self._send_piece(header, source, i, deadline) for i in range(header.pieces)]
+        return collect_all(parts).then(lambda done: self._written(header, done.value(), deadline), executor=_THREAD)
 
-    def _send_piece(self, header: Header, data: torch.Tensor, i: int) -> CUDAFuture[None]:
-        length = min(PIECE, header.nbytes - i * PIECE)
+    def _write_small(self, put: _Put) -> CUDAFuture[int]:
+        self._puts.add(put.header.nbytes, put)
+        return put.future
 
-        def send() -> CUDAFuture[Answer]:
-            piece = _alone(data, i * PIECE, length)
-            block = pack([replace(header, piece=i, length=length, checksum=checksum_of(piece))])
-            return self.call(_offload_calls.put, block, piece)
+    def _send_piece(self, header: Header, source: Source, i: int, deadline: Deadline) -> CUDAFuture[None]:
+        at = i * PIECE
+        length = min(PIECE, header.nbytes - at)
 
-        return self._flow.send(length, send).then(lambda done: done.value().expect_success(), executor=_THREAD)
+        def send(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
+            data = done.value()
+            block = pack([replace(header, piece=i, length=length, checksum=checksum_of(data))])
+            return self.call(deadline, _offload_calls.put, block, data)
 
-    def _written(self, header: Header, parts: list[CUDAFuture[None]]) -> int:
+        sent = self.flow.send(length, lambda: source.piece(at, length).then_async(send, executor=executors.inline))
+        return sent.then(lambda done: done.value().expect_success(), executor=_THREAD)
+
+    def _written(self, header: Header, parts: list[CUDAFuture[None]], deadline: Deadline) -> int:
         errors = [error for part in parts if (error := part.exception()) is not None]
         if not errors:
             return header.nbytes
         if header.pieces > 1 and not isinstance(errors[0], WorkerLostError):
-            ignore(self.call(_offload_calls.give_up, header.upload))
+            ignore(self.call(Deadline.after(deadline.seconds), _offload_calls.give_up, header.upload))
         raise errors[0]
 
     def _send_puts(self, puts: list[_Put]) -> CUDAFuture[None]:
@@ -125,7 +166,8 @@ class Transport:
                 into = data[at : at + put.header.nbytes]
                 into.copy_(put.data)
                 headers.append(replace(put.header, at=at, length=put.header.nbytes, checksum=checksum_of(into)))
-            return self.call(_offload_calls.put, pack(headers), data)
+                put.source.release()
+            return self.call(puts[-1].deadline, _offload_calls.put, pack(headers), data)
 
         def ended(done: CUDAFuture[Answer]) -> None:
             error = done.exception()
@@ -137,24 +179,60 @@ class Transport:
                 else:
                     put.future.set_exception(failure)
 
-        return self._flow.send(end, send).then(ended, executor=_THREAD)
+        return self.flow.send(end, send).then(ended, executor=_THREAD)
 
     # ---- here
 
-    def fetch(self, wanted: Wanted, nbytes: int | None) -> CUDAFuture[tuple[Header, torch.Tensor]]:
-        """Fetch a piece, of so many bytes if that is known: its header and its bytes."""
-        get = _Get(wanted, nbytes)
-        if nbytes is not None and nbytes >= _SMALL:
+    def read(self, key: str, target: Target, deadline: Deadline, gone: bytes | None = None) -> CUDAFuture[torch.Tensor]:
+        """Read a tensor; once more where it was replaced meanwhile. `gone`: the upload whose pieces are not there."""
+
+        def first(done: CUDAFuture[tuple[Header, torch.Tensor]]) -> CUDAFuture[torch.Tensor]:
+            header, data = done.value()
+            if header.upload == gone:
+                raise NotFoundError(f"key {key!r}: one of its pieces is not there")
+            target.expect(header)
+            if header.pieces == 1:
+                return target.whole(header, data)
+            return self._read_on(header, data, target, deadline)
+
+        return self._fetch(_Get(Wanted(key), target.nbytes, deadline)).then_async(first, executor=_THREAD)
+
+    def _read_on(
+        self, header: Header, data: torch.Tensor, target: Target, deadline: Deadline
+    ) -> CUDAFuture[torch.Tensor]:
+        """Fetch the other pieces; from the first one on again where the key was written again meanwhile."""
+        assembly = target.assemble(header)
+
+        def fill(done: CUDAFuture[tuple[Header, torch.Tensor]]) -> CUDAFuture[object]:
+            piece, data = done.value()
+            return assembly.fill(piece.piece * PIECE, data)
+
+        def ended(done: CUDAFuture[list[CUDAFuture[object]]]) -> CUDAFuture[torch.Tensor]:
+            errors = [error for part in done.value() if (error := part.exception()) is not None]
+            if any(isinstance(error, NotFoundError) for error in errors):
+                return self.read(header.key, target, deadline, header.upload)
+            if errors:
+                raise errors[0]
+            return assembly.finish()
+
+        parts = [assembly.fill(0, data)]
+        for i in range(1, header.pieces):
+            get = _Get(Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE), deadline)
+            parts.append(self._fetch(get).then_async(fill, executor=_THREAD))
+        return collect_all(parts).then_async(ended, executor=_THREAD)
+
+    def _fetch(self, get: _Get) -> CUDAFuture[tuple[Header, torch.Tensor]]:
+        """Fetch a piece: its header and its bytes."""
+        if get.nbytes is not None and get.nbytes >= _SMALL:
             self._send_gets([get])
         else:
-            self._gets.add(nbytes or 0, get)
+            self._gets.add(get.nbytes or 0, get)
         return get.future
 
     def _send_gets(self, gets: list[_Get]) -> CUDAFuture[None]:
         sizes = [min(PIECE, PIECE if get.nbytes is None else get.nbytes) for get in gets]
-        call = self._flow.send(
-            min(PIECE, sum(sizes)), lambda: self.call(_offload_calls.get, pack_wanted([get.wanted for get in gets]))
-        )
+        block = pack_wanted([get.wanted for get in gets])
+        call = self.flow.send(min(PIECE, sum(sizes)), lambda: self.call(gets[-1].deadline, _offload_calls.get, block))
         return call.then(lambda done: self._arrived(gets, done), executor=_THREAD)
 
     def _arrived(self, gets: list[_Get], done: CUDAFuture[Answer]) -> None:
@@ -180,13 +258,6 @@ class Transport:
                     get.future.set_exception(ChecksumError("the bytes that have come are not those that were sent"))
                 else:
                     get.future.set_result((header, data))
-
-
-def _alone(data: torch.Tensor, at: int, length: int) -> torch.Tensor:
-    """Return bytes as a tensor whose storage has nothing else: torch's RPC copies what is a part of a storage."""
-    if length == 0 or data.untyped_storage().nbytes() == length:
-        return data[at : at + length]
-    return torch.frombuffer(data.numpy().data, dtype=torch.uint8, count=length, offset=at)
 
 
 def ignore(future: CUDAFuture[Any]) -> None:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy as copy_of
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, collect_all, copy, executors, gather, wait
-from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
+from cudafuture import CUDAFuture, executors, gather
+from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.storage import Entry
 from rpc_ext import _offload_calls as calls
 from rpc_ext._offload_calls import Answer
-from rpc_ext._offload_tensors import bytes_of, delivered, header_of
-from rpc_ext._offload_transport import Transport, ignore
-from rpc_ext._offload_wire import (
-    MOST_HEADERS,
-    PIECE,
-    Header,
-    Wanted,
-    expect_key,
-    pack_wanted,
-)
-from rpc_ext._turns import Turns, begun
+from rpc_ext._offload_operations import Operations
+from rpc_ext._offload_source import header_of, source_of
+from rpc_ext._offload_statistics import RemoteOffloaderStatistics
+from rpc_ext._offload_target import target_of
+from rpc_ext._offload_transport import Deadline, Transport, ignore
+from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
+from rpc_ext._turns import Turns
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
 
-__all__ = ["RemoteOffloader"]
+__all__ = ["RemoteOffloader", "RemoteOffloaderStatistics"]
 
+T = TypeVar("T")
 _THREAD = executors.callback_thread
 
 
@@ -46,7 +41,8 @@ class RemoteOffloader:
         namespace: whose keys these are. Clients that give the same one share them, and they stay when a client goes. By
             default they are this client's own, and go with it.
         name: of the service, where the worker has several.
-        timeout: seconds that each request has; by default ``rpc_timeout`` of ``init_rpc``. 0: no limit.
+        timeout: seconds that each operation has, the time included that it waits for its turn; by default
+            ``rpc_timeout`` of ``init_rpc``. 0: no limit.
 
     Raises:
         InvalidStateError: RPC has not begun; the worker serves no such offload.
@@ -59,12 +55,12 @@ class RemoteOffloader:
     ) -> None:
         session = current()
         self._worker = session.destination(to).name
-        self._name, self._timeout = name, timeout
+        self._name, self._timeout = name, session.timeout(timeout)
         terms = rpc_sync(self._worker, calls.begin, (name, namespace, session.name), timeout=timeout)
         self._token, self._durable = terms.token, terms.durable
-        self._transport = Transport(self._worker, name, terms, timeout)
+        self._transport = Transport(self._worker, name, terms)
         self._turns = Turns()
-        self._pending: dict[CUDAFuture[Any], tuple[CUDAFuture[Any], bool]] = {}  # what it waits for; whether to change
+        self._operations = Operations(self._worker)
         self._closed = False
         self._end = weakref.finalize(self, _end, self._worker, name, self._token)
 
@@ -84,11 +80,12 @@ class RemoteOffloader:
         """Put a tensor under a key, in place of what was there; see ``Offloader.write``.
 
         The future fails with what the service's store says, or with WorkerLostError or TimeoutError: then it is not
-        known whether the key was written. The tensor must not be changed before it is done.
+        known whether the key was written. The tensor must not be changed before ``future.released`` is done: a device's
+        has been copied to the host by then, a small one been put into a request, any other been written.
 
         Raises:
-            ValueError: no such key can be.
-            TypeError: no tensor on the host or a device with streams, or of a dtype that cannot be sent.
+            ValueError: no such key can be; the tensor's device has no streams.
+            TypeError: no tensor, one without memory, or of a dtype that cannot be sent.
             InvalidStateError: the offloader is closed.
 
         >>> from rpc_ext import serve_offload
@@ -98,9 +95,14 @@ class RemoteOffloader:
         """
         expect_key(key)
         header = header_of(key, tensor)
-        return self._begun(
-            f"write {key}", priority, lambda: self._turns.take([key], lambda: self._write(header, tensor))
-        )
+        source, released = source_of(tensor, priority)
+
+        def write(deadline: Deadline) -> CUDAFuture[int]:
+            written = self._turns.take([key], lambda: self._transport.write(header, source, deadline))
+            written.add_done_callback(lambda _: source.release(), executor=_THREAD)
+            return written
+
+        return self._begin("write", key, write, priority, released)
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
         """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does.
@@ -115,15 +117,6 @@ class RemoteOffloader:
             expect_key(header.key)
         parts = [self.write(key, tensor, priority=priority) for key, tensor in tensors.items()]
         return gather(*parts).then(lambda done: sum(done.value()), executor=_THREAD)
-
-    def _write(self, header: Header, tensor: torch.Tensor) -> CUDAFuture[int]:
-        if tensor.is_cpu:
-            return self._transport.write(header, bytes_of(tensor))
-        return copy(tensor, "cpu").then_async(
-            lambda done: self._transport.write(header, bytes_of(done.value())),
-            executor=executors.default_executor(),
-            non_blocking=False,
-        )
 
     # ---- reading
 
@@ -147,9 +140,8 @@ class RemoteOffloader:
         tensor([0, 1, 2])
         """
         expect_key(key)
-        if out is not None and device is not None:
-            raise ValueError("a tensor to be filled is where it is: give it, or a device")
-        return self._begun(f"read {key}", priority, lambda: self._read(key, out, device), changes=False)
+        target = target_of(out, device, priority)
+        return self._begin("read", key, lambda deadline: self._transport.read(key, target, deadline), priority)
 
     def readv(
         self,
@@ -174,55 +166,6 @@ class RemoteOffloader:
         parts = [self.read(key, out, device, priority=priority) for key, out in zip(names, into, strict=True)]
         return gather(*parts)
 
-    def _read(
-        self, key: str, out: torch.Tensor | None, device: torch.device | str | int | None, gone: bytes | None = None
-    ) -> CUDAFuture[torch.Tensor]:
-        expected = None if out is None else out.nbytes
-
-        def first(done: CUDAFuture[tuple[Header, torch.Tensor]]) -> CUDAFuture[torch.Tensor]:
-            header, data = done.value()
-            if header.upload == gone:
-                raise NotFoundError(f"key {key!r}: one of its pieces is not there")
-            if out is not None and (out.dtype, tuple(out.shape)) != (header.dtype, header.shape):
-                raise ValueError(
-                    f"key {key!r} is a tensor of {header.dtype} {list(header.shape)}, and the one to be filled of "
-                    f"{out.dtype} {list(out.shape)}"
-                )
-            if header.pieces == 1:
-                return delivered(data.view(header.dtype).reshape(header.shape), out, device)
-            return self._read_on(header, data, out, device)
-
-        return self._transport.fetch(Wanted(key), expected).then_async(first, executor=_THREAD)
-
-    def _read_on(
-        self, header: Header, data: torch.Tensor, out: torch.Tensor | None, device: torch.device | str | int | None
-    ) -> CUDAFuture[torch.Tensor]:
-        """Fetch the other pieces; from the first one on again where the key was written again meanwhile."""
-        fills = out is not None and out.is_cpu and out.is_contiguous()
-        whole = out if fills and out is not None else torch.empty(header.shape, dtype=header.dtype)
-        into = whole.detach().reshape(-1).view(torch.uint8)
-        into[: header.length].copy_(data)
-
-        def fill(done: CUDAFuture[tuple[Header, torch.Tensor]]) -> None:
-            piece, data = done.value()
-            into[piece.piece * PIECE : piece.piece * PIECE + piece.length].copy_(data)
-
-        def ended(done: CUDAFuture[list[CUDAFuture[None]]]) -> CUDAFuture[torch.Tensor]:
-            errors = [error for part in done.value() if (error := part.exception()) is not None]
-            if any(isinstance(error, NotFoundError) for error in errors):
-                return self._read(header.key, out, device, header.upload)
-            if errors:
-                raise errors[0]
-            return CUDAFuture.completed(whole) if fills else delivered(whole, out, device)
-
-        parts = [
-            self._transport.fetch(Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE)).then(
-                fill, executor=_THREAD
-            )
-            for i in range(1, header.pieces)
-        ]
-        return collect_all(parts).then_async(ended, executor=_THREAD)
-
     # ---- the rest
 
     def delete(self, key: str) -> CUDAFuture[None]:
@@ -236,7 +179,9 @@ class RemoteOffloader:
         False
         """
         expect_key(key)
-        return self._begun(f"delete {key}", 0, lambda: self._turns.take([key], lambda: self._delete([key])))
+        return self._begin(
+            "delete", key, lambda deadline: self._turns.take([key], lambda: self._delete([key], deadline))
+        )
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
         """Forget many keys; see ``Offloader.deletev``.
@@ -251,11 +196,15 @@ class RemoteOffloader:
         if not names:
             return CUDAFuture.completed(None)
         what = f"{len(names)} keys"
-        return self._begun(f"delete {what}", 0, lambda: self._turns.take(names, lambda: self._delete(names)))
+        return self._begin(
+            "delete", what, lambda deadline: self._turns.take(names, lambda: self._delete(names, deadline))
+        )
 
-    def _delete(self, keys: list[str]) -> CUDAFuture[None]:
+    def _delete(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
         parts = [
-            self._transport.call(calls.delete, pack_wanted([Wanted(key) for key in keys[i : i + MOST_HEADERS]]))
+            self._transport.call(
+                deadline, calls.delete, pack_wanted([Wanted(key) for key in keys[i : i + MOST_HEADERS]])
+            )
             for i in range(0, len(keys), MOST_HEADERS)
         ]
         return gather(*(part.then(_expect_success, executor=_THREAD) for part in parts)).then(
@@ -305,8 +254,9 @@ class RemoteOffloader:
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     remote.flush().wait()
         """
-        self._expect_open()
-        pending = [done for done, changes in self._pending.copy().values() if changes]
+        if self._closed:
+            raise InvalidStateError("the offloader is closed")
+        pending = self._operations.changes()
         if not pending:
             return CUDAFuture.completed(None)
         return gather(*pending).then(_nothing, executor=_THREAD)
@@ -321,9 +271,19 @@ class RemoteOffloader:
         if self._closed:
             return
         self._closed = True
-        for future, (done, _) in self._pending.copy().items():
-            wait([future, done])
+        self._operations.wait()
         self._end()
+
+    def statistics(self) -> RemoteOffloaderStatistics:
+        """Return what is under way, and what has been done so far.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.statistics().bytes_written
+        36
+        """
+        return self._operations.statistics(self._transport.flow)
 
     def __enter__(self) -> RemoteOffloader:
         return self
@@ -336,30 +296,19 @@ class RemoteOffloader:
 
     # ---- how
 
-    def _expect_open(self) -> None:
+    def _begin(
+        self,
+        kind: Literal["write", "read", "delete"],
+        what: str,
+        begin: Callable[[Deadline], CUDAFuture[T]],
+        priority: int = 0,
+        released: CUDAFuture[None] | None = None,
+    ) -> CUDAFuture[T]:
+        """Begin something that has so much time from now on."""
         if self._closed:
             raise InvalidStateError("the offloader is closed")
-
-    def _begun(
-        self, what: str, priority: int, begin: Callable[[], CUDAFuture[Any]], *, changes: bool = True
-    ) -> CUDAFuture[Any]:
-        """Begin something, and return the future of the user's."""
-        self._expect_open()
-        future: CUDAFuture[Any] = CUDAFuture(name=what, priority=priority, executor=_THREAD)
-        done = begun(begin)
-        self._pending[future] = done, changes
-
-        def ended(done: CUDAFuture[Any]) -> None:
-            error = done.exception()
-            with contextlib.suppress(InvalidStateError):  # it was cancelled
-                if error is None:
-                    future.set_result(done.value())
-                else:
-                    future.set_exception(_named(error, what, self._worker))
-            self._pending.pop(future, None)
-
-        done.add_done_callback(ended, executor=_THREAD)
-        return future
+        deadline = Deadline.after(self._timeout)
+        return self._operations.begin(kind, what, lambda: begin(deadline), priority, released)
 
 
 def _expect_success(done: CUDAFuture[Answer]) -> None:
@@ -368,19 +317,6 @@ def _expect_success(done: CUDAFuture[Answer]) -> None:
 
 def _nothing(done: CUDAFuture[Any]) -> None:
     done.value()
-
-
-def _named(error: BaseException, what: str, worker: str) -> BaseException:
-    """Return an error that says of which key and worker it is."""
-    if isinstance(error, WorkerLostError):
-        return WorkerLostError(f"{what}: {error}", worker=worker)
-    if type(error) is TimeoutError:
-        return TimeoutError(f"{what}: {error}")
-    with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
-        error = copy_of(error).with_traceback(error.__traceback__)
-    noted: Any = error  # Python 3.10 has no add_note
-    noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
-    return error
 
 
 def _end(worker: str, name: str, token: bytes) -> None:

@@ -66,7 +66,7 @@ class Frame:
 
 def described(tensors: Sequence[torch.Tensor]) -> bytes:
     """Describe tensors as their signature does: of the host, of a few dtypes."""
-    numbers = {torch.float32: 6, torch.float64: 7, torch.int64: 4}
+    numbers = {torch.uint8: 0, torch.int64: 4, torch.float32: 6, torch.float64: 7}
     parts = [struct.pack("<Q", len(tensors))]
     parts += [
         struct.pack(f"<iiQ{t.dim()}q", numbers[t.dtype], 0, t.dim(), *t.shape)  # 0: the host

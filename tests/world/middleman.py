@@ -35,8 +35,9 @@ class Relay:
         self._find = find  # where the other listens
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets = [self._listener]
-        self._lock = threading.Lock()  # guards the two that follow
+        self._lock = threading.Lock()  # guards what follows
         self._direction, self._change = 0, _leave
+        self._sender: int | None = None
         self.changed = 0
         """frames that were changed"""
         threading.Thread(target=self._accept, daemon=True).start()
@@ -56,10 +57,10 @@ class Relay:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def change_next(self, direction: int, change: Change) -> None:
-        """Change the next frame of one direction."""
+    def change_next(self, direction: int, change: Change, sender: int | None = None) -> None:
+        """Change the next frame of one direction, and of one sender if that is named."""
         with self._lock:
-            self._direction, self._change = direction, change
+            self._direction, self._change, self._sender = direction, change, sender
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -93,7 +94,8 @@ class Relay:
 
     def _maybe_change(self, data: bytearray, begin: int) -> None:
         with self._lock:
-            if data[begin + 5] == self._direction:
+            sender = int.from_bytes(data[begin + 8 : begin + 12], "little")
+            if data[begin + 5] == self._direction and self._sender in (None, sender):
                 self._change(data, begin)
                 self._direction, self._change = 0, _leave
                 self.changed += 1

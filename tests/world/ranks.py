@@ -26,10 +26,13 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "cudafuture.distributed"])
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()) -> list[Any]:
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = (), patience: float = PATIENCE
+) -> list[Any]:
     """Call ``function(rank, *args)`` on `size` ranks with a Gloo group, and return what it returns, by rank.
 
-    `lost` ranks are meant not to come back: None stands for them.
+    `lost` ranks are meant not to come back: None stands for them. One that takes longer than `patience` seconds is a
+    failure of the test.
     """
     folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
     pipes: dict[int, Connection] = {}
@@ -45,7 +48,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, lost: Collect
         waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}
         try:
             while waiting:
-                ready = wait(list(waiting), PATIENCE)
+                ready = wait(list(waiting), patience)
                 assert ready, f"ranks {sorted(waiting.values())} have not come back"
                 for pipe in ready:
                     rank = waiting.pop(pipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import rpc_ext
 from cudafuture import gather, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from cudafuture.storage import Engine
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, checksum_of, pack, pack_wanted
@@ -209,17 +211,73 @@ def test_arguments(service: OffloadService, tmp_path: Path) -> None:
         remote.write("x", numbered(3)).wait(timeout=PATIENCE)
 
 
-def test_a_future_that_was_cancelled_holds_up_neither_flush_nor_close(service: OffloadService) -> None:
+def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(service: OffloadService) -> None:
     with RemoteOffloader(ME, namespace="shared") as remote:
         write = remote.write("x", numbered(PIECE))
-        write.cancel()
+        assert not write.cancel()
         missing = remote.read("no")
+        assert not missing.cancel()
         remote.flush().wait(timeout=PATIENCE)  # of what changes something
+        assert write.done()
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
-        remote.write("y", numbered(PIECE)).cancel()
+        last = remote.write("y", numbered(PIECE))
+    assert last.done()
     with RemoteOffloader(ME, namespace="shared") as remote:
         assert remote.keys() == ["x", "y"]
-    assert not write.done() or write.cancelled()
+
+
+@pytest.mark.parametrize("size", [3, PIECE // 4 + 1], ids=["small", "pieces"])
+def test_the_memory_is_released_when_it_is_not_needed(remote: RemoteOffloader, size: int) -> None:
+    tensor = numbered(size)
+    write = remote.write("x", tensor)
+    assert write.released is not None
+    write.released.wait(timeout=PATIENCE)
+    tensor.zero_()
+    write.wait(timeout=PATIENCE)
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
+    assert remote.read("x").released is None
+
+
+def test_a_write_that_fails_releases_its_memory(service: OffloadService, remote: RemoteOffloader) -> None:
+    remote._transport._token = b"wrong"
+    write = remote.write("x", numbered(PIECE))
+    assert write.released is not None
+    write.released.wait(timeout=PATIENCE)
+    assert isinstance(write.exception(timeout=PATIENCE), AuthenticationError)
+
+
+def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> None:
+    engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
+    with serve_offload(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1) as service:
+        try:
+            with RemoteOffloader(ME, name="slow", timeout=1) as remote:
+                data = numbered(PIECE // 4)
+                writes = {f"{i}": remote.write(f"{i}", data) for i in range(6)}
+                assert remote.statistics().under_way == 2 * PIECE
+                assert remote.statistics().waiting == 4 * PIECE
+                for key, write in writes.items():
+                    error = write.exception(timeout=PATIENCE)
+                    assert isinstance(error, TimeoutError)
+                    assert f"write {key}: " in str(error)
+                    assert ME in str(error)
+                assert service.statistics().most_under_way == 2 * PIECE
+        finally:
+            engine._native.let_go()
+
+
+def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
+    none = remote.statistics()
+    assert (none.pending, none.operations, none.failed, none.under_way, none.waiting) == (0, 0, 0, 0, 0)
+    assert none.window == (1 << 30) // 16
+    assert math.isnan(none.latency_p50)
+    remote.writev({f"{i}": numbered(100) for i in range(4)}).wait(timeout=PATIENCE)
+    remote.read("0").wait(timeout=PATIENCE)
+    assert remote.read("no").exception(timeout=PATIENCE) is not None
+    remote.delete("1").wait(timeout=PATIENCE)
+    some = remote.statistics()
+    assert (some.bytes_written, some.bytes_read, some.operations, some.failed) == (1600, 400, 7, 1)
+    assert (some.under_way, some.waiting) == (0, 0)
+    assert 0 < some.latency_p50 <= some.latency_p99
 
 
 def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> None:

@@ -1,0 +1,125 @@
+"""What a client of an offload service has under way: the futures that its user has, counted and named."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from copy import copy as copy_of
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from cudafuture import CUDAFuture, executors, wait
+from cudafuture.errors import WorkerLostError
+from rpc_ext._histogram import Histogram
+from rpc_ext._offload_flow import Flow
+from rpc_ext._offload_statistics import RemoteOffloaderStatistics
+from rpc_ext._turns import begun
+
+__all__ = ["Operations"]
+
+T = TypeVar("T")
+Kind = Literal["write", "read", "delete"]
+_THREAD = executors.callback_thread
+
+
+@dataclass(eq=False)
+class _Operation:
+    kind: Kind
+    what: str
+    since: int
+    future: CUDAFuture[Any]  # the user's
+
+
+class Operations:
+    """Those of one client.
+
+    Args:
+        worker: whose service it is.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._pending: dict[_Operation, CUDAFuture[Any]] = {}  # and what each waits for
+        self._bytes = {"write": 0, "read": 0, "delete": 0}
+        self._failed = 0
+        self._latencies = Histogram()
+
+    def begin(
+        self,
+        kind: Kind,
+        what: str,
+        begin: Callable[[], CUDAFuture[T]],
+        priority: int = 0,
+        released: CUDAFuture[None] | None = None,
+    ) -> CUDAFuture[T]:
+        """Begin something, and return the user's future of it, which cannot be cancelled: the memory is in use."""
+        future: CUDAFuture[T] = CUDAFuture(name=f"{kind} {what}", priority=priority, executor=_THREAD)
+        future.set_running_or_notify_cancel()
+        if released is not None:
+            future.released = released
+        operation = _Operation(kind, f"{kind} {what}", time.perf_counter_ns(), future)
+        done = begun(begin)
+        with self._lock:
+            self._pending[operation] = done
+        done.add_done_callback(lambda done: self._ended(operation, done), executor=_THREAD)
+        return future
+
+    def _ended(self, operation: _Operation, done: CUDAFuture[Any]) -> None:
+        error = done.exception()
+        value = None if error is not None else done.value()
+        with self._lock:
+            self._latencies.add(time.perf_counter_ns() - operation.since)
+            self._failed += error is not None
+            self._bytes[operation.kind] += value.nbytes if isinstance(value, torch.Tensor) else value or 0
+        if error is None:
+            operation.future.set_result(value)
+        else:
+            operation.future.set_exception(_named(error, operation.what, self._worker))
+        with self._lock:
+            self._pending.pop(operation, None)
+
+    def changes(self) -> list[CUDAFuture[Any]]:
+        """Return what pending writes and deletions wait for."""
+        with self._lock:
+            return [done for operation, done in self._pending.items() if operation.kind != "read"]
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        with self._lock:
+            pending = [operation.future for operation in self._pending]
+        if pending:
+            wait(pending)
+
+    def statistics(self, flow: Flow) -> RemoteOffloaderStatistics:
+        """Return what there is, and what has been done so far."""
+        with self._lock:
+            return RemoteOffloaderStatistics(
+                pending=len(self._pending),
+                under_way=flow.under_way,
+                waiting=flow.waiting,
+                window=flow.window,
+                bytes_written=self._bytes["write"],
+                bytes_read=self._bytes["read"],
+                operations=self._latencies.total,
+                failed=self._failed,
+                latency_p50=self._latencies.quantile(0.5),
+                latency_p99=self._latencies.quantile(0.99),
+            )
+
+
+def _named(error: BaseException, what: str, worker: str) -> BaseException:
+    """Return an error that says of which key and worker it is."""
+    if isinstance(error, WorkerLostError):
+        return WorkerLostError(f"{what}: {error}", worker=worker)
+    if type(error) is TimeoutError:
+        return TimeoutError(f"{what}: {error}")
+    with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
+        error = copy_of(error).with_traceback(error.__traceback__)
+    noted: Any = error  # Python 3.10 has no add_note
+    noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
+    return error

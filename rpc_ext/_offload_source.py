@@ -1,0 +1,112 @@
+"""A tensor that is written to another worker: its bytes, on the host, piece by piece as they are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+
+from cudafuture import CUDAFuture, copy, executors, pool_stream
+from cudafuture.errors import InvalidStateError
+from rpc_ext._offload_wire import Header, code_of, pieces_of
+
+__all__ = ["Source", "header_of", "source_of"]
+
+_THREAD = executors.callback_thread
+
+
+class Source(Protocol):
+    """Where the bytes come from."""
+
+    def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
+        """Return bytes when the host may read them, in a storage that has nothing else."""
+        ...
+
+    def release(self) -> None:
+        """Say that the tensor is wanted no more, if that was not said before."""
+        ...
+
+
+def header_of(key: str, tensor: torch.Tensor) -> Header:
+    """Return what is said of a tensor.
+
+    Raises:
+        TypeError: it is none, or one that cannot be sent.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        raise TypeError(f"key {key!r}: a tensor without memory of its own cannot be sent ({tensor.layout})")
+    code_of(tensor.dtype)
+    return Header(key, tensor.dtype, tuple(tensor.shape), tensor.nbytes, pieces=pieces_of(tensor.nbytes))
+
+
+def source_of(tensor: torch.Tensor, priority: int) -> tuple[Source, CUDAFuture[None]]:
+    """Return the source that a tensor is, and the future of when it may be overwritten.
+
+    Raises:
+        ValueError: it is on a device that has no streams.
+    """
+    released: CUDAFuture[None] = CUDAFuture(name="released", executor=_THREAD)
+    if tensor.is_cpu:
+        return _HostSource(tensor, released), released
+    pool_stream(tensor.device, priority)  # refuses what has none
+    return _DeviceSource(tensor, released, priority), released
+
+
+class _HostSource:
+    """Memory on the host, which is sent as it lies."""
+
+    def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None]) -> None:
+        self._bytes, self._released = _bytes_of(tensor), released
+
+    def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
+        return CUDAFuture.completed(_alone(self._bytes, at, length))
+
+    def release(self) -> None:
+        _complete(self._released)
+
+
+class _DeviceSource:
+    """Memory on a device: each piece is copied to pinned memory on a pool stream, when there is room for it to go."""
+
+    def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None], priority: int) -> None:
+        self._released, self._priority = released, priority
+        self._left = tensor.nbytes  # bytes that are still to be copied
+        written: CUDAFuture[torch.Tensor] = CUDAFuture.completed(tensor)  # by the caller's streams
+        self._bytes = written.then(lambda done: _bytes_of(done.value()), priority=priority)
+
+    def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
+        def begin(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[torch.Tensor]:
+            return copy(done.value()[at : at + length], "cpu", priority=self._priority)
+
+        def copied(done: CUDAFuture[torch.Tensor]) -> torch.Tensor:
+            piece = done.value()
+            self._left -= length  # on the callback thread: one at a time
+            if self._left <= 0:
+                self.release()
+            return piece
+
+        copying = self._bytes.then_async(begin, priority=self._priority, executor=executors.inline)
+        return copying.then(copied, executor=_THREAD, non_blocking=False)
+
+    def release(self) -> None:
+        _complete(self._released)
+
+
+def _complete(released: CUDAFuture[None]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was released before
+        released.set_result(None)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as they lie in order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _alone(data: torch.Tensor, at: int, length: int) -> torch.Tensor:
+    """Return bytes as a tensor whose storage has nothing else: torch's RPC copies what is a part of a storage."""
+    if length == 0 or data.untyped_storage().nbytes() == length:
+        return data[at : at + length]
+    return torch.frombuffer(data.numpy().data, dtype=torch.uint8, count=length, offset=at)

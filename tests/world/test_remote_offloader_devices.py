@@ -1,0 +1,140 @@
+"""Tensors on devices, offloaded to a worker: through pinned memory, ordered after what was enqueued, without a race."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import _C, gather
+from cudafuture.testing import sim
+from cudafuture.testing.sim import RaceError
+from rpc_ext import RemoteOffloader, serve_offload
+from rpc_ext._offload_wire import PIECE
+from world.device_calls import LONG, calling, filled, only
+from world.simulated import SCHEDULES
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-devices")]
+
+ME = "worker0"
+SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a pack; in two pieces
+
+
+def comes_back_to_the_host(remote: RemoteOffloader, size: int) -> None:
+    remote.write("x", filled(1.0, size=size)).wait(timeout=LONG)
+    back = remote.read("x").wait(timeout=LONG)
+    assert back.is_cpu
+    assert torch.equal(back, torch.ones(size))
+
+
+def comes_back_to_a_device(remote: RemoteOffloader, size: int) -> None:
+    remote.write("x", filled(2.0, size=size)).wait(timeout=LONG)
+    back = remote.read("x", device="sim:1").wait(timeout=LONG, non_blocking=True)
+    assert str(back.device) == "sim:1"
+    assert (only(back), back.shape) == (2.0, (size,))
+
+
+def fills_what_the_device_was_writing(remote: RemoteOffloader, size: int) -> None:
+    remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
+    out = filled(-1.0, size=size)  # still being written when the read is asked for
+    assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out
+    assert only(out) == 3.0
+
+
+def may_be_overwritten_when_it_is_released(remote: RemoteOffloader, size: int) -> None:
+    tensor = filled(4.0, size=size)
+    write = remote.write("x", tensor)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    tensor.fill_(-1.0)
+    write.wait(timeout=LONG)
+    assert only(remote.read("x", device="sim").wait(timeout=LONG, non_blocking=True)) == 4.0
+
+
+def many_at_once(remote: RemoteOffloader, size: int) -> None:
+    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    remote.writev(tensors, priority=-1).wait(timeout=LONG)
+    outs = [torch.empty_like(tensor) for tensor in tensors.values()]
+    gather(*(remote.read(key, out, priority=-1) for key, out in zip(tensors, outs, strict=True))).wait(
+        timeout=LONG, non_blocking=True
+    )
+    assert [only(out) for out in outs] == [0.0, 1.0, 2.0, 3.0]
+
+
+def transposed(remote: RemoteOffloader, size: int) -> None:
+    tensor = filled(5.0, size=2 * size).view(2, size).t()
+    remote.write("x", tensor).wait(timeout=LONG)
+    out = filled(-1.0, size=2 * size).view(2, size).t()
+    assert remote.read("x", out).wait(timeout=LONG, non_blocking=True).shape == (size, 2)
+    assert only(out) == 5.0
+
+
+@contextlib.contextmanager
+def without(edge: str) -> Iterator[None]:
+    """Cut an edge for a block, whatever that makes of the values."""
+    _C.cut_edge(edge)
+    try:
+        with contextlib.suppress(AssertionError):
+            yield
+    finally:
+        _C.cut_edge(None)
+
+
+SCENARIOS = [
+    comes_back_to_the_host,
+    comes_back_to_a_device,
+    fills_what_the_device_was_writing,
+    may_be_overwritten_when_it_is_released,
+    many_at_once,
+    transposed,
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
+def test_no_race(tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], size: int, schedule: str) -> None:
+    with (
+        calling(schedule, tmp_path / "meeting"),
+        serve_offload(tmp_path / "served"),
+        RemoteOffloader(ME) as remote,
+        torch.Stream("sim:0"),
+    ):
+        scenario(remote, size)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "edge"),
+    [
+        (comes_back_to_a_device, "copy.source_wait"),
+        (comes_back_to_a_device, "copy.done_record"),
+        (fills_what_the_device_was_writing, "copy.done_record"),
+    ],
+    ids=["source", "device", "out"],
+)
+def test_an_edge_that_is_missing_is_found(
+    tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], edge: str
+) -> None:
+    with (
+        pytest.raises(RaceError, match="nothing orders the two"),
+        calling("lazy", tmp_path / "meeting"),
+        serve_offload(tmp_path / "served"),
+        RemoteOffloader(ME) as remote,
+        torch.Stream("sim:0"),
+        without(edge),
+    ):
+        scenario(remote, SMALL)
+
+
+def test_a_tensor_without_memory_or_streams_is_refused(tmp_path: Path) -> None:
+    with calling("lazy", tmp_path / "meeting"), serve_offload(tmp_path / "served"), RemoteOffloader(ME) as remote:
+        for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+            with pytest.raises(TypeError, match="without memory"):
+                remote.write("x", wrong)
+        with pytest.raises(ValueError, match="no streams on meta"):
+            remote.read("x", device="meta")
+        assert remote.keys() == []
+        assert sim.races() == []
