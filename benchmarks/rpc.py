@@ -3,30 +3,25 @@
     python benchmarks/rpc.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
 A process has one RPC agent, so each variant has two processes of its own: ours without a secret, ours with one,
-torch's, and torch's again as the control. Rounds alternate between them in a shuffled order; those whose turn it is not
-are stopped (SIGSTOP): TensorPipe polls shared memory for messages without a pause.
+torch's, and torch's again as the control. Rounds alternate between them in a shuffled order.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from functools import cache, partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import rpc
 
 import rpc_ext
+from _pairs import bare_worker, groups
 from _rows import Row, by_turns, control, run
 
 now = time.perf_counter_ns
@@ -84,91 +79,30 @@ def tensors(call: Callable[..., Any], calls: int, mebibytes: int) -> float:
 # ---- processes
 
 
-def worker(rank: int, folder: str, variant: str, requests: Connection) -> None:
-    torch.set_num_threads(1)
-    where = f"file://{folder}/{variant}"
-    call: Callable[..., Any]
-    if variant.startswith("ours"):
-        secret = SECRET if variant == "ours signed" else None
-        rpc_ext.init_rpc(rank=rank, world_size=2, init_method=where, secret=secret)
-        call, end = rpc_ext.rpc_async, rpc_ext.shutdown
-    else:
-        bare: Any = rpc
-        options = bare.TensorPipeRpcBackendOptions(init_method=where)
-        bare.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        call, end = bare.rpc_async, bare.shutdown
-    call(f"worker{1 - rank}", empty).wait()
-    gc.collect()
-    gc.freeze()  # what torch has made at import is not to be looked through in the middle of a round
-    requests.send(None)
-    while (measure := requests.recv()) is not None:
-        requests.send(measure(call))
-    end()
+@dataclass(frozen=True)
+class Calling:
+    """Two workers: what is measured gets the function that calls the other."""
+
+    name: str
+    ranks: int = 2
+
+    @contextmanager
+    def __call__(self, rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
+        with our_worker(rank, folder, self.name) if self.name.startswith("ours") else bare_worker(rank, folder) as call:
+            call(f"worker{1 - rank}", empty).wait()
+            yield call
 
 
-class Pair:
-    """A caller and a callee, which run only while it is their turn."""
-
-    def __init__(self, folder: str, variant: str) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self.ends, self.processes = [], []
-        for rank in range(2):
-            ours, theirs = spawning.Pipe()
-            process = spawning.Process(target=worker, args=(rank, folder, variant, theirs))
-            process.start()
-            self.ends.append(ours)
-            self.processes.append(process)
-        for end in self.ends:
-            end.recv()
-        self.send(signal.SIGSTOP)
-
-    def send(self, what: signal.Signals) -> None:
-        for process in self.processes:
-            assert process.pid is not None
-            os.kill(process.pid, what)
-
-    def time(self, measure: Callable[[Any], float]) -> float:
-        self.send(signal.SIGCONT)
-        self.ends[0].send(measure)
-        took: float = self.ends[0].recv()
-        self.send(signal.SIGSTOP)
-        return took
-
-    def end(self) -> None:
-        self.send(signal.SIGCONT)
-        for end in self.ends:
-            end.send(None)
-        for process in self.processes:
-            process.join(60)
-            process.kill()
-
-
-class Pairs:
-    """Those that were needed so far."""
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.made: dict[str, Pair] = {}
-        atexit.register(self.end)
-
-    def of(self, variant: str) -> Pair:
-        if variant not in self.made:
-            self.made[variant] = Pair(self.folder.name, variant)
-        return self.made[variant]
-
-    def end(self) -> None:
-        for pair in self.made.values():
-            pair.end()
-        self.folder.cleanup()
-
-
-@cache
-def pairs() -> Pairs:
-    return Pairs()
+@contextmanager
+def our_worker(rank: int, folder: Path, name: str) -> Iterator[Callable[..., Any]]:
+    secret = SECRET if name == "ours signed" else None
+    with rpc_ext.init_rpc(rank=rank, world_size=2, init_method=f"file://{folder}/store", secret=secret):
+        yield rpc_ext.rpc_async
 
 
 def compare(name: str, what: str, measure: Callable[[Any], float], limit: float, ours: str, rounds: int) -> Row:
-    took = by_turns(rounds, *(partial(pairs().of(variant).time, measure) for variant in (ours, "torch", "torch again")))
+    variants = [Calling(name) for name in (ours, "torch", "torch again")]
+    took = by_turns(rounds, *(partial(groups().of(variant).time, measure) for variant in variants))
     same = [a / b for a, b in zip(took[2], took[1], strict=True)]
     us, them = (statistics.median(figures) for figures in took[:2])
     return Row(name, what, "ns", us, them, "torch", "x", us / them, limit, *control("torch / torch", same))

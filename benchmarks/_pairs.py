@@ -1,0 +1,138 @@
+"""Processes that are measured by turns: one for each rank of a variant, which run only while it is their turn.
+
+TensorPipe polls shared memory for messages without a pause, so those whose turn it is not are stopped (SIGSTOP).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import rpc
+
+__all__ = ["Group", "Measure", "Variant", "bare_worker", "groups"]
+
+Measure = Callable[[Any], float]  # takes what a variant makes of a process; what it returns is sent
+
+
+class Variant(Protocol):
+    """What a process of a variant is while it is measured; can be pickled."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    def __call__(self, rank: int, folder: Path) -> AbstractContextManager[Any]:
+        """Be it; the folder is the variant's own."""
+        ...
+
+
+@contextmanager
+def bare_worker(rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
+    """Be worker0 or worker1 of torch.distributed.rpc itself; gives its rpc_async."""
+    bare: Any = rpc  # has few types
+    options = bare.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    bare.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    yield bare.rpc_async
+    bare.shutdown()
+
+
+def _be(variant: Variant, rank: int, folder: Path, requests: Connection) -> None:
+    torch.set_num_threads(1)
+    with variant(rank, folder) as thing:
+        gc.collect()
+        gc.freeze()  # what torch has made at import is not to be looked through in the middle of a round
+        requests.send(None)
+        while (measure := requests.recv()) is not None:
+            requests.send(measure(thing))
+
+
+def _processor_time(_: Any) -> float:
+    return time.process_time_ns()
+
+
+class Group:
+    """The processes of a variant. Rank 0 is measured."""
+
+    def __init__(self, folder: Path, variant: Variant) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        folder.mkdir()
+        self.cpu: list[float] = []
+        """nanoseconds of processor time that each turn has cost, of all processes"""
+        self._ends, self._processes = [], []
+        for rank in range(variant.ranks):
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=_be, args=(variant, rank, folder, theirs))
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        for end in self._ends:
+            end.recv()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, what: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, what)
+
+    def _ask_all(self, measure: Measure) -> list[float]:
+        for end in self._ends:
+            end.send(measure)
+        return [end.recv() for end in self._ends]
+
+    def time(self, measure: Measure) -> float:
+        """Let rank 0 measure."""
+        self._signal(signal.SIGCONT)
+        began = sum(self._ask_all(_processor_time))
+        self._ends[0].send(measure)
+        took: float = self._ends[0].recv()
+        self.cpu.append(sum(self._ask_all(_processor_time)) - began)
+        self._signal(signal.SIGSTOP)
+        return took
+
+    def end(self) -> None:
+        self._signal(signal.SIGCONT)
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(60)
+            process.kill()
+
+
+class Groups:
+    """Those that were needed so far."""
+
+    def __init__(self) -> None:
+        where = os.environ.get("CUDAFUTURE_BENCH_DIR", ".")
+        self._folder = tempfile.TemporaryDirectory(dir=where, prefix="pairs-")
+        self._made: dict[str, Group] = {}
+        atexit.register(self._end)
+
+    def of(self, variant: Variant) -> Group:
+        if variant.name not in self._made:
+            self._made[variant.name] = Group(Path(self._folder.name).absolute() / variant.name, variant)
+        return self._made[variant.name]
+
+    def _end(self) -> None:
+        for group in self._made.values():
+            group.end()
+        self._folder.cleanup()
+
+
+@cache
+def groups() -> Groups:
+    """All groups of this program."""
+    return Groups()

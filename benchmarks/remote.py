@@ -1,0 +1,328 @@
+"""What offloading to another worker costs beside its parts and its peers: two processes on loopback, each limit a row.
+
+    python benchmarks/remote.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+
+The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. Who takes part
+has processes of its own, which run by turns: ours; a local Offloader; and bare torch.distributed.rpc, where the callee
+drops the tensors that it gets, keeps some to give away, or, as the peer for small tensors, writes and reads each with
+DeepSpeed's aio_handle, or as a plain file where that is not installed. All write over what they have written before.
+
+Large tensors cannot go faster than the disk nor than TensorPipe: the slower of the two is the peer. Processor time is
+that of all processes of a variant, and compared with the sum of both. "torch again" is the control.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rpc_ext
+from _pairs import Measure, Variant, bare_worker, groups
+from _rows import Row, by_turns, control, run
+from _storage_peers import DeepSpeed, missing
+from cudafuture import wait_all
+from cudafuture.storage import Offloader
+
+now = time.perf_counter_ns
+OTHER = "worker1"
+MIB = 1 << 20
+GIB = 1 << 30
+PIECE = 16 * MIB
+SMALL = 64 << 10
+SMALL_COUNT = 1024
+PAGE = 4096
+LATENCIES = 300  # one after the other
+
+
+# ---- tensors, of a process that measures
+
+
+@cache
+def tensors(count: int, size: int) -> list[torch.Tensor]:
+    """What is written, and filled again by reads."""
+    return [torch.full((size,), i % 251 + 1, dtype=torch.uint8) for i in range(count)]
+
+
+def prove(held: list[torch.Tensor]) -> None:
+    """See that reads have brought back what was written."""
+    for i, tensor in enumerate(held):
+        if not int(tensor[0]) == int(tensor[-1]) == i % 251 + 1:
+            raise RuntimeError(f"tensor {i} was not read as it was written")
+
+
+# ---- what is measured: nanoseconds
+
+
+def write_store(store: Any, count: int, size: int) -> float:
+    held = tensors(count, size)
+    os.sync()  # nobody pays for what others have left
+    start = now()
+    wait_all([store.write(f"{size}/{i}", tensor) for i, tensor in enumerate(held)])
+    return now() - start
+
+
+def read_store(store: Any, count: int, size: int) -> float:
+    held = tensors(count, size)
+    os.sync()
+    start = now()
+    wait_all([store.read(f"{size}/{i}", tensor) for i, tensor in enumerate(held)])
+    took = now() - start
+    prove(held)
+    return took
+
+
+def read_page(store: Any) -> float:
+    out = torch.zeros(PAGE, dtype=torch.uint8)
+    store.write("page", out).wait()
+    start = now()
+    for _ in range(LATENCIES):
+        store.read("page", out).wait()
+    return (now() - start) / LATENCIES
+
+
+def send(call: Callable[..., Any], fn: Callable[..., Any], count: int, size: int) -> float:
+    held = tensors(count, size)
+    os.sync()
+    start = now()
+    for future in [call(OTHER, fn, (i, tensor)) for i, tensor in enumerate(held)]:
+        future.wait()
+    return now() - start
+
+
+def receive(call: Callable[..., Any], fn: Callable[..., Any], count: int, size: int) -> float:
+    os.sync()
+    start = now()
+    got = [future.wait() for future in [call(OTHER, fn, (i, size)) for i in range(count)]]
+    took = now() - start
+    prove(got)
+    return took
+
+
+def call_empty(call: Callable[..., Any]) -> float:
+    start = now()
+    for _ in range(LATENCIES):
+        call(OTHER, empty).wait()
+    return (now() - start) / LATENCIES
+
+
+# ---- what the callee of torch's does
+
+
+def empty() -> None:
+    pass
+
+
+def drop(_i: int, _tensor: torch.Tensor) -> None:
+    pass
+
+
+@cache
+def kept(i: int, size: int) -> torch.Tensor:
+    return torch.full((size,), i % 251 + 1, dtype=torch.uint8)
+
+
+class Handle(threading.local):
+    """DeepSpeed's, one for each thread that answers calls."""
+
+    def __init__(self) -> None:
+        self.aio = DeepSpeed.handle(8, 1)  # its own defaults
+
+
+FOLDER: list[Path] = []
+handle = cache(Handle)
+
+
+def write_by_deepspeed(i: int, tensor: torch.Tensor) -> None:
+    handle().aio.sync_pwrite(tensor, str(FOLDER[0] / f"{i}.swp"), 0)
+
+
+def read_by_deepspeed(i: int, size: int) -> torch.Tensor:
+    tensor = torch.empty(size, dtype=torch.uint8)
+    handle().aio.sync_pread(tensor, str(FOLDER[0] / f"{i}.swp"), 0)
+    return tensor
+
+
+def write_file(i: int, tensor: torch.Tensor) -> None:
+    (FOLDER[0] / f"{i}.swp").write_bytes(tensor.numpy().data)
+
+
+def read_file(i: int, size: int) -> torch.Tensor:
+    tensor = torch.empty(size, dtype=torch.uint8)
+    with (FOLDER[0] / f"{i}.swp").open("rb", buffering=0) as file:
+        file.readinto(tensor.numpy().data)
+    return tensor
+
+
+# ---- who is measured
+
+SERVED = threading.Event()
+
+
+def set_served() -> None:
+    SERVED.set()
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A worker that serves its disk, and one that offloads to it."""
+
+    name: str = "ours"
+    ranks: int = 2
+
+    @contextmanager
+    def __call__(self, rank: int, folder: Path) -> Iterator[rpc_ext.RemoteOffloader | None]:
+        where = f"file://{folder}/store"
+        with rpc_ext.init_rpc(rank=rank, world_size=2, init_method=where), ExitStack() as stack:
+            if rank == 1:
+                rpc_ext.serve_offload(folder / "served")
+                rpc_ext.rpc_sync("worker0", set_served)
+                yield None
+            else:
+                SERVED.wait()
+                yield stack.enter_context(rpc_ext.RemoteOffloader(OTHER))
+
+
+@dataclass(frozen=True)
+class Local:
+    """An offloader of this process."""
+
+    name: str = "local"
+    ranks: int = 1
+
+    @contextmanager
+    def __call__(self, rank: int, folder: Path) -> Iterator[Offloader]:
+        with Offloader(folder / "local") as offloader:
+            yield offloader
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Two workers of torch.distributed.rpc."""
+
+    name: str = "torch"
+    ranks: int = 2
+
+    @contextmanager
+    def __call__(self, rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
+        FOLDER.append(folder)
+        with bare_worker(rank, folder) as call:
+            yield call
+
+
+OURS, LOCAL, TORCH, TORCH_AGAIN = Ours(), Local(), Torch(), Torch("torch again")
+
+
+# ---- rows
+
+
+@dataclass(frozen=True)
+class Took:
+    """Milliseconds that 1 GiB takes in pieces: medians, and each round's; of wall and processor time."""
+
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+    def median(self, what: dict[str, list[float]], name: str) -> float:
+        return statistics.median(what[name]) / 1e6
+
+
+@cache
+def pieces(direction: str, rounds: int) -> Took:
+    """Let all move a gibibyte in pieces."""
+    count = GIB // PIECE
+    if direction == "write":
+        store, bare = partial(write_store, count=count, size=PIECE), partial(send, fn=drop, count=count, size=PIECE)
+    else:
+        store, bare = partial(read_store, count=count, size=PIECE), partial(receive, fn=kept, count=count, size=PIECE)
+        for variant in (OURS, LOCAL):
+            groups().of(variant).time(partial(write_store, count=count, size=PIECE))
+    measures: dict[Variant, Measure] = {OURS: store, LOCAL: store, TORCH: bare, TORCH_AGAIN: bare}
+    here = {variant: groups().of(variant) for variant in measures}
+    for group in here.values():
+        group.cpu.clear()
+    walls = by_turns(rounds, *(partial(here[variant].time, measure) for variant, measure in measures.items()))
+    return Took(
+        {variant.name: wall for variant, wall in zip(measures, walls, strict=True)},
+        {variant.name: here[variant].cpu[1:] for variant in measures},
+    )
+
+
+def wall(direction: str, rounds: int) -> Row:
+    took = pieces(direction, rounds)
+    ours, local, bare = (took.median(took.wall, name) for name in ("ours", "local", "torch"))
+    peer, name = max((local, "local Offloader"), (bare, "TensorPipe"))
+    same = [a / b for a, b in zip(took.wall["torch again"], took.wall["torch"], strict=True)]
+    what = f"{direction} 64 x 16 MiB (local {local:,.0f}, TensorPipe {bare:,.0f})"
+    return Row(f"{direction}-1GiB", what, "ms", ours, peer, name, "x", ours / peer, 1 / 0.85, *control("torch", same))
+
+
+def cpu(direction: str, rounds: int) -> Row:
+    took = pieces(direction, rounds)
+    ours, local, bare = (took.median(took.cpu, name) for name in ("ours", "local", "torch"))
+    same = [a / b for a, b in zip(took.cpu["torch again"], took.cpu["torch"], strict=True)]
+    what = f"processor time of {direction} 1 GiB (local {local:,.0f}, TensorPipe {bare:,.0f})"
+    peer = local + bare
+    return Row(
+        f"{direction}-cpu", what, "ms", ours, peer, "both parts", "x", ours / peer, 1.15, *control("torch", same)
+    )
+
+
+def small(direction: str, rounds: int) -> Row:
+    writes = direction == "write"
+    if missing(DeepSpeed):
+        peer, fns = "plain files", (write_file, read_file)
+    else:
+        peer, fns = "DeepSpeed", (write_by_deepspeed, read_by_deepspeed)
+    store = partial(write_store if writes else read_store, count=SMALL_COUNT, size=SMALL)
+    there = partial(send, fn=fns[0], count=SMALL_COUNT, size=SMALL)
+    bare = there if writes else partial(receive, fn=fns[1], count=SMALL_COUNT, size=SMALL)
+    if not writes:
+        groups().of(OURS).time(partial(write_store, count=SMALL_COUNT, size=SMALL))
+        for variant in (TORCH, TORCH_AGAIN):
+            groups().of(variant).time(there)
+    turns = [partial(groups().of(OURS).time, store)]
+    turns += [partial(groups().of(variant).time, bare) for variant in (TORCH, TORCH_AGAIN)]
+    took = by_turns(rounds, *turns)
+    same = [a / b for a, b in zip(took[2], took[1], strict=True)]
+    us, them = (statistics.median(figures) / 1e3 for figures in took[:2])
+    what = f"{direction} 1,024 x 64 KiB under way"
+    return Row(
+        f"{direction}-64KiB", what, "us", us, them, f"{peer}, a call each", "x", us / them, 1 / 5, *control(peer, same)
+    )
+
+
+def latency(rounds: int) -> Row:
+    turns = [partial(groups().of(variant).time, read_page) for variant in (OURS, LOCAL)]
+    turns += [partial(groups().of(variant).time, call_empty) for variant in (TORCH, TORCH_AGAIN)]
+    remote, local, bare, again = by_turns(rounds, *turns)
+    same = [a / b for a, b in zip(again, bare, strict=True)]
+    added = statistics.median(remote) - statistics.median(local)
+    peer = statistics.median(bare)
+    what = f"4 KiB read, added to a local one of {statistics.median(local) / 1e3:,.0f} us"
+    return Row("latency", what, "ns", added, peer, "an empty RPC", "x", added / peer, 1.3, *control("torch", same))
+
+
+LIMITS: dict[str, Callable[[int], Row]] = {
+    "write-1GiB": partial(wall, "write"),
+    "write-cpu": partial(cpu, "write"),
+    "read-1GiB": partial(wall, "read"),
+    "read-cpu": partial(cpu, "read"),
+    "write-64KiB": partial(small, "write"),
+    "read-64KiB": partial(small, "read"),
+    "latency": latency,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run("remote", "Offloading to another worker, two processes on loopback", LIMITS, rounds=7))
