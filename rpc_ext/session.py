@@ -276,13 +276,15 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
         graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
             come here, and until none has calls under way. False: at once; the futures of calls under way fail, and
             functions that others have called here are waited for, for five seconds at most.
-        timeout: seconds that a graceful end waits for the others; default: 300.
+        timeout: seconds that a graceful end waits for the others; default: 300. 0 or inf: no limit, as a worker wants
+            that only serves others.
 
     A process that ends without is shut down at once, as with ``graceful=False``.
 
     Raises:
         TimeoutError: a worker has not answered all calls, or has not come, in time; RPC has ended here nonetheless.
         WorkerLostError: the same, of the worker that held the store where they meet.
+        ValueError: a negative timeout, or nan.
         InvalidStateError: it has not begun; or a function that another worker has called wants to end it; or torch's
             own ``shutdown`` has ended it already, in which case what was left of it is ended here.
 
@@ -290,6 +292,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     >>> shutdown()
     """
     global _session
+    patience = _limit(timeout) or LONGEST_TIMEOUT
     if is_serving():  # nobody would come back from this function to answer its caller, and so to let all go
         raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
     session = _begun()
@@ -299,7 +302,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
         lost = not session.has_agent()
         session.is_ending = True
     try:
-        session.end(graceful and not lost, timeout)
+        session.end(graceful and not lost, patience)
     finally:
         with _lock:
             _session = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from cudafuture.testing import torchrun
 from rpc_ext import rpc_async, rpc_sync
 from soak import soak_count
 from world.ranks import run_ranks
+from world.rpc_callees import alone
 from world.rpc_workers import (
     LONG,
     NAMES,
@@ -150,6 +152,27 @@ def shut_down_gracefully(rank: int, store: str) -> None:
 
 def test_a_graceful_shutdown_waits_for_the_calls_in_flight(tmp_path: Path) -> None:
     run_ranks(2, shut_down_gracefully, str(tmp_path / "store"))
+
+
+def serve_to_the_end(rank: int, store: str, timeout: float) -> list[int]:
+    begin(rank, 2, store)
+    dist.barrier()
+    answers = [rpc_sync(1, same, (i,)) for i in range(100)] if rank == 0 else []
+    rpc_ext.shutdown(timeout=timeout if rank == 1 else LONG)
+    return answers
+
+
+@pytest.mark.parametrize("timeout", [0, math.inf], ids=["0", "inf"])
+def test_who_only_serves_ends_with_the_others(tmp_path: Path, timeout: float) -> None:
+    assert run_ranks(2, serve_to_the_end, str(tmp_path / "store"), timeout) == [list(range(100)), []]
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan], ids=["negative", "nan"])
+def test_a_time_for_shutdown_that_is_none_ends_nothing(tmp_path: Path, timeout: float) -> None:
+    with alone(tmp_path / "store"):
+        with pytest.raises(ValueError, match="a timeout is"):
+            rpc_ext.shutdown(timeout=timeout)
+        assert rpc_sync("me", same, (1,)) == 1
 
 
 def shut_down_at_once(rank: int, store: str) -> list[str]:
