@@ -156,3 +156,21 @@ def serve_until_rpc_ends(rank: int, store: str, folder: str) -> None:
 
 def test_a_service_ends_with_rpc(tmp_path: Path) -> None:
     run_ranks(1, serve_until_rpc_ends, str(tmp_path / "store"), str(tmp_path / "served"))
+
+
+def serve_before_rpc(rank: int, store: str, folder: str) -> None:
+    if rank == 1:
+        with serve_offload(folder) as service:
+            begin(rank, 2, store)
+            rpc_ext.shutdown(timeout=LONG)
+            assert service.statistics().bytes_written == 400
+        return
+    begin(rank, 2, store)
+    with RemoteOffloader("callee") as remote:  # nobody has said that it serves: it did before it could be found
+        remote.write("x", torch.ones(100)).wait(timeout=LONG)
+        assert torch.equal(remote.read("x").wait(timeout=LONG), torch.ones(100))
+    rpc_ext.shutdown(timeout=LONG)
+
+
+def test_a_service_can_begin_before_rpc(tmp_path: Path) -> None:
+    run_ranks(2, serve_before_rpc, str(tmp_path / "store"), str(tmp_path / "served"))
