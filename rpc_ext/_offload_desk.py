@@ -48,6 +48,7 @@ class _Session:
     def __init__(self, space: Space, client: str) -> None:
         self.space, self.client = space, client
         self.uploads = Uploads(space)
+        self.under_way = 0  # bytes of its requests that have not been answered
 
 
 class Desk:
@@ -56,7 +57,7 @@ class Desk:
     def __init__(self, name: str, store: Offloader, memory: int, clients: int, namespace_capacity: int | None) -> None:
         self.name = name
         self.store = store
-        self._memory, self._clients, self._namespace_capacity = memory, clients, namespace_capacity
+        self._window, self._clients, self._namespace_capacity = memory // clients, clients, namespace_capacity
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, _Session] = {}
         self._spaces = {
@@ -85,7 +86,7 @@ class Desk:
                 space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
             self._sessions[token] = _Session(space, client)
         self._watch.begin()
-        return Terms(token, self._memory // self._clients, self.store.durable, space.capacity)
+        return Terms(token, self._window, self.store.durable, space.capacity)
 
     def end(self, token: bytes) -> None:
         """Let a client go. What it had begun to write is given up; its private keys are forgotten."""
@@ -137,7 +138,7 @@ class Desk:
         self._checked(_expect_sums, headers, data)
         self._checked(_expect_different, headers)
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
-        return self._answered(data.numel(), lambda: put(session, headers, data))
+        return self._answered(session, data.numel(), lambda: put(session, headers, data))
 
     def _put_wholes(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
         failures: list[tuple[int, BaseException]] = []
@@ -212,7 +213,7 @@ class Desk:
             self._count(read=sum(h.length for h in headers))
             return Answer(failures, pack(headers) if headers else b"", data, left)
 
-        return self._answered(end, lambda: self._fetch(found, end).then(answer, executor=_THREAD))
+        return self._answered(session, end, lambda: self._fetch(found, end).then(answer, executor=_THREAD))
 
     def _fetch(
         self, found: list[tuple[int, str, Header]], nbytes: int
@@ -304,15 +305,26 @@ class Desk:
             self._written += written
             self._read += read
 
-    def _answered(self, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]) -> CUDAFuture[Answer]:
-        """Begin a request of so many bytes, which are under way until it is answered."""
+    def _answered(self, session: _Session, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]) -> CUDAFuture[Answer]:
+        """Begin a request of so many bytes, which are under way until it is answered.
+
+        Raises:
+            BlockingIOError: the client has more under way than its window, twice: it did not count what it asked for.
+        """
         since = time.perf_counter_ns()
         with self._lock:
+            if session.under_way + nbytes > 2 * self._window:
+                self._refused += 1
+                raise BlockingIOError(
+                    f"{session.under_way} bytes are under way for this client, whose window has {self._window}"
+                )
+            session.under_way += nbytes
             self._under_way += nbytes
             self._most_under_way = max(self._most_under_way, self._under_way)
 
         def ended(_: object) -> None:
             with self._lock:
+                session.under_way -= nbytes
                 self._under_way -= nbytes
                 self._latencies.add(time.perf_counter_ns() - since)
 

@@ -265,6 +265,24 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
             engine._native.let_go()
 
 
+def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path) -> None:
+    engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
+    with serve_offload(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1) as service:
+        try:
+            with RemoteOffloader(ME, name="slow") as remote:
+                remote._transport.flow.window = 1 << 40
+                data = numbered(PIECE // 4)
+                writes = [remote.write(f"{i}", data) for i in range(6)]
+                while (statistics := service.statistics()).under_way + statistics.refused * PIECE < 6 * PIECE:
+                    assert not writes[0].done()
+                assert (statistics.under_way, statistics.refused) == (4 * PIECE, 2)
+                engine._native.let_go()
+                errors = [write.exception(timeout=PATIENCE) for write in writes]
+            assert [type(error) for error in errors if error is not None] == [BlockingIOError] * 2
+        finally:
+            engine._native.let_go()
+
+
 def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
     none = remote.statistics()
     assert (none.pending, none.operations, none.failed, none.under_way, none.waiting) == (0, 0, 0, 0, 0)
