@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -85,15 +85,15 @@ class Packer(Generic[T]):
     def __init__(self, most: int, nbytes: int, send: Callable[[list[T]], CUDAFuture[Any]]) -> None:
         self._most, self._bytes, self._send = most, nbytes, send
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._waiting: list[tuple[int, T]] = []
+        self._waiting: collections.deque[tuple[int, T]] = collections.deque()
         self._waiting_bytes = 0
         self._under_way = 0
 
-    def add(self, nbytes: int, thing: T) -> None:
-        """Take one thing, of so many bytes."""
+    def add(self, things: Sequence[tuple[int, T]]) -> None:
+        """Take things, each with its bytes."""
         with self._lock:
-            self._waiting.append((nbytes, thing))
-            self._waiting_bytes += nbytes
+            self._waiting.extend(things)
+            self._waiting_bytes += sum(nbytes for nbytes, _ in things)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -105,13 +105,12 @@ class Packer(Generic[T]):
             is_full = len(self._waiting) >= self._most or self._waiting_bytes >= self._bytes
             if not self._waiting or (self._under_way and not is_full):
                 return []
-            size = count = 0
-            for nbytes, _ in self._waiting[: self._most]:
-                if count and size + nbytes > self._bytes:
-                    break
-                size, count = size + nbytes, count + 1
-            pack = [thing for _, thing in self._waiting[:count]]
-            del self._waiting[:count]
+            pack: list[T] = []
+            size = 0
+            while self._waiting and len(pack) < self._most and (not pack or size + self._waiting[0][0] <= self._bytes):
+                nbytes, thing = self._waiting.popleft()
+                pack.append(thing)
+                size += nbytes
             self._waiting_bytes -= size
             self._under_way += 1
             return pack

@@ -1,19 +1,16 @@
-"""What a client of an offload service has under way: the futures that its user has, counted and named."""
+"""What a client of an offload service has under way: the futures that its user has, counted."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from copy import copy as copy_of
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, executors, wait
-from cudafuture.errors import WorkerLostError
 from rpc_ext._histogram import Histogram
 from rpc_ext._offload_flow import Flow
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
@@ -29,20 +26,14 @@ _THREAD = executors.callback_thread
 @dataclass(eq=False)
 class _Operation:
     kind: Kind
-    what: str
     since: int
     future: CUDAFuture[Any]  # the user's
 
 
 class Operations:
-    """Those of one client.
+    """Those of one client."""
 
-    Args:
-        worker: whose service it is.
-    """
-
-    def __init__(self, worker: str) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._pending: dict[_Operation, CUDAFuture[Any]] = {}  # and what each waits for
         self._bytes = {"write": 0, "read": 0, "delete": 0}
@@ -62,7 +53,7 @@ class Operations:
         future.set_running_or_notify_cancel()
         if released is not None:
             future.released = released
-        operation = _Operation(kind, f"{kind} {what}", time.perf_counter_ns(), future)
+        operation = _Operation(kind, time.perf_counter_ns(), future)
         done = begun(begin)
         with self._lock:
             self._pending[operation] = done
@@ -75,11 +66,11 @@ class Operations:
         with self._lock:
             self._latencies.add(time.perf_counter_ns() - operation.since)
             self._failed += error is not None
-            self._bytes[operation.kind] += value.nbytes if isinstance(value, torch.Tensor) else value or 0
+            self._bytes[operation.kind] += _bytes_of(value)
         if error is None:
             operation.future.set_result(value)
         else:
-            operation.future.set_exception(_named(error, operation.what, self._worker))
+            operation.future.set_exception(error)
         with self._lock:
             self._pending.pop(operation, None)
 
@@ -112,14 +103,7 @@ class Operations:
             )
 
 
-def _named(error: BaseException, what: str, worker: str) -> BaseException:
-    """Return an error that says of which key and worker it is."""
-    if isinstance(error, WorkerLostError):
-        return WorkerLostError(f"{what}: {error}", worker=worker)
-    if type(error) is TimeoutError:
-        return TimeoutError(f"{what}: {error}")
-    with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
-        error = copy_of(error).with_traceback(error.__traceback__)
-    noted: Any = error  # Python 3.10 has no add_note
-    noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
-    return error
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(tensor.nbytes for tensor in value) if isinstance(value, list) else value or 0

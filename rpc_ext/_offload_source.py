@@ -19,6 +19,11 @@ _THREAD = executors.callback_thread
 class Source(Protocol):
     """Where the bytes come from."""
 
+    @property
+    def bytes(self) -> torch.Tensor | None:
+        """All of them, where they are on the host."""
+        ...
+
     def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
         """Return bytes when the host may read them, in a storage that has nothing else."""
         ...
@@ -59,10 +64,10 @@ class _HostSource:
     """Memory on the host, which is sent as it lies."""
 
     def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None]) -> None:
-        self._bytes, self._released = _bytes_of(tensor), released
+        self.bytes, self._released = _bytes_of(tensor), released
 
     def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
-        return CUDAFuture.completed(_alone(self._bytes, at, length))
+        return CUDAFuture.completed(_alone(self.bytes, at, length))
 
     def release(self) -> None:
         _complete(self._released)
@@ -70,6 +75,8 @@ class _HostSource:
 
 class _DeviceSource:
     """Memory on a device: each piece is copied to pinned memory on a pool stream, when there is room for it to go."""
+
+    bytes = None
 
     def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None], priority: int) -> None:
         self._released, self._priority = released, priority
@@ -102,7 +109,10 @@ def _complete(released: CUDAFuture[None]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor as they lie in order."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _alone(data: torch.Tensor, at: int, length: int) -> torch.Tensor:

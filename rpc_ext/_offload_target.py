@@ -39,6 +39,8 @@ class Target:
         out: what is to be filled; None: a new one.
     """
 
+    is_on_device = False
+
     def __init__(self, out: torch.Tensor | None) -> None:
         self.out = out
 
@@ -101,6 +103,8 @@ class _DeviceTarget(Target):
         out: what is to be filled, after what the current streams have to do so far; None: a new one.
         device: where to; priority: of the pool streams.
     """
+
+    is_on_device = True
 
     def __init__(self, out: torch.Tensor | None, device: torch.device, priority: int) -> None:
         super().__init__(out)

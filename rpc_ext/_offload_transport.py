@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, collect_all, executors
+from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import ChecksumError, NotFoundError, WorkerLostError
 from rpc_ext import _offload_calls
 from rpc_ext._offload_calls import Answer, Terms
+from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, Packer
 from rpc_ext._offload_source import Source
+from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
 from rpc_ext._offload_wire import (
     MOST_HEADERS,
@@ -31,6 +34,7 @@ from rpc_ext._offload_wire import (
     Header,
     Wanted,
     checksum_of,
+    checksums,
     pack,
     pack_wanted,
     unpack,
@@ -39,10 +43,13 @@ from rpc_ext.calls import rpc_async
 
 __all__ = ["Deadline", "Transport", "ignore"]
 
+T = TypeVar("T")
 _THREAD = executors.callback_thread
 _PACK = 4 << 20  # bytes of small tensors that travel together
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
 _LINE = 64  # bytes: what small tensors of one request lie at
+_GAP = torch.zeros(_LINE, dtype=torch.uint8)
+_GUESS = _PACK // 128  # bytes that a tensor of unknown size counts for, of those that are asked for together
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class _Put:
     data: torch.Tensor  # bytes
     source: Source
     deadline: Deadline
-    future: CUDAFuture[int] = field(default_factory=lambda: CUDAFuture(executor=_THREAD))
+    ended: Callable[[BaseException | None], None]
 
 
 @dataclass(eq=False)
@@ -93,7 +100,8 @@ class _Get:
     wanted: Wanted
     nbytes: int | None  # of it; None: not known
     deadline: Deadline
-    future: CUDAFuture[tuple[Header, torch.Tensor]] = field(default_factory=lambda: CUDAFuture(executor=_THREAD))
+    arrived: Callable[[Header, torch.Tensor], None]
+    failed: Callable[[BaseException], None]
 
 
 class Transport:
@@ -116,20 +124,42 @@ class Transport:
 
     # ---- there
 
-    def write(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
-        """Write a tensor, which stays unchanged until the source is released. Gives how many bytes it has."""
-        if header.nbytes < _SMALL:
-            return source.piece(0, header.nbytes).then_async(
-                lambda done: self._write_small(_Put(header, done.value(), source, deadline)), executor=executors.inline
-            )
+    def writev(self, headers: Sequence[Header], sources: Sequence[Source], deadline: Deadline) -> CUDAFuture[int]:
+        """Write tensors. When all have ended it gives how many bytes they have, or the first that failed its error."""
+        tally = Tally(len(headers), lambda i, error: named(error, f"write {headers[i].key}", self._worker))
+        small = []
+        for i, (header, source) in enumerate(zip(headers, sources, strict=True)):
+            if header.nbytes >= _SMALL:
+                tally.count(i, self._write_large(header, source, deadline))
+            elif source.bytes is not None:
+                small.append(_Put(header, source.bytes, source, deadline, partial(tally.ended, i, header.nbytes)))
+            else:
+                tally.count(i, self._write_small(header, source, deadline))
+        self._puts.add([(put.header.nbytes, put) for put in small])
+        return tally.future.then(lambda done: sum(done.value()), executor=_THREAD)
+
+    def _write_small(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
+        """Write what has to come to the host first."""
+        future: CUDAFuture[int] = CUDAFuture(executor=_THREAD)
+
+        def ended(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(header.nbytes)
+            else:
+                future.set_exception(error)
+
+        def add(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
+            self._puts.add([(header.nbytes, _Put(header, done.value(), source, deadline, ended))])
+            return future
+
+        return source.piece(0, header.nbytes).then_async(add, executor=_THREAD)
+
+    def _write_large(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
+        """Write what does not travel with others."""
         if header.pieces > 1:
             header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
         parts = [self._send_piece(header, source, i, deadline) for i in range(header.pieces)]
         return collect_all(parts).then(lambda done: self._written(header, done.value(), deadline), executor=_THREAD)
-
-    def _write_small(self, put: _Put) -> CUDAFuture[int]:
-        self._puts.add(put.header.nbytes, put)
-        return put.future
 
     def _send_piece(self, header: Header, source: Source, i: int, deadline: Deadline) -> CUDAFuture[None]:
         at = i * PIECE
@@ -153,33 +183,19 @@ class Transport:
 
     def _send_puts(self, puts: list[_Put]) -> CUDAFuture[None]:
         """Send small tensors together."""
-        places: list[int] = []
-        end = 0
-        for put in puts:
-            places.append(-(-end // _LINE) * _LINE)
-            end = places[-1] + put.header.nbytes
+        nbytes = sum(put.header.nbytes for put in puts)  # what lies between them is not worth counting
 
         def send() -> CUDAFuture[Answer]:
-            data = torch.empty(end, dtype=torch.uint8)
-            headers = []
-            for put, at in zip(puts, places, strict=True):
-                into = data[at : at + put.header.nbytes]
-                into.copy_(put.data)
-                headers.append(replace(put.header, at=at, length=put.header.nbytes, checksum=checksum_of(into)))
-                put.source.release()
-            return self.call(puts[-1].deadline, _offload_calls.put, pack(headers), data)
+            data, block = _packed(puts)
+            return self.call(puts[-1].deadline, _offload_calls.put, block, data)
 
         def ended(done: CUDAFuture[Answer]) -> None:
             error = done.exception()
             failures = {} if error is not None else dict(done.value().failures)
             for i, put in enumerate(puts):
-                failure = error or failures.get(i)
-                if failure is None:
-                    put.future.set_result(put.header.nbytes)
-                else:
-                    put.future.set_exception(failure)
+                put.ended(error or failures.get(i))
 
-        return self.flow.send(end, send).then(ended, executor=_THREAD)
+        return self.flow.send(nbytes, send).then(ended, executor=_THREAD)
 
     # ---- here
 
@@ -195,7 +211,40 @@ class Transport:
                 return target.whole(header, data)
             return self._read_on(header, data, target, deadline)
 
-        return self._fetch(_Get(Wanted(key), target.nbytes, deadline)).then_async(first, executor=_THREAD)
+        return self._fetch(Wanted(key), target.nbytes, deadline).then_async(first, executor=_THREAD)
+
+    def readv(
+        self, keys: Sequence[str], targets: Sequence[Target], deadline: Deadline
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Read tensors. When all have ended it gives them, or the first that failed its error."""
+        tally = Tally(len(keys), lambda i, error: named(error, f"read {keys[i]}", self._worker))
+        small: list[tuple[int, _Get]] = []
+        on_devices: list[CUDAFuture[torch.Tensor]] = []  # whose events the tally does not keep
+        for i, (key, target) in enumerate(zip(keys, targets, strict=True)):
+            if target.is_on_device or (target.nbytes or 0) >= _SMALL:
+                read = self.read(key, target, deadline)
+                tally.count(i, read)
+                if target.is_on_device:
+                    on_devices.append(read)
+            else:
+                arrived = partial(self._arrived_of_many, tally, i, target, deadline)
+                failed = partial(tally.ended, i, None)
+                small.append((target.nbytes or _GUESS, _Get(Wanted(key), target.nbytes, deadline, arrived, failed)))
+        self._gets.add(small)
+        if not on_devices:
+            return tally.future
+        return tally.future.then_async(lambda done: _ordered(done.value(), on_devices), executor=_THREAD)
+
+    def _arrived_of_many(
+        self, tally: Tally, i: int, target: Target, deadline: Deadline, header: Header, data: torch.Tensor
+    ) -> None:
+        try:
+            target.expect(header)
+            whole = target.whole(header, data) if header.pieces == 1 else self._read_on(header, data, target, deadline)
+        except Exception as e:
+            tally.ended(i, None, e)
+        else:
+            tally.count(i, whole)
 
     def _read_on(
         self, header: Header, data: torch.Tensor, target: Target, deadline: Deadline
@@ -217,17 +266,23 @@ class Transport:
 
         parts = [assembly.fill(0, data)]
         for i in range(1, header.pieces):
-            get = _Get(Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE), deadline)
-            parts.append(self._fetch(get).then_async(fill, executor=_THREAD))
+            wanted, nbytes = Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE)
+            parts.append(self._fetch(wanted, nbytes, deadline).then_async(fill, executor=_THREAD))
         return collect_all(parts).then_async(ended, executor=_THREAD)
 
-    def _fetch(self, get: _Get) -> CUDAFuture[tuple[Header, torch.Tensor]]:
+    def _fetch(self, wanted: Wanted, nbytes: int | None, deadline: Deadline) -> CUDAFuture[tuple[Header, torch.Tensor]]:
         """Fetch a piece: its header and its bytes."""
-        if get.nbytes is not None and get.nbytes >= _SMALL:
+        future: CUDAFuture[tuple[Header, torch.Tensor]] = CUDAFuture(executor=_THREAD)
+
+        def arrived(header: Header, data: torch.Tensor) -> None:
+            future.set_result((header, data))
+
+        get = _Get(wanted, nbytes, deadline, arrived, future.set_exception)
+        if nbytes is not None and nbytes >= _SMALL:
             self._send_gets([get])
         else:
-            self._gets.add(get.nbytes or 0, get)
-        return get.future
+            self._gets.add([(nbytes or _GUESS, get)])
+        return future
 
     def _send_gets(self, gets: list[_Get]) -> CUDAFuture[None]:
         sizes = [min(PIECE, PIECE if get.nbytes is None else get.nbytes) for get in gets]
@@ -238,26 +293,51 @@ class Transport:
     def _arrived(self, gets: list[_Get], done: CUDAFuture[Answer]) -> None:
         try:
             answer = done.value()
-            failures = dict(answer.failures)
-            left = set(answer.left)
-            headers = iter([] if answer.data is None or not answer.block else unpack(answer.block, answer.data.numel()))
+            failures, left = dict(answer.failures), set(answer.left)
+            data = torch.empty(0, dtype=torch.uint8) if answer.data is None else answer.data
+            headers = iter(unpack(answer.block, data.numel()) if answer.block else [])
+            sums = checksums(data)
         except Exception as e:
             for get in gets:
-                get.future.set_exception(e)
+                get.failed(e)
             return
+        self._gets.add([(_GUESS, gets[i]) for i in left])
         for i, get in enumerate(gets):
-            if i in left:
-                self._gets.add(0, get)
-            elif i in failures:
-                get.future.set_exception(failures[i])
-            else:
+            if i in failures:
+                get.failed(failures[i])
+            elif i not in left:
                 header = next(headers)
-                assert answer.data is not None
-                data = answer.data[header.at : header.at + header.length]
-                if header.checksum != checksum_of(data):
-                    get.future.set_exception(ChecksumError("the bytes that have come are not those that were sent"))
+                if header.checksum != sums(header.at, header.length):
+                    get.failed(ChecksumError("the bytes that have come are not those that were sent"))
                 else:
-                    get.future.set_result((header, data))
+                    get.arrived(header, data[header.at : header.at + header.length])
+
+
+def _ordered(value: T, after: Sequence[CUDAFuture[Any]]) -> CUDAFuture[T]:
+    """Return a value that comes after the device work of some futures, which are complete."""
+    return gather(*after).then(lambda done: (done.value(), value)[1], executor=executors.inline)
+
+
+def _packed(puts: list[_Put]) -> tuple[torch.Tensor, bytes]:
+    """Return the bytes of small tensors one behind the other, and what is said of them; releases their sources."""
+    parts, places = [], []
+    end = 0
+    for put in puts:
+        places.append(end)
+        gap = -put.header.nbytes % _LINE
+        parts.append(put.data)
+        if gap:
+            parts.append(_GAP[:gap])
+        end += put.header.nbytes + gap
+    data = torch.cat(parts)
+    for put in puts:
+        put.source.release()
+    sums = checksums(data)
+    headers = [
+        replace(put.header, at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
+        for put, at in zip(puts, places, strict=True)
+    ]
+    return data, pack(headers)
 
 
 def ignore(future: CUDAFuture[Any]) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Header",
     "Wanted",
     "checksum_of",
+    "checksums",
     "expect_key",
     "pack",
     "pack_wanted",
@@ -115,6 +116,12 @@ def pieces_of(nbytes: int) -> int:
 def checksum_of(data: torch.Tensor) -> int:
     """Return the XXH3 of bytes on the host; never 0."""
     return xxhash.xxh3_64_intdigest(data.numpy().data) or 1
+
+
+def checksums(data: torch.Tensor) -> Callable[[int, int], int]:
+    """Return what gives the XXH3 of the bytes of a tensor from a place on, of a length; never 0."""
+    view = data.numpy().data
+    return lambda at, length: xxhash.xxh3_64_intdigest(view[at : at + length]) or 1
 
 
 def expect_key(key: object) -> bytes:

@@ -9,18 +9,19 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, executors, gather
+from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.storage import Entry
 from rpc_ext import _offload_calls as calls
 from rpc_ext._offload_calls import Answer
+from rpc_ext._offload_errors import named
 from rpc_ext._offload_operations import Operations
 from rpc_ext._offload_source import header_of, source_of
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
 from rpc_ext._offload_target import target_of
 from rpc_ext._offload_transport import Deadline, Transport, ignore
 from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
-from rpc_ext._turns import Turns
+from rpc_ext._turns import Turns, begun
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
 
@@ -60,7 +61,7 @@ class RemoteOffloader:
         self._token, self._durable = terms.token, terms.durable
         self._transport = Transport(self._worker, name, terms)
         self._turns = Turns()
-        self._operations = Operations(self._worker)
+        self._operations = Operations()
         self._closed = False
         self._end = weakref.finalize(self, _end, self._worker, name, self._token)
 
@@ -93,30 +94,32 @@ class RemoteOffloader:
         ...     remote.write("weight", torch.eye(3)).wait()
         36
         """
-        expect_key(key)
-        header = header_of(key, tensor)
-        source, released = source_of(tensor, priority)
-
-        def write(deadline: Deadline) -> CUDAFuture[int]:
-            written = self._turns.take([key], lambda: self._transport.write(header, source, deadline))
-            written.add_done_callback(lambda _: source.release(), executor=_THREAD)
-            return written
-
-        return self._begin("write", key, write, priority, released)
+        return self.writev({key: tensor}, priority=priority)
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
-        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does.
+        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does it.
+
+        The future is done when all have ended, and has the error of the first that failed, with its key.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
+        if not tensors:
+            return CUDAFuture.completed(0)
+        for key in tensors:
+            expect_key(key)
         headers = [header_of(key, tensor) for key, tensor in tensors.items()]
-        for header in headers:
-            expect_key(header.key)
-        parts = [self.write(key, tensor, priority=priority) for key, tensor in tensors.items()]
-        return gather(*parts).then(lambda done: sum(done.value()), executor=_THREAD)
+        sources, parts = zip(*(source_of(tensor, priority) for tensor in tensors.values()), strict=True)
+        released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=_THREAD)
+
+        def write(deadline: Deadline) -> CUDAFuture[int]:
+            written = self._turns.take(list(tensors), lambda: self._transport.writev(headers, sources, deadline))
+            written.add_done_callback(lambda _: [source.release() for source in sources], executor=_THREAD)
+            return written
+
+        return self._begin("write", _told(list(tensors)), write, priority, released)
 
     # ---- reading
 
@@ -141,7 +144,11 @@ class RemoteOffloader:
         """
         expect_key(key)
         target = target_of(out, device, priority)
-        return self._begin("read", key, lambda deadline: self._transport.read(key, target, deadline), priority)
+
+        def read(deadline: Deadline) -> CUDAFuture[torch.Tensor]:
+            return self._transport.readv([key], [target], deadline).then(_only, executor=executors.inline)
+
+        return self._begin("read", key, read, priority)
 
     def readv(
         self,
@@ -153,6 +160,8 @@ class RemoteOffloader:
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Get many tensors, in the order of the keys; see ``Offloader.readv``.
 
+        The future is done when all have ended, and has the error of the first that failed, with its key.
+
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     _ = remote.writev({"a": torch.ones(2), "b": torch.zeros(1)}).wait()
@@ -162,9 +171,12 @@ class RemoteOffloader:
         names = list(keys)
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
-        into: Sequence[torch.Tensor | None] = [None] * len(names) if outs is None else outs
-        parts = [self.read(key, out, device, priority=priority) for key, out in zip(names, into, strict=True)]
-        return gather(*parts)
+        for key in names:
+            expect_key(key)
+        targets = [target_of(out, device, priority) for out in ([None] * len(names) if outs is None else outs)]
+        return self._begin(
+            "read", _told(names), lambda deadline: self._transport.readv(names, targets, deadline), priority
+        )
 
     # ---- the rest
 
@@ -195,21 +207,23 @@ class RemoteOffloader:
             expect_key(key)
         if not names:
             return CUDAFuture.completed(None)
-        what = f"{len(names)} keys"
         return self._begin(
-            "delete", what, lambda deadline: self._turns.take(names, lambda: self._delete(names, deadline))
+            "delete", _told(names), lambda deadline: self._turns.take(names, lambda: self._delete(names, deadline))
         )
 
     def _delete(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
-        parts = [
-            self._transport.call(
-                deadline, calls.delete, pack_wanted([Wanted(key) for key in keys[i : i + MOST_HEADERS]])
-            )
-            for i in range(0, len(keys), MOST_HEADERS)
-        ]
-        return gather(*(part.then(_expect_success, executor=_THREAD) for part in parts)).then(
-            _nothing, executor=_THREAD
-        )
+        some = [keys[i : i + MOST_HEADERS] for i in range(0, len(keys), MOST_HEADERS)]
+        return gather(*(self._delete_some(each, deadline) for each in some)).then(_nothing, executor=_THREAD)
+
+    def _delete_some(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
+        def deleted(done: CUDAFuture[Answer]) -> None:
+            if (error := done.exception()) is not None:
+                raise named(error, f"delete {_told(keys)}", self._worker)
+            for i, error in done.value().failures:
+                raise named(error, f"delete {keys[i]}", self._worker)
+
+        asked = begun(self._transport.call, deadline, calls.delete, pack_wanted([Wanted(key) for key in keys]))
+        return asked.then(deleted, executor=_THREAD)
 
     def keys(self) -> list[str]:
         """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
@@ -311,12 +325,16 @@ class RemoteOffloader:
         return self._operations.begin(kind, what, lambda: begin(deadline), priority, released)
 
 
-def _expect_success(done: CUDAFuture[Answer]) -> None:
-    done.value().expect_success()
+def _only(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
+    return done.value()[0]
 
 
 def _nothing(done: CUDAFuture[Any]) -> None:
     done.value()
+
+
+def _told(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{len(keys)} keys"
 
 
 def _end(worker: str, name: str, token: bytes) -> None:

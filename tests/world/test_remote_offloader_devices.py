@@ -64,6 +64,21 @@ def many_at_once(remote: RemoteOffloader, size: int) -> None:
     assert [only(out) for out in outs] == [0.0, 1.0, 2.0, 3.0]
 
 
+def many_in_one_call(remote: RemoteOffloader, size: int) -> None:
+    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    write = remote.writev(tensors)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    write.wait(timeout=LONG)
+    outs = [filled(-1.0, (i + 1) % 2, size) for i in range(3)] + [torch.zeros(size)]
+    assert remote.readv(list(tensors), outs).wait(timeout=LONG, non_blocking=True) == outs
+    assert [only(out) for out in outs[:3]] == [0.0, 1.0, 2.0]
+    assert torch.equal(outs[3], torch.full((size,), 3.0))
+    assert [only(t) for t in remote.readv(["3", "1"], device="sim:1").wait(timeout=LONG, non_blocking=True)] == [3, 1]
+
+
 def transposed(remote: RemoteOffloader, size: int) -> None:
     tensor = filled(5.0, size=2 * size).view(2, size).t()
     remote.write("x", tensor).wait(timeout=LONG)
@@ -89,6 +104,7 @@ SCENARIOS = [
     fills_what_the_device_was_writing,
     may_be_overwritten_when_it_is_released,
     many_at_once,
+    many_in_one_call,
     transposed,
 ]
 
