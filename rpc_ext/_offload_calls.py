@@ -11,6 +11,7 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext._functions import async_execution
+from rpc_ext._offload_memory import Carried
 
 __all__ = [
     "Answer",
@@ -47,7 +48,7 @@ class Answer(NamedTuple):
     failures: list[tuple[int, BaseException]]
     block: bytes = b""
     """of a get: the headers of what is in `data`"""
-    data: torch.Tensor | None = None
+    data: Carried = b""
     left: Sequence[int] = ()
     """of a get: what there was no room for; to be asked for again"""
 
@@ -107,7 +108,7 @@ def end(service: str, token: bytes) -> None:
 
 
 @async_execution
-def put(service: str, token: bytes, block: bytes, data: torch.Tensor) -> CUDAFuture[Answer]:
+def put(service: str, token: bytes, block: bytes, data: Carried) -> CUDAFuture[Answer]:
     return find(service).put(token, block, data)
 
 

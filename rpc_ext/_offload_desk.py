@@ -26,11 +26,12 @@ from cudafuture.errors import AuthenticationError, ChecksumError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._offload_calls import Answer, Terms
+from rpc_ext._offload_memory import arrived, carried, take
 from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_of
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksum_of, expect_key, pack, unpack, unpack_wanted
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksums, expect_key, pack, unpack, unpack_wanted
 from rpc_ext._turns import begun
 
 __all__ = ["Desk"]
@@ -39,7 +40,6 @@ T = TypeVar("T")
 _THREAD = executors.callback_thread
 _TOKEN = 16  # bytes
 _LINE = 64  # bytes: what small tensors of one answer lie at
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class _Session:
@@ -133,7 +133,7 @@ class Desk:
     def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]:
         """Write what has come."""
         session = self.session(token)
-        data = self._checked(_expect_bytes, data)
+        data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
         self._checked(_expect_sums, headers, data)
         self._checked(_expect_different, headers)
@@ -202,40 +202,37 @@ class Desk:
         if not found:
             return CUDAFuture.completed(Answer(failures))
 
-        def answer(done: CUDAFuture[tuple[torch.Tensor, list[BaseException | None]]]) -> Answer:
-            data, errors = done.value()
+        data = take(end)
+
+        def answer(done: CUDAFuture[list[BaseException | None]]) -> Answer:
+            sums = checksums(data)
             headers = []
-            for (i, _, header), error in zip(found, errors, strict=True):
+            for (i, _, header), error in zip(found, done.value(), strict=True):
+                behind = header.at + header.length
+                data[behind : math.ceil(behind / _LINE) * _LINE].zero_()  # not what was there before: others' bytes
                 if error is None:
-                    headers.append(replace(header, checksum=checksum_of(data[header.at : header.at + header.length])))
+                    headers.append(replace(header, checksum=sums(header.at, header.length)))
                 else:
+                    data[header.at : behind].zero_()
                     failures.append((i, error))
             self._count(read=sum(h.length for h in headers))
-            return Answer(failures, pack(headers) if headers else b"", data, left)
+            return Answer(failures, pack(headers) if headers else b"", carried(data), left)
 
-        return self._answered(session, end, lambda: self._fetch(found, end).then(answer, executor=_THREAD))
+        return self._answered(session, end, lambda: self._fetch(found, data).then(answer, executor=_THREAD))
 
     def _fetch(
-        self, found: list[tuple[int, str, Header]], nbytes: int
-    ) -> CUDAFuture[tuple[torch.Tensor, list[BaseException | None]]]:
-        """Read into one tensor of bytes; with what each has failed with."""
-        if len(found) == 1:  # into memory that a disk can write to as it is
-            alone = self.store.read(found[0][1])
-            return alone.then(
-                lambda done: (
-                    (_NOTHING, [e]) if (e := done.exception()) else (done.value().reshape(-1).view(torch.uint8), [e])
-                ),
-                executor=_THREAD,
-            )
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        self, found: list[tuple[int, str, Header]], data: torch.Tensor
+    ) -> CUDAFuture[list[BaseException | None]]:
+        """Read into one tensor of bytes. Gives what each has failed with."""
         outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
         names = [name for _, name, _ in found]
 
-        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Any]:
-            if done.exception() is None:
-                return CUDAFuture.completed((data, [None] * len(found)))
+        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[list[BaseException | None]]:
+            error = done.exception()
+            if error is None or len(found) == 1:
+                return CUDAFuture.completed([error] * len(found))
             parts = [begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
-            return collect_all(parts).then(lambda ended: (data, [part.exception() for part in ended.value()]))
+            return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
 
         return begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
 
@@ -333,20 +330,13 @@ class Desk:
         return answer
 
 
-def _expect_bytes(data: object) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or not data.is_cpu:
-        raise ValueError("what travels along is a tensor of bytes on the host, of one dimension")
-    if data.numel() > PIECE:
-        raise ValueError(f"{data.numel()} bytes are more than a request carries, {PIECE}")
-    return data.contiguous()
-
-
 def _expect_different(headers: list[Header]) -> None:
     if len({h.key for h in headers}) != len(headers):
         raise ValueError("a request has each key once")
 
 
 def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:
+    sums = checksums(data)
     for h in headers:
-        if h.checksum and h.checksum != checksum_of(data[h.at : h.at + h.length]):
+        if h.checksum and h.checksum != sums(h.at, h.length):
             raise ChecksumError(f"key {h.key!r}: the {h.length} bytes that have come are not those that were sent")

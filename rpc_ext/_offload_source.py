@@ -9,6 +9,7 @@ import torch
 
 from cudafuture import CUDAFuture, copy, executors, pool_stream
 from cudafuture.errors import InvalidStateError
+from rpc_ext._C import alone
 from rpc_ext._offload_wire import Header, code_of, pieces_of
 
 __all__ = ["Source", "header_of", "source_of"]
@@ -67,7 +68,8 @@ class _HostSource:
         self.bytes, self._released = _bytes_of(tensor), released
 
     def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
-        return CUDAFuture.completed(_alone(self.bytes, at, length))
+        whole = self.bytes.numel() == self.bytes.untyped_storage().nbytes() == length
+        return CUDAFuture.completed(self.bytes if whole else alone(self.bytes, at, length))
 
     def release(self) -> None:
         _complete(self._released)
@@ -113,10 +115,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _alone(data: torch.Tensor, at: int, length: int) -> torch.Tensor:
-    """Return bytes as a tensor whose storage has nothing else: torch's RPC copies what is a part of a storage."""
-    if length == 0 or data.untyped_storage().nbytes() == length:
-        return data[at : at + length]
-    return torch.frombuffer(data.numpy().data, dtype=torch.uint8, count=length, offset=at)

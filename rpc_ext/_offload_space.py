@@ -25,6 +25,7 @@ import torch
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.storage import Offloader
+from rpc_ext._C import memory
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, unpack
 from rpc_ext._turns import Turns
 
@@ -79,7 +80,7 @@ class Space:
         lists = [name for name in names if name[0] == "l"]
         records = self._store.readv(lists).wait()
         headers = {
-            name: unpack(record.numpy().tobytes(), PIECE)[0] for name, record in zip(lists, records, strict=True)
+            name: unpack(memory(record).tobytes(), PIECE)[0] for name, record in zip(lists, records, strict=True)
         }
         there: dict[str, str] = {}  # the name that each key has
         for name in names:

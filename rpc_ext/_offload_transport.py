@@ -24,6 +24,7 @@ from rpc_ext import _offload_calls
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, Packer
+from rpc_ext._offload_memory import arrived, carried, take
 from rpc_ext._offload_source import Source
 from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
@@ -187,7 +188,7 @@ class Transport:
 
         def send() -> CUDAFuture[Answer]:
             data, block = _packed(puts)
-            return self.call(puts[-1].deadline, _offload_calls.put, block, data)
+            return self.call(puts[-1].deadline, _offload_calls.put, block, carried(data))
 
         def ended(done: CUDAFuture[Answer]) -> None:
             error = done.exception()
@@ -227,9 +228,9 @@ class Transport:
                 if target.is_on_device:
                     on_devices.append(read)
             else:
-                arrived = partial(self._arrived_of_many, tally, i, target, deadline)
+                came = partial(self._arrived_of_many, tally, i, target, deadline)
                 failed = partial(tally.ended, i, None)
-                small.append((target.nbytes or _GUESS, _Get(Wanted(key), target.nbytes, deadline, arrived, failed)))
+                small.append((target.nbytes or _GUESS, _Get(Wanted(key), target.nbytes, deadline, came, failed)))
         self._gets.add(small)
         if not on_devices:
             return tally.future
@@ -274,10 +275,10 @@ class Transport:
         """Fetch a piece: its header and its bytes."""
         future: CUDAFuture[tuple[Header, torch.Tensor]] = CUDAFuture(executor=_THREAD)
 
-        def arrived(header: Header, data: torch.Tensor) -> None:
+        def came(header: Header, data: torch.Tensor) -> None:
             future.set_result((header, data))
 
-        get = _Get(wanted, nbytes, deadline, arrived, future.set_exception)
+        get = _Get(wanted, nbytes, deadline, came, future.set_exception)
         if nbytes is not None and nbytes >= _SMALL:
             self._send_gets([get])
         else:
@@ -294,7 +295,7 @@ class Transport:
         try:
             answer = done.value()
             failures, left = dict(answer.failures), set(answer.left)
-            data = torch.empty(0, dtype=torch.uint8) if answer.data is None else answer.data
+            data = arrived(answer.data)
             headers = iter(unpack(answer.block, data.numel()) if answer.block else [])
             sums = checksums(data)
         except Exception as e:
@@ -329,7 +330,8 @@ def _packed(puts: list[_Put]) -> tuple[torch.Tensor, bytes]:
         if gap:
             parts.append(_GAP[:gap])
         end += put.header.nbytes + gap
-    data = torch.cat(parts)
+    data = take(end)
+    torch.cat(parts, out=data)
     for put in puts:
         put.source.release()
     sums = checksums(data)

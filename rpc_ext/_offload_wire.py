@@ -21,6 +21,8 @@ from typing import TypeVar
 import torch
 import xxhash
 
+from rpc_ext._C import memory
+
 __all__ = [
     "LONGEST_KEY",
     "MOST_HEADERS",
@@ -115,12 +117,12 @@ def pieces_of(nbytes: int) -> int:
 
 def checksum_of(data: torch.Tensor) -> int:
     """Return the XXH3 of bytes on the host; never 0."""
-    return xxhash.xxh3_64_intdigest(data.numpy().data) or 1
+    return xxhash.xxh3_64_intdigest(memory(data)) or 1
 
 
 def checksums(data: torch.Tensor) -> Callable[[int, int], int]:
-    """Return what gives the XXH3 of the bytes of a tensor from a place on, of a length; never 0."""
-    view = data.numpy().data
+    """Return what gives the XXH3 of the bytes of a tensor, while it lives, from a place on, of a length; never 0."""
+    view = memory(data)
     return lambda at, length: xxhash.xxh3_64_intdigest(view[at : at + length]) or 1
 
 

@@ -5,6 +5,7 @@
 
 #include "agent.h"
 #include "autograd.h"
+#include "pieces.h"
 #include "python.h"
 #include "references.h"
 #include "reply.h"
@@ -112,6 +113,12 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
   }
 }
 
+// The bytes of a tensor on the host, to be read while somebody holds it.
+py::memoryview memory(const at::Tensor& data) {
+  if (!data.is_cpu() || !data.is_contiguous()) throw std::invalid_argument("memory on the host in one piece is wanted");
+  return py::memoryview::from_memory(data.const_data_ptr(), static_cast<py::ssize_t>(data.nbytes()));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -157,6 +164,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("has_value", [](const rpc::PyRRef& rref) { return owned(rref)->getFuture()->completed(); }, py::arg("rref"));
   m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
+
+  py::class_<Pieces, std::shared_ptr<Pieces>>(m, "Pieces")
+      .def(py::init<std::size_t, std::size_t>(), py::arg("size"), py::arg("keep"))
+      .def("take", &Pieces::take, py::arg("nbytes"))
+      .def("kept", &Pieces::kept);
+  m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
+  m.def("memory", memory, py::arg("data"));
 }
 
 }  // namespace rpc_ext

@@ -1,0 +1,41 @@
+"""The bytes that travel: in memory that is used again, and the few that a message carries itself."""
+
+from __future__ import annotations
+
+import torch
+
+from rpc_ext._C import Pieces, alone, memory
+from rpc_ext._offload_wire import PIECE
+
+__all__ = ["Carried", "alone", "arrived", "carried", "take"]
+
+Carried = bytes | torch.Tensor
+_KEPT = 8  # pieces that this process keeps while they are not in use: 128 MiB
+_SMALL = 1 << 14  # bytes up to which a tensor is slower than a part of the message, which takes no handshake
+
+_pieces = Pieces(PIECE, _KEPT)
+
+
+def take(nbytes: int) -> torch.Tensor:
+    """Return a tensor of bytes, which are not initialized, in a storage of its own."""
+    return _pieces.take(nbytes)
+
+
+def carried(data: torch.Tensor) -> Carried:
+    """Return bytes as they are sent."""
+    return memory(data).tobytes() if data.numel() <= _SMALL else data
+
+
+def arrived(data: object) -> torch.Tensor:
+    """Return bytes that have been sent so.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if isinstance(data, bytes):
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or not data.is_cpu:
+        raise ValueError("what travels along is bytes, or a tensor of them on the host, of one dimension")
+    if data.numel() > PIECE:
+        raise ValueError(f"{data.numel()} bytes are more than a request carries, {PIECE}")
+    return data.contiguous()
