@@ -203,13 +203,16 @@ class Desk:
             return CUDAFuture.completed(Answer(failures))
 
         data = take(end)
+        outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
+        names = [name for _, name, _ in found]
 
-        def answer(done: CUDAFuture[list[BaseException | None]]) -> Answer:
+        def answer(errors: list[BaseException | None]) -> Answer:
             sums = checksums(data)
             headers = []
-            for (i, _, header), error in zip(found, done.value(), strict=True):
+            for (i, _, header), error in zip(found, errors, strict=True):
                 behind = header.at + header.length
-                data[behind : math.ceil(behind / _LINE) * _LINE].zero_()  # not what was there before: others' bytes
+                if gap := -behind % _LINE:
+                    data[behind : behind + gap].zero_()  # it is sent, too, and was others' bytes before
                 if error is None:
                     headers.append(replace(header, checksum=sums(header.at, header.length)))
                 else:
@@ -218,23 +221,17 @@ class Desk:
             self._count(read=sum(h.length for h in headers))
             return Answer(failures, pack(headers) if headers else b"", carried(data), left)
 
-        return self._answered(session, end, lambda: self._fetch(found, data).then(answer, executor=_THREAD))
-
-    def _fetch(
-        self, found: list[tuple[int, str, Header]], data: torch.Tensor
-    ) -> CUDAFuture[list[BaseException | None]]:
-        """Read into one tensor of bytes. Gives what each has failed with."""
-        outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
-        names = [name for _, name, _ in found]
-
-        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[list[BaseException | None]]:
+        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Answer]:
             error = done.exception()
             if error is None or len(found) == 1:
-                return CUDAFuture.completed([error] * len(found))
+                return CUDAFuture.completed(answer([error] * len(found)))
             parts = [begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
-            return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
+            return collect_all(parts).then(lambda ended: answer([part.exception() for part in ended.value()]))
 
-        return begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
+        def read() -> CUDAFuture[Answer]:
+            return begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
+
+        return self._answered(session, end, read)
 
     # ---- the rest
 
@@ -326,7 +323,7 @@ class Desk:
                 self._latencies.add(time.perf_counter_ns() - since)
 
         answer = begun(begin)
-        answer.add_done_callback(ended, executor=_THREAD)
+        answer.add_done_callback(ended, executor=executors.inline)
         return answer
 
 

@@ -40,7 +40,7 @@ class Flow:
 
     def send(self, nbytes: int, call: Callable[[], CUDAFuture[T]]) -> CUDAFuture[T]:
         """Make a call when there is room, and return what its future gives."""
-        future: CUDAFuture[T] = CUDAFuture(executor=executors.callback_thread)
+        future: CUDAFuture[T] = CUDAFuture(executor=executors.inline)
         with self._lock:
             self._waiting.append((nbytes, call, future))
             self.waiting += nbytes
@@ -50,7 +50,7 @@ class Flow:
     def _go_on(self) -> None:
         while (request := self._next()) is not None:
             nbytes, call, future = request
-            begun(call).add_done_callback(partial(self._ended, nbytes, future), executor=executors.callback_thread)
+            begun(call).add_done_callback(partial(self._ended, nbytes, future), executor=executors.inline)
 
     def _next(self) -> tuple[int, Callable[[], CUDAFuture[Any]], CUDAFuture[Any]] | None:
         with self._lock:
@@ -98,7 +98,7 @@ class Packer(Generic[T]):
 
     def _go_on(self) -> None:
         while pack := self._next():
-            self._send(pack).add_done_callback(self._ended, executor=executors.callback_thread)
+            self._send(pack).add_done_callback(self._ended, executor=executors.inline)
 
     def _next(self) -> list[T]:
         with self._lock:

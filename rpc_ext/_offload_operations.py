@@ -14,7 +14,7 @@ from cudafuture import CUDAFuture, executors, wait
 from rpc_ext._histogram import Histogram
 from rpc_ext._offload_flow import Flow
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
-from rpc_ext._turns import begun
+from rpc_ext._turns import begun, outcome
 
 __all__ = ["Operations"]
 
@@ -57,12 +57,11 @@ class Operations:
         done = begun(begin)
         with self._lock:
             self._pending[operation] = done
-        done.add_done_callback(lambda done: self._ended(operation, done), executor=_THREAD)
+        done.add_done_callback(lambda done: self._ended(operation, done), executor=executors.inline)
         return future
 
     def _ended(self, operation: _Operation, done: CUDAFuture[Any]) -> None:
-        error = done.exception()
-        value = None if error is not None else done.value()
+        value, error = outcome(done)
         with self._lock:
             self._latencies.add(time.perf_counter_ns() - operation.since)
             self._failed += error is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cudafuture import CUDAFuture, executors
+from rpc_ext._turns import outcome
 
 __all__ = ["Tally"]
 
@@ -24,7 +25,7 @@ class Tally:
 
     def __init__(self, count: int, named: Callable[[int, BaseException], BaseException]) -> None:
         self._named = named
-        self.future: CUDAFuture[list[Any]] = CUDAFuture(executor=executors.callback_thread)
+        self.future: CUDAFuture[list[Any]] = CUDAFuture(executor=executors.inline)
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._values: list[Any] = [None] * count
         self._left = count
@@ -37,8 +38,8 @@ class Tally:
         future.add_done_callback(lambda done: self._done(i, done), executor=executors.inline)
 
     def _done(self, i: int, done: CUDAFuture[Any]) -> None:
-        error = done.exception()
-        self.ended(i, None if error is not None else done.value(), error)
+        value, error = outcome(done)
+        self.ended(i, value, error)
 
     def ended(self, i: int, value: Any, error: BaseException | None = None) -> None:
         """Note how one has ended."""

@@ -17,8 +17,6 @@ from rpc_ext._offload_wire import Header
 
 __all__ = ["Assembly", "Target", "target_of"]
 
-_THREAD = executors.callback_thread
-
 
 class Assembly(Protocol):
     """A tensor of which pieces are coming."""
@@ -145,7 +143,7 @@ class _DeviceAssembly:
         place = self._bytes.then(lambda done: done.value()[at : at + data.numel()], executor=executors.inline)
         filled = self._target.put(data, place)
         self._filled.append(filled)
-        return filled.then(lambda done: done.value(), executor=_THREAD)
+        return filled.then(lambda done: done.value(), executor=executors.inline)
 
     def finish(self) -> CUDAFuture[torch.Tensor]:
         def shaped(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:

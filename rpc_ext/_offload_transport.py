@@ -5,6 +5,8 @@
     write ──► alone, piece by piece ──► flow ──► put
           └─► small: packer ────────────┘
     read  ──► small: packer ──► flow ──► get ──► the other pieces ──► flow ──► get
+
+What has come is dealt with at once, in the agent's thread that has brought it: there are several of them.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from rpc_ext._offload_wire import (
     pack_wanted,
     unpack,
 )
+from rpc_ext._turns import outcome
 from rpc_ext.calls import rpc_async
 
 __all__ = ["Deadline", "Transport", "ignore"]
 
 T = TypeVar("T")
-_THREAD = executors.callback_thread
 _PACK = 4 << 20  # bytes of small tensors that travel together
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
 _LINE = 64  # bytes: what small tensors of one request lie at
@@ -137,11 +139,11 @@ class Transport:
             else:
                 tally.count(i, self._write_small(header, source, deadline))
         self._puts.add([(put.header.nbytes, put) for put in small])
-        return tally.future.then(lambda done: sum(done.value()), executor=_THREAD)
+        return tally.future.then(lambda done: sum(done.value()), executor=executors.inline)
 
     def _write_small(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
         """Write what has to come to the host first."""
-        future: CUDAFuture[int] = CUDAFuture(executor=_THREAD)
+        future: CUDAFuture[int] = CUDAFuture(executor=executors.inline)
 
         def ended(error: BaseException | None) -> None:
             if error is None:
@@ -153,14 +155,16 @@ class Transport:
             self._puts.add([(header.nbytes, _Put(header, done.value(), source, deadline, ended))])
             return future
 
-        return source.piece(0, header.nbytes).then_async(add, executor=_THREAD)
+        return source.piece(0, header.nbytes).then_async(add, executor=executors.inline)
 
     def _write_large(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
         """Write what does not travel with others."""
         if header.pieces > 1:
             header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
         parts = [self._send_piece(header, source, i, deadline) for i in range(header.pieces)]
-        return collect_all(parts).then(lambda done: self._written(header, done.value(), deadline), executor=_THREAD)
+        return collect_all(parts).then(
+            lambda done: self._written(header, done.value(), deadline), executor=executors.inline
+        )
 
     def _send_piece(self, header: Header, source: Source, i: int, deadline: Deadline) -> CUDAFuture[None]:
         at = i * PIECE
@@ -172,7 +176,7 @@ class Transport:
             return self.call(deadline, _offload_calls.put, block, data)
 
         sent = self.flow.send(length, lambda: source.piece(at, length).then_async(send, executor=executors.inline))
-        return sent.then(lambda done: done.value().expect_success(), executor=_THREAD)
+        return sent.then(lambda done: done.value().expect_success(), executor=executors.inline)
 
     def _written(self, header: Header, parts: list[CUDAFuture[None]], deadline: Deadline) -> int:
         errors = [error for part in parts if (error := part.exception()) is not None]
@@ -196,7 +200,7 @@ class Transport:
             for i, put in enumerate(puts):
                 put.ended(error or failures.get(i))
 
-        return self.flow.send(nbytes, send).then(ended, executor=_THREAD)
+        return self.flow.send(nbytes, send).then(ended, executor=executors.inline)
 
     # ---- here
 
@@ -212,7 +216,7 @@ class Transport:
                 return target.whole(header, data)
             return self._read_on(header, data, target, deadline)
 
-        return self._fetch(Wanted(key), target.nbytes, deadline).then_async(first, executor=_THREAD)
+        return self._fetch(Wanted(key), target.nbytes, deadline).then_async(first, executor=executors.inline)
 
     def readv(
         self, keys: Sequence[str], targets: Sequence[Target], deadline: Deadline
@@ -234,7 +238,7 @@ class Transport:
         self._gets.add(small)
         if not on_devices:
             return tally.future
-        return tally.future.then_async(lambda done: _ordered(done.value(), on_devices), executor=_THREAD)
+        return tally.future.then_async(lambda done: _ordered(done.value(), on_devices), executor=executors.inline)
 
     def _arrived_of_many(
         self, tally: Tally, i: int, target: Target, deadline: Deadline, header: Header, data: torch.Tensor
@@ -258,7 +262,7 @@ class Transport:
             return assembly.fill(piece.piece * PIECE, data)
 
         def ended(done: CUDAFuture[list[CUDAFuture[object]]]) -> CUDAFuture[torch.Tensor]:
-            errors = [error for part in done.value() if (error := part.exception()) is not None]
+            errors = [error for part in done.value() if (error := outcome(part)[1]) is not None]
             if any(isinstance(error, NotFoundError) for error in errors):
                 return self.read(header.key, target, deadline, header.upload)
             if errors:
@@ -268,12 +272,12 @@ class Transport:
         parts = [assembly.fill(0, data)]
         for i in range(1, header.pieces):
             wanted, nbytes = Wanted(header.key, header.upload, i), min(PIECE, header.nbytes - i * PIECE)
-            parts.append(self._fetch(wanted, nbytes, deadline).then_async(fill, executor=_THREAD))
-        return collect_all(parts).then_async(ended, executor=_THREAD)
+            parts.append(self._fetch(wanted, nbytes, deadline).then_async(fill, executor=executors.inline))
+        return collect_all(parts).then_async(ended, executor=executors.inline)
 
     def _fetch(self, wanted: Wanted, nbytes: int | None, deadline: Deadline) -> CUDAFuture[tuple[Header, torch.Tensor]]:
         """Fetch a piece: its header and its bytes."""
-        future: CUDAFuture[tuple[Header, torch.Tensor]] = CUDAFuture(executor=_THREAD)
+        future: CUDAFuture[tuple[Header, torch.Tensor]] = CUDAFuture(executor=executors.inline)
 
         def came(header: Header, data: torch.Tensor) -> None:
             future.set_result((header, data))
@@ -289,7 +293,7 @@ class Transport:
         sizes = [min(PIECE, PIECE if get.nbytes is None else get.nbytes) for get in gets]
         block = pack_wanted([get.wanted for get in gets])
         call = self.flow.send(min(PIECE, sum(sizes)), lambda: self.call(gets[-1].deadline, _offload_calls.get, block))
-        return call.then(lambda done: self._arrived(gets, done), executor=_THREAD)
+        return call.then(lambda done: self._arrived(gets, done), executor=executors.inline)
 
     def _arrived(self, gets: list[_Get], done: CUDAFuture[Answer]) -> None:
         try:
@@ -344,4 +348,4 @@ def _packed(puts: list[_Put]) -> tuple[torch.Tensor, bytes]:
 
 def ignore(future: CUDAFuture[Any]) -> None:
     """Look at what comes of something, and say nothing."""
-    future.add_done_callback(lambda done: done.exception(), executor=_THREAD)
+    future.add_done_callback(lambda done: done.exception(), executor=executors.inline)

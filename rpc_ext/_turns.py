@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cudafuture import CUDAFuture, collect_all, executors
 
-__all__ = ["Turns", "begun"]
+__all__ = ["Turns", "begun", "outcome"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,14 @@ def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
         return begin(*args)
     except Exception as e:
         return CUDAFuture.failed(e)
+
+
+def outcome(done: CUDAFuture[Any]) -> tuple[Any, BaseException | None]:
+    """Return what a future that is done has come to, without waiting for a device, as ``exception()`` would."""
+    try:
+        return done.value(), None
+    except BaseException as e:
+        return None, e
 
 
 class Turns:
@@ -45,7 +53,7 @@ class Turns:
 
         if before:
             waited = collect_all(list(before.values()))
-            done = waited.then_async(lambda _: begin(), executor=executors.callback_thread)
+            done = waited.then_async(lambda _: begin(), executor=executors.inline)
         else:
             done = begun(begin)
         done.add_done_callback(ended, executor=executors.inline)

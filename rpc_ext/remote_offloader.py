@@ -28,7 +28,6 @@ from rpc_ext.session import current
 __all__ = ["RemoteOffloader", "RemoteOffloaderStatistics"]
 
 T = TypeVar("T")
-_THREAD = executors.callback_thread
 
 
 class RemoteOffloader:
@@ -112,11 +111,11 @@ class RemoteOffloader:
             expect_key(key)
         headers = [header_of(key, tensor) for key, tensor in tensors.items()]
         sources, parts = zip(*(source_of(tensor, priority) for tensor in tensors.values()), strict=True)
-        released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=_THREAD)
+        released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=executors.inline)
 
         def write(deadline: Deadline) -> CUDAFuture[int]:
             written = self._turns.take(list(tensors), lambda: self._transport.writev(headers, sources, deadline))
-            written.add_done_callback(lambda _: [source.release() for source in sources], executor=_THREAD)
+            written.add_done_callback(lambda _: [source.release() for source in sources], executor=executors.inline)
             return written
 
         return self._begin("write", _told(list(tensors)), write, priority, released)
@@ -213,7 +212,7 @@ class RemoteOffloader:
 
     def _delete(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
         some = [keys[i : i + MOST_HEADERS] for i in range(0, len(keys), MOST_HEADERS)]
-        return gather(*(self._delete_some(each, deadline) for each in some)).then(_nothing, executor=_THREAD)
+        return gather(*(self._delete_some(each, deadline) for each in some)).then(_nothing, executor=executors.inline)
 
     def _delete_some(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
         def deleted(done: CUDAFuture[Answer]) -> None:
@@ -223,7 +222,7 @@ class RemoteOffloader:
                 raise named(error, f"delete {keys[i]}", self._worker)
 
         asked = begun(self._transport.call, deadline, calls.delete, pack_wanted([Wanted(key) for key in keys]))
-        return asked.then(deleted, executor=_THREAD)
+        return asked.then(deleted, executor=executors.inline)
 
     def keys(self) -> list[str]:
         """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
@@ -273,7 +272,7 @@ class RemoteOffloader:
         pending = self._operations.changes()
         if not pending:
             return CUDAFuture.completed(None)
-        return gather(*pending).then(_nothing, executor=_THREAD)
+        return gather(*pending).then(_nothing, executor=executors.inline)
 
     def close(self) -> None:
         """Wait until what was asked for has ended, and let go of the service. Private keys are gone then.
