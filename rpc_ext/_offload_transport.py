@@ -328,12 +328,12 @@ def _packed(puts: list[_Put]) -> tuple[torch.Tensor, bytes]:
     parts, places = [], []
     end = 0
     for put in puts:
-        places.append(end)
-        gap = -put.header.nbytes % _LINE
-        parts.append(put.data)
+        gap = -end % _LINE
         if gap:
             parts.append(_GAP[:gap])
-        end += put.header.nbytes + gap
+        places.append(end + gap)
+        parts.append(put.data)
+        end = places[-1] + put.header.nbytes
     data = take(end)
     torch.cat(parts, out=data)
     for put in puts:

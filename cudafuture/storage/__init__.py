@@ -7,6 +7,7 @@ from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
 from cudafuture.storage.offloader import Entry, Offloader, OffloaderStatistics
+from cudafuture.storage.sharded_offloader import ShardedOffloader
 
 __all__ = [
     "AsyncFileWriter",
@@ -18,6 +19,7 @@ __all__ = [
     "GDSFile",
     "Offloader",
     "OffloaderStatistics",
+    "ShardedOffloader",
     "default_engine",
     "get_backends",
     "probe_backend",

@@ -25,14 +25,15 @@ LAYERS = {
         "private": set(),
         "references": {"private"},
         "autograd": {"private"},
+        "pieces": set(),
         "python": set(),
         "callback": {"python", "references", "reply", "seal"},
         "store": set(),
         "agent": {"callback", "python", "seal", "store"},
-        "module": {"agent", "autograd", "python", "references", "reply"},
+        "module": {"agent", "autograd", "pieces", "python", "references", "reply"},
     },
 }
-RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "private", "references", "reply", "seal", "store"}
+RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "pieces", "private", "references", "reply", "seal", "store"}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(

@@ -1,0 +1,60 @@
+"""Which of several places a key belongs to: the one that draws the highest number for it (rendezvous hashing)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import xxhash
+
+__all__ = ["Rendezvous"]
+
+_LONGEST_KEY = 1024  # bytes of UTF-8
+
+
+class Rendezvous:
+    """The places by name, each of which draws a number for every key: a hash (XXH3) of both names.
+
+    Args:
+        names: of the places; their order means nothing.
+        weights: what share of the keys places get; 1 where nothing is said.
+
+    Raises:
+        ValueError: a weight that is not positive and finite, or is that of no place.
+    """
+
+    def __init__(self, names: Iterable[str], weights: Mapping[str, float]) -> None:
+        self._places = [(name, xxhash.xxh3_64_intdigest(name.encode()), weights.get(name, 1.0)) for name in names]
+        if unknown := weights.keys() - {name for name, _, _ in self._places}:
+            raise ValueError(
+                f"weights for {sorted(unknown)}, which are none of {[name for name, _, _ in self._places]}"
+            )
+        for name, _, weight in self._places:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {name!r} is {weight!r}: a positive number is wanted")
+
+    def where(self, key: str) -> str:
+        """Return the name of the place of a key.
+
+        Raises:
+            TypeError, ValueError: no such key can be.
+        """
+        encoded = _encoded(key)
+        digest, log = xxhash.xxh3_64_intdigest, math.log
+        # 52 bits of the hash and a half: as a float neither 0 nor 1, whose logarithms would be of no use.
+        return max(
+            (-weight / log(((digest(encoded, seed) >> 12) + 0.5) / (1 << 52)), name)
+            for name, seed, weight in self._places
+        )[1]
+
+
+def _encoded(key: str) -> bytes:
+    """Return a key as UTF-8; refuse here what every store does, before any has begun."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, not {key!r}")
+    encoded = key.encode()  # a UnicodeEncodeError is a ValueError
+    if not 1 <= len(encoded) <= _LONGEST_KEY:
+        raise ValueError(f"a key has 1 to {_LONGEST_KEY} bytes of UTF-8, not {len(encoded)}")
+    if b"\0" in encoded:
+        raise ValueError("a key has no NUL")
+    return encoded
