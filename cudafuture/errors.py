@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "AllFailedError",
@@ -168,6 +169,9 @@ class StorageError(CUDAFutureError, OSError):
         self.offset = offset
         self.wanted = wanted
         self.got = got
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {**self.__dict__, "errno": self.errno}  # OSError keeps that beside
 
 
 class ChecksumError(StorageError):

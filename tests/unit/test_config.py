@@ -1,5 +1,6 @@
 """The CUDAFUTURE_* variables."""
 
+import copy
 import pickle
 import re
 
@@ -70,6 +71,16 @@ def test_storage_errors_carry_where_and_how_much():
     assert (error.errno, error.path, error.offset, error.wanted, error.got) == (5, "/x", 1, 3, 2)
     assert str(error) == "short read"
     assert str(errors.NotFoundError("no such key: 'k'")) == "no such key: 'k'"
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"]
+)
+def test_storage_errors_keep_their_number_on_the_way_to_others(duplicate):
+    error = duplicate(errors.QuotaError("no room", errno=28, path="/x", offset=1, wanted=3, got=2))
+    assert type(error) is errors.QuotaError
+    assert (error.errno, error.path, error.offset, error.wanted, error.got) == (28, "/x", 1, 3, 2)
+    assert str(error) == "no room"
 
 
 def test_an_empty_name_of_a_secret_file_is_none():
