@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,15 @@ class Options(TensorPipeRpcBackendOptions):
         secret: bytes | None = None,
         device_maps: Any = "auto",
         start_timeout: float = 300.0,
+        transports: Sequence[str] | None = None,
         server: Server | None = None,
     ) -> None:
-        super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            _transports=None if transports is None else list(transports),
+        )
         self.secret, self.wanted_maps, self.start_timeout = secret, as_json(device_maps), start_timeout
         self.server = server
         self.exchange: Exchange | None = None

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ _warned = False
 _ENDED_BY_TORCH = (
     "torch.distributed.rpc.shutdown() has ended RPC in this process; this session ends by rpc_ext.shutdown()"
 )
+_TRANSPORTS = {"ibv", "shm", "uv"}
 
 
 class Session:
@@ -189,6 +191,7 @@ def init_rpc(
     max_in_flight: int = 4096,
     max_bytes_in_flight: int = 1 << 30,
     start_timeout: float = 300.0,
+    transports: Sequence[str] | None = None,
 ) -> Session:
     """Begin RPC in this process, and wait until all workers of the job have.
 
@@ -210,15 +213,18 @@ def init_rpc(
         max_in_flight: calls that may be under way to one worker; default: 4,096.
         max_bytes_in_flight: bytes of them; default: 1 GiB.
         start_timeout: seconds in which all workers have to come; default: 300.
+        transports: ways that messages may go, of TensorPipe's: "shm" (memory shared within a machine), "uv" (sockets),
+            "ibv" (InfiniBand). Default: the best that both ends have. "shm" has the least latency, and takes a core of
+            each process, which polls without a pause; where cores are few, ``["uv"]`` leaves them to the program.
 
     Returns:
         The session: a context manager that shuts down at its end.
 
     Raises:
         InvalidStateError: RPC has begun in this process already, ours or torch's own.
-        ValueError: the environment says neither rank nor world size; a name that torch does not take, or that two
-            workers have; a device map that does not fit; a secret that is too short; CUDAFUTURE_RPC_SECRET_FILE has
-            changed since the library was imported.
+        ValueError: the environment says neither rank nor world size; a transport that is none; a name that torch does
+            not take, or that two workers have; a device map that does not fit; a secret that is too short;
+            CUDAFUTURE_RPC_SECRET_FILE has changed since the library was imported.
         AuthenticationError: a worker that does not know the secret.
         TimeoutError: not all workers have come in time; it names them.
         ConnectionError: the store cannot be made: its port is in use, say.
@@ -231,6 +237,8 @@ def init_rpc(
     rank = _from_environment("rank", rank, "RANK")
     world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
     _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
+    if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
+        raise ValueError(f"transports={transports!r}: some of {', '.join(sorted(_TRANSPORTS))} are wanted")
     name = f"worker{rank}" if name is None else name
     with _lock:
         if _session is not None:
@@ -249,6 +257,7 @@ def init_rpc(
                 secret=read_secret(secret),
                 device_maps=device_maps,
                 start_timeout=start_timeout,
+                transports=transports,
                 server=Server(name, num_worker_threads, _limit(rpc_timeout)),
             )
             if options.secret is None:

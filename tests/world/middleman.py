@@ -114,7 +114,7 @@ def joined(rank: int, file: Path, relay: Relay | None, seen: Any) -> Iterator[rp
     make_options, make_store = TensorPipeRpcBackendOptions.__init__, _engine.PrefixStore
 
     def options(self: Any, **given: Any) -> None:  # messages over TCP, as between two machines
-        make_options(self, _transports=["uv"], _channels=["basic"], **given)
+        make_options(self, **{**given, "_transports": ["uv"], "_channels": ["basic"]})
 
     def store(prefix: str, real: Any) -> Any:
         if prefix == "agent" and relay is not None:

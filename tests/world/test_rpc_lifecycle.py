@@ -175,6 +175,26 @@ def test_a_time_for_shutdown_that_is_none_ends_nothing(tmp_path: Path, timeout: 
         assert rpc_sync("me", same, (1,)) == 1
 
 
+def call_over_sockets(rank: int, store: str) -> int:
+    begin(rank, 2, store, transports=["uv"] if rank else None)  # they use what both have
+    answer: int = rpc_sync(1 - rank, same, (rank,))
+    threads = {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")}
+    assert any("UV" in thread for thread in threads)
+    assert rank == 0 or "TP_SHM_reactor" not in threads
+    rpc_ext.shutdown(timeout=LONG)
+    return answer
+
+
+def test_messages_go_the_ways_that_are_chosen(tmp_path: Path) -> None:
+    assert run_ranks(2, call_over_sockets, str(tmp_path / "store")) == [0, 1]
+
+
+@pytest.mark.parametrize("wrong", [[], ["post"]], ids=["none", "unknown"])
+def test_a_way_that_there_is_not_is_refused(tmp_path: Path, wrong: list[str]) -> None:
+    with pytest.raises(ValueError, match="some of ibv, shm, uv are wanted"), alone(tmp_path / "s", transports=wrong):
+        pass
+
+
 def shut_down_at_once(rank: int, store: str) -> list[str]:
     session = begin(rank, 2, store, num_worker_threads=1 + rank)
     dist.barrier()
