@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import AuthenticationError, ChecksumError
+from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._offload_calls import Answer, Terms
@@ -187,7 +187,8 @@ class Desk:
         found: list[tuple[int, str, Header]] = []
         left: list[int] = []
         end = 0
-        for i, wanted in enumerate(self._checked(unpack_wanted, block)):
+        all_wanted = self._checked(unpack_wanted, block)
+        for i, wanted in enumerate(all_wanted):
             try:
                 name, header = session.space.place_of(wanted)
             except Exception as e:
@@ -209,7 +210,7 @@ class Desk:
         def answer(errors: list[BaseException | None]) -> Answer:
             sums = checksums(data)
             headers = []
-            for (i, _, header), error in zip(found, errors, strict=True):
+            for (i, name, header), error in zip(found, errors, strict=True):
                 behind = header.at + header.length
                 if gap := -behind % _LINE:
                     data[behind : behind + gap].zero_()  # it is sent, too, and was others' bytes before
@@ -217,7 +218,10 @@ class Desk:
                     headers.append(replace(header, checksum=sums(header.at, header.length)))
                 else:
                     data[header.at : behind].zero_()
-                    failures.append((i, error))
+                    if isinstance(error, NotFoundError) and session.space.has_moved(all_wanted[i], name):
+                        left.append(i)  # it was replaced just now: to be asked for again
+                    else:
+                        failures.append((i, error))
             self._count(read=sum(h.length for h in headers))
             return Answer(failures, pack(headers) if headers else b"", carried(data), left)
 

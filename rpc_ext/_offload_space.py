@@ -328,6 +328,13 @@ class Space:
             return self._plain_name(header.key), header
         return self._piece_name(header.upload, header.piece), header
 
+    def has_moved(self, wanted: Wanted, name: str) -> bool:
+        """Say whether a piece is somewhere else by now than where it was."""
+        try:
+            return self.place_of(wanted)[0] != name
+        except NotFoundError:
+            return False
+
 
 def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:
     """Return the bytes that a header tells of."""

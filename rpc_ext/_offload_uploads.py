@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +20,7 @@ __all__ = ["Uploads"]
 @dataclass(eq=False)
 class _Upload:
     header: Header  # of any piece
+    name: bytes  # of its pieces on the disk: nobody else can know it before it is there
     seen: set[int] = field(default_factory=set)  # pieces that have come
     written: int = 0
     is_over: bool = False
@@ -34,6 +37,7 @@ class Uploads:
         self._space = space
         self._lock = threading.Lock()  # guards what follows; the space's is taken under it
         self._uploads: dict[bytes, _Upload] = {}
+        self._over: collections.deque[bytes] = collections.deque(maxlen=4096)  # the last that were given up
         self._ended = False
 
     def put(self, header: Header, data: torch.Tensor) -> CUDAFuture[None]:
@@ -45,6 +49,7 @@ class Uploads:
             InvalidStateError: the client has gone.
         """
         upload = self._note(header)
+        name, header = header.upload, replace(header, upload=upload.name)
 
         def written(done: CUDAFuture[int]) -> CUDAFuture[None]:
             error = done.exception()
@@ -54,7 +59,9 @@ class Uploads:
                 is_whole = upload.written == header.pieces
                 upload.is_over = was_over or error is not None or is_whole
                 if upload.is_over:
-                    self._uploads.pop(header.upload, None)
+                    self._uploads.pop(name, None)
+                    if not is_whole:
+                        self._over.append(name)
             if was_over:
                 self._space.drop_pieces(header)  # this one came after the others went
                 raise error or InvalidStateError(f"the write of key {header.key!r} was given up")
@@ -71,8 +78,10 @@ class Uploads:
                 raise InvalidStateError("the session has ended")
             upload = self._uploads.get(header.upload)
             if upload is None:
+                if header.upload in self._over:
+                    raise InvalidStateError(f"the write of key {header.key!r} was given up")
                 self._space.take(header.nbytes)
-                upload = self._uploads[header.upload] = _Upload(header)
+                upload = self._uploads[header.upload] = _Upload(header, secrets.token_bytes(len(header.upload)))
             first = upload.header
             if (first.key, first.dtype, first.shape) != (header.key, header.dtype, header.shape):
                 raise ValueError(f"key {header.key!r}: other pieces of that upload are of key {first.key!r}")
@@ -85,6 +94,7 @@ class Uploads:
         """Give up one, if it is not over."""
         with self._lock:
             upload = self._uploads.pop(name, None)
+            self._over.append(name)
             if upload is None or upload.is_over:
                 return
             upload.is_over = True
@@ -100,4 +110,4 @@ class Uploads:
 
     def _drop(self, upload: _Upload) -> None:
         self._space.give_back(upload.header.nbytes)
-        self._space.drop_pieces(upload.header)
+        self._space.drop_pieces(replace(upload.header, upload=upload.name))

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Protocol
 
 from cudafuture import CUDAFuture, executors
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _minder
 from rpc_ext.calls import rpc_async
 
@@ -67,7 +67,7 @@ class Watch:
         with self._lock:
             self._asked.discard(client)
         watched = self._watched()
-        if done.exception() is not None and watched is not None:
+        if watched is not None and isinstance(done.exception(), (WorkerLostError, TimeoutError)):
             watched.lost(client)
 
 

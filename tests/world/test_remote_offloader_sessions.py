@@ -1,0 +1,211 @@
+"""Requests by tokens, keys and uploads that are not one's own: refused and counted, and all stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import CUDAFuture
+from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from rpc_ext import _offload_calls as calls
+from rpc_ext import rpc_sync
+from rpc_ext._offload_calls import Answer
+from rpc_ext._offload_memory import arrived
+from rpc_ext._offload_wire import PIECE, Header, Wanted, pack, pack_wanted, unpack
+from rpc_ext.offload_service import OffloadService, serve_offload
+from rpc_ext.remote_offloader import RemoteOffloader
+from world.offload_history import content_of
+from world.rpc_callees import ME, PATIENCE, alone
+
+pytestmark = pytest.mark.xdist_group("remote-offloader")
+
+CAPACITY = 100 << 20
+LONG = "any " + "k" * 1016
+LARGE = Header("large a", torch.uint8, (PIECE + 100,), PIECE + 100, b"u" * 16, pieces=2, length=PIECE)
+FIRST, LAST = (torch.zeros(size, dtype=torch.uint8) for size in (PIECE, 100))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
+    with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=4) as session:
+        yield session
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[OffloadService]:
+    with serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service:
+        yield service
+
+
+def call(fn: Callable[..., Any], remote: RemoteOffloader | bytes, *args: object) -> Any:
+    """Call the service as a client could that minds no rules."""
+    token = remote._token if isinstance(remote, RemoteOffloader) else remote
+    return rpc_sync(ME, fn, ("offload", token, *args), timeout=PATIENCE)
+
+
+def everything_of(service: OffloadService) -> list[Any]:
+    service.store.flush().exception(timeout=PATIENCE)
+    found = service.store.statistics()
+    return [service.store.keys(), found.keys, found.bytes, found.used]
+
+
+def expect_names(service: OffloadService, names: int) -> None:
+    """See that the store has so many; what is removed, nobody waits for."""
+    end = time.monotonic() + PATIENCE
+    while len(service.store) != names:
+        assert time.monotonic() < end, service.store.keys()
+        service.store.flush().exception(timeout=PATIENCE)
+
+
+# ---- tokens
+
+
+def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: OffloadService) -> None:
+    wanted = pack_wanted([Wanted("small a")])
+    block = pack([Header("small a", torch.uint8, (100,), 100, length=100)])
+    requests: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
+        (calls.put, (block, LAST)),
+        (calls.put, (pack([LARGE]), FIRST)),
+        (calls.get, (wanted,)),
+        (calls.delete, (wanted,)),
+        (calls.flush, ()),
+        (calls.give_up, (LARGE.upload,)),
+        (calls.keys, ()),
+        (calls.stat, ("small a",)),
+    ]
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        content = content_of("small a", 1)
+        remote.write("small a", content).wait(timeout=PATIENCE)
+        gone = RemoteOffloader(ME, namespace="kept")
+        call(calls.end, gone)
+        numbers = random.Random(1)
+        guessed = [numbers.randbytes(16), b"", remote._token[:-1], remote._token + b"\0", remote._token[::-1]]
+        before = everything_of(service)
+        for token in (gone._token, *guessed):
+            for fn, args in requests:
+                with pytest.raises(AuthenticationError, match="knows no such session"):
+                    call(fn, token, *args)
+        assert service.statistics().refused == len(requests) * 6
+        call(calls.end, guessed[0])  # nobody's
+        assert everything_of(service) == before
+        assert service.statistics().clients == 1
+        assert torch.equal(remote.read("small a").wait(timeout=PATIENCE), content)
+
+
+# ---- keys
+
+
+def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -> None:
+    tensors = {key: content_of(key, 1) for key in ("small a", "large a", LONG)}
+    with (
+        RemoteOffloader(ME, namespace="kept") as shared,
+        RemoteOffloader(ME) as private,
+        RemoteOffloader(ME, namespace="Kept") as other,
+    ):
+        for theirs in (shared, private):
+            theirs.writev(tensors).wait(timeout=PATIENCE)
+        uploads = {uploads_of(theirs, "large a") for theirs in (shared, private)}
+        names = service.store.keys()  # more than anybody sees
+        guesses = {*tensors, *names, *(name[1:] for name in names), *(f"../{name}" for name in names)}
+        guesses |= {name.partition("/")[2] or "/" for name in names} | {"kept/small a", "../kept/small a"}
+        guesses = {guess for guess in guesses if 1 <= len(guess.encode()) <= 1024}
+        before = everything_of(service)
+        for upload in (bytes(16), *uploads):
+            wanted = [Wanted(guess, upload, piece) for guess in guesses for piece in (0, 1)]
+            answer = call(calls.get, other, pack_wanted(wanted))
+            assert len(answer.failures) == len(wanted)
+            assert all(isinstance(error, NotFoundError) for _, error in answer.failures)
+            assert not answer.block
+        answer = call(calls.delete, other, pack_wanted([Wanted(guess) for guess in guesses]))
+        assert len(answer.failures) == len(guesses)
+        for upload in uploads:
+            for piece, data in enumerate((FIRST, LAST)):
+                header = replace(LARGE, upload=upload, piece=piece, length=data.nbytes)
+                call(calls.put, other, pack([header]), data)
+        other.writev({guess: torch.zeros(3) for guess in guesses}).wait(timeout=PATIENCE)
+        assert {*other.keys()} == guesses
+        for theirs in (shared, private):
+            read = theirs.readv(tensors).wait(timeout=PATIENCE)
+            assert all(map(torch.equal, read, tensors.values()))
+            assert {*theirs.keys()} == {*tensors}
+        other.deletev(guesses).wait(timeout=PATIENCE)
+        expect_names(service, len(names))
+        assert everything_of(service) == before
+
+
+def uploads_of(remote: RemoteOffloader, key: str) -> bytes:
+    """Return how the pieces of a tensor are called."""
+    answer = call(calls.get, remote, pack_wanted([Wanted(key)]))
+    (header,) = unpack(answer.block, arrived(answer.data).numel())
+    return header.upload
+
+
+# ---- uploads
+
+
+def test_pieces_of_a_tensor_that_is_there_are_not_written_over(service: OffloadService) -> None:
+    """Neither by who has written it nor by another one of its namespace: its bytes would be those of two."""
+    content = torch.full((LARGE.nbytes,), 7, dtype=torch.uint8)
+    with RemoteOffloader(ME, namespace="kept") as one, RemoteOffloader(ME, namespace="kept") as other:
+        one.write("large a", content).wait(timeout=PATIENCE)
+        upload = uploads_of(one, "large a")
+        for remote in (one, other):
+            for piece, data in enumerate((FIRST, LAST)):
+                header = replace(LARGE, upload=upload, piece=piece, length=data.nbytes)
+                with contextlib.suppress(
+                    ValueError, InvalidStateError
+                ):  # it may be refused, or become another tensor's
+                    call(calls.put, remote, pack([header]), data)
+                call(calls.give_up, remote, upload)
+                service.store.flush().exception(timeout=PATIENCE)
+                assert torch.equal(one.read("large a").wait(timeout=PATIENCE), content)
+
+
+def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service: OffloadService) -> None:
+    """As when a client gives up after a timeout, and what it has sent arrives all the same."""
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        call(calls.put, remote, pack([LARGE]), FIRST)
+        call(calls.give_up, remote, LARGE.upload)
+        late = pack([replace(LARGE, piece=1, length=100)])
+        with contextlib.suppress(ValueError, InvalidStateError):
+            call(calls.put, remote, late, LAST)
+        expect_names(service, 0)
+        error = remote.write("too much", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=PATIENCE)
+        assert isinstance(error, QuotaError)
+        assert f": 0 of {CAPACITY} are in use" in str(error)
+
+
+# ---- answers
+
+
+@rpc_ext.async_execution
+def get_and_change(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
+    """Answer as the service does, and change the last byte on the way."""
+
+    def change(done: CUDAFuture[Answer]) -> Answer:
+        data = arrived(done.value().data).clone()
+        data[-1] ^= 1
+        return done.value()._replace(data=data)
+
+    return calls.find(service).get(token, block).then(change)
+
+
+@pytest.mark.parametrize("key", ["small a", "meg", "large a"])
+def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str) -> None:
+    content = content_of(key, 1)
+    with RemoteOffloader(ME) as remote:
+        remote.write(key, content).wait(timeout=PATIENCE)
+        with mock.patch.object(calls, "get", get_and_change):
+            for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
+                assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
+        assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
