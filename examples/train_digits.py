@@ -1,17 +1,21 @@
-"""Train a small CNN on handwritten digits, data-parallel, with communication and optimizer hidden behind backward.
+"""Train a small CNN on handwritten digits, data-parallel, with Adam's state on another worker's disk.
 
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py
 
-Gradients travel in buckets. Backward fills the buckets from the last layer to the first, and as soon as one is full:
+Gradients travel in buckets. Backward fills the buckets from the last layer to the first. Each bucket has Adam, whose
+state lies on the disk of the next worker between the steps. It is read ahead, by signed calls, while forward and
+backward compute. As soon as a bucket is full:
 
-    cfd.all_reduce(bucket).then(average it, step its own optimizer)
+    gather(cfd.all_reduce(bucket), the state that was read) -> average it, step its own Adam -> write the state
 
 Backward goes on meanwhile, other buckets are in flight, and the loop starts on the next batch. Each layer's forward
-waits for the one future that stands for its own parameters, and for nothing else. An error anywhere on the way (a dead
-peer, an exception in the optimizer) comes out of that wait.
+waits for the one future that stands for its own parameters, and for nothing else; the writes end behind it. An error
+anywhere on the way (a dead peer, an exception in the optimizer, a write that fails) comes out of that wait.
 
-At the end the program checks what it claims, and exits with an error when a check fails: the accuracy on images it has
-not seen, the same parameters on every rank, and the same parameters as a plain loop that blocks on every all_reduce.
+At the end the program prints what overlapped with what, and one step as it went: collectives, callbacks, calls and
+disks in one picture. It checks what it claims, and exits with an error when a check fails: the accuracy on images it
+has not seen, the same parameters on every rank, and the same parameters and Adam's state as a plain loop that has all
+of it in memory and blocks on every all_reduce. With ``--state memory`` the state does not leave memory.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,27 +39,34 @@ from torch import Tensor, nn
 
 import cudafuture.distributed as cfd
 from _digits import Digits, layer_groups, make_model, same_on_every_rank
-from _timeline import Timeline, overlap_table
+from _remote_state import Disk, RemoteState, differing_states, next_workers_disk, read_states
+from _timeline import Timeline, overlap_table, step_table, typical_step
 from cudafuture import CUDAFuture, wait_all
 
+DISK = "Adam's state on a disk: {mib_written:.0f} MiB written, {mib_read:.0f} MiB read, {refused} calls refused"
 WANTED_ACCURACY = 0.95
+LEARNING_RATE = 4e-3
+WARM_UP = 20  # steps, of which none is shown as a typical one
 
 
 class Bucket:
-    """Layers whose gradients travel together: one flat buffer, one optimizer, and the future of the last update."""
+    """Layers whose gradients travel together: flat values and gradients, one Adam, the future of the last update."""
 
     def __init__(self, index: int, layers: Mapping[str, nn.Module]) -> None:
         self.index = index
         self.layers = layers
         self.parameters = [p for layer in layers.values() for p in layer.parameters()]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9)
-        self.gradients = torch.zeros(sum(p.numel() for p in self.parameters))
+        self.values = nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]))
+        self.values.grad = self.gradients = torch.zeros_like(self.values, requires_grad=False)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam([self.values], LEARNING_RATE)
         self.missing = 0  # gradients that this backward has still to bring
         self.updated: CUDAFuture[list[nn.Parameter]] | None = None
-        # Every gradient is a view of the buffer, in which backward accumulates: nothing is ever copied to be sent.
-        views = torch.split(self.gradients, [p.numel() for p in self.parameters])
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.grad = view.view_as(parameter)
+        # Every parameter and gradient is a view: nothing is ever copied to be sent, and Adam updates all at once.
+        sizes = [p.numel() for p in self.parameters]
+        views = zip(torch.split(self.values.detach(), sizes), torch.split(self.gradients, sizes), strict=True)
+        for parameter, (value, gradient) in zip(self.parameters, views, strict=True):
+            parameter.data = value.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -67,9 +79,10 @@ class Bucket:
 class Overlap:
     """Sends each bucket when backward has filled it, updates it when it comes back; its layers wait for that."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], disk: Disk | None = None, ahead: int = 3) -> None:
         self.buckets = buckets
         self.timeline = Timeline()
+        self.state = None if disk is None else RemoteState(disk.store, buckets, self.timeline, min(ahead, len(buckets)))
         self._next = 0  # the bucket to send next: every rank has to send them in the same order
         for bucket in buckets:
             for parameter in bucket.parameters:
@@ -78,18 +91,22 @@ class Overlap:
             for layer in bucket.layers.values():
                 layer.register_forward_pre_hook(partial(self._wait_for_update, bucket))
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients; when this returns some buckets are still in flight."""
+    def step(self, loss: Callable[[], Tensor]) -> None:
+        """Compute a loss and the gradients; when this returns some buckets are still in flight."""
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
         self.timeline.step += 1
+        with self.timeline.span("forward"):
+            value = loss()
         with self.timeline.span("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            value.backward()  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Wait for the last updates, which no forward waits for."""
+        """Wait for the last updates and writes, which no forward waits for."""
         wait_all([bucket.updated for bucket in self.buckets if bucket.updated is not None])
+        if self.state is not None:
+            self.state.finish()
 
     def report(self) -> list[dict[str, Any]]:
         """A row per bucket: what it is, and the medians of what overlapped with what."""
@@ -107,9 +124,11 @@ class Overlap:
             self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
-        reduced = cfd.all_reduce(bucket.gradients)
-        self.timeline.watch("all_reduce", bucket.index, reduced)
-        bucket.updated = reduced.then(partial(self._update, bucket))  # on a thread of the group's, beside backward
+        reduced = self.timeline.watch("all_reduce", bucket.index, cfd.all_reduce(bucket.gradients), where="gloo")
+        if self.state is None:
+            bucket.updated = reduced.then(partial(self._update, bucket))  # on a thread of the group's, beside backward
+        else:
+            bucket.updated = self.state.update(bucket, reduced)
 
     def _update(self, bucket: Bucket, reduced: CUDAFuture[Tensor]) -> list[nn.Parameter]:
         reduced.value()  # raises what the all_reduce failed with
@@ -123,9 +142,9 @@ class Overlap:
                 bucket.updated.wait(non_blocking=True)
 
 
-def plain_backward(buckets: Sequence[Bucket], loss: Tensor) -> None:
+def plain_step(buckets: Sequence[Bucket], loss: Callable[[], Tensor]) -> None:
     """The synchronous loop that the overlapped one has to equal: backward, then bucket after bucket, blocking."""
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss().backward()  # type: ignore[no-untyped-call]
     for bucket in buckets:
         dist.all_reduce(bucket.gradients)
         bucket.update()
@@ -141,26 +160,32 @@ class Run:
     """What came out of one training."""
 
     model: nn.Module
+    buckets: Sequence[Bucket]
     steps: int
     seconds: float
-    overlap: list[dict[str, Any]]  # a row per bucket; none when nothing was meant to overlap
+    overlap: Overlap | None
 
 
-def train(args: argparse.Namespace, digits: Digits, *, overlapped: bool) -> Run:
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Forward."""
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def train(args: argparse.Namespace, digits: Digits, disk: Disk | None = None, *, overlapped: bool = True) -> Run:
     """Train a model from the seed on: both kinds of loop see the same first parameters, batches and buckets."""
     torch.manual_seed(args.seed)
     model = make_model()
     buckets = make_buckets(model, args.bucket_kib)
-    overlap = Overlap(buckets) if overlapped else None
-    backward: Callable[[Tensor], None] = overlap.backward if overlap else partial(plain_backward, buckets)
+    overlap = Overlap(buckets, disk, args.ahead) if overlapped else None
+    step: Callable[[Callable[[], Tensor]], None] = overlap.step if overlap else partial(plain_step, buckets)
     batches = list(digits.batches(args.epochs, args.batch_size, args.seed))
     dist.barrier()
     start = time.perf_counter()
     for images, labels in track(batches, "overlapped " if overlap else "synchronous", disable=dist.get_rank() != 0):
-        backward(nn.functional.cross_entropy(model(images), labels))
+        step(partial(loss_of, model, images, labels))
     if overlap:
         overlap.finish()
-    return Run(model, len(batches), time.perf_counter() - start, overlap.report() if overlap else [])
+    return Run(model, buckets, len(batches), time.perf_counter() - start, overlap)
 
 
 def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
@@ -173,8 +198,11 @@ def show(results: Mapping[str, Any]) -> None:
     """Print how long it took, what overlapped with what, and the outcome of every check."""
     console = Console()
     console.print(overlap_table(results["overlap"]))
+    console.print(step_table(results["step"]))
     for loop, seconds in results["seconds"].items():
         console.print(f"{loop} loop: {seconds:.2f} s for {results['steps']} steps")
+    if results["disk"] is not None:
+        console.print(DISK.format_map(results["disk"]))
     console.print(f"accuracy on new images: {results['accuracy']:.3f}, wanted {WANTED_ACCURACY}")
     for check, passed in results["checks"].items():
         console.print(f"[green]passed[/]  {check}" if passed else f"[bold red]FAILED[/]  {check}")
@@ -187,6 +215,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bucket-kib", type=int, default=64, help="a bucket is larger only when one layer is")
+    parser.add_argument("--state", choices=["remote", "memory"], default="remote", help="where Adam's state is kept")
+    parser.add_argument("--ahead", type=int, default=3, help="buckets whose state may be in memory at a time")
+    parser.add_argument("--folder", type=Path, help="on the disk that is served; default: where temporary files go")
     parser.add_argument("--no-compare", action="store_true", help="do not train again with the synchronous loop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     args = parser.parse_args()
@@ -195,28 +226,47 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
+    """Train, check, and collect what the program reports."""
+    with ExitStack() as stack:
+        disk = stack.enter_context(next_workers_disk(args.folder)) if args.state == "remote" else None
+        run = train(args, digits, disk)
+        same = same_on_every_rank(run.model)  # and all ranks have come here
+        served = None if disk is None else disk.statistics()
+        states = None if disk is None else read_states(disk.store, run.buckets)
+    assert run.overlap is not None
+    accuracy = digits.accuracy(run.model)
+    results: dict[str, Any] = {
+        "steps": run.steps,
+        "seconds": {"overlapped": run.seconds},
+        "accuracy": accuracy,
+        "checks": {"accuracy": accuracy >= WANTED_ACCURACY, "same on every rank": same},
+        "overlap": run.overlap.report(),
+        "step": typical_step(run.overlap.timeline.spans, [" ".join(b.layers) for b in run.buckets], WARM_UP),
+        "disk": served,
+    }
+    if not args.no_compare:
+        plain = train(args, digits, overlapped=False)
+        results["seconds"]["synchronous"] = plain.seconds
+        results["checks"]["same as the synchronous loop"] = not differing(run.model, plain.model)
+        if states is not None:
+            results["checks"]["same state on the disk"] = not differing_states(states, plain.buckets)
+    return results
+
+
 def main() -> int:
     """Train, check, report; the number of checks that failed."""
     args = arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    digits = Digits.load(args.seed)
-    run = train(args, digits, overlapped=True)
-    seconds = {"overlapped": run.seconds}
-    accuracy = digits.accuracy(run.model)
-    checks = {"accuracy": accuracy >= WANTED_ACCURACY, "same on every rank": same_on_every_rank(run.model)}
-    if not args.no_compare:
-        plain = train(args, digits, overlapped=False)
-        seconds["synchronous"] = plain.seconds
-        checks["same as the synchronous loop"] = not differing(run.model, plain.model)
-    results = {"steps": run.steps, "seconds": seconds, "accuracy": accuracy, "checks": checks, "overlap": run.overlap}
+    results = results_of(args, Digits.load(args.seed))
     if dist.get_rank() == 0:
         show(results)
         if args.json:
             args.json.write_text(json.dumps(results, indent=2) + "\n")
     dist.barrier()  # whoever fails first must not take the others' report with it
     dist.destroy_process_group()
-    return list(checks.values()).count(False)
+    return list(results["checks"].values()).count(False)
 
 
 if __name__ == "__main__":

@@ -40,36 +40,33 @@ from collections import Counter
 from cudafuture import CUDAFuture, errors
 
 read, write = rpc_ext.RemoteOffloader.read, rpc_ext.RemoteOffloader.write
-turns = Counter()
+turns, first = Counter(), {}
 
 def is_turn(key, turn):
     turns[key] += 1
     return key.startswith("fc1") and turns[key] == turn
 
-def read_stale(self, key):
+def read_stale(self, key, *args, **options):
     if is_turn(key, 5):
-        return self.fourth.then(lambda done: done.value().clone())
-    future = read(self, key)
-    if key.startswith("fc1") and turns[key] == 4:
-        self.fourth = future.then(lambda done: done.value().clone())
-        return self.fourth.then_async(lambda done: future)
-    return future
+        return CUDAFuture.completed(first[key].clone())
+    future = read(self, key, *args, **options)
+    return future.then(lambda done: first.setdefault(key, done.value().clone()) is None or done.value())
 
-def write_other_bits(self, key, tensor):
+def write_other_bits(self, key, tensor, **options):
     if is_turn(key, 5):
         tensor[0].nextafter_(tensor.new_tensor(1))
-    return write(self, key, tensor)
+    return write(self, key, tensor, **options)
 
-def write_not_at_all(self, key, tensor, turn=5):
-    return CUDAFuture.completed(tensor.nbytes) if is_turn(key, turn) else write(self, key, tensor)
+def write_not_at_all(self, key, tensor, turn=5, **options):
+    return CUDAFuture.completed(tensor.nbytes) if is_turn(key, turn) else write(self, key, tensor, **options)
 
-def write_not_the_last(self, key, tensor):
-    return write_not_at_all(self, key, tensor, 1 + 22)  # steps of an epoch, and the zeros at the begin
+def write_not_the_last(self, key, tensor, **options):
+    return write_not_at_all(self, key, tensor, 1 + 22, **options)  # steps of an epoch, and the zeros at the begin
 
-def write_and_fail(self, key, tensor):
+def write_and_fail(self, key, tensor, **options):
     if is_turn(key, 5) and os.environ["RANK"] == "0":
         return CUDAFuture.failed(errors.StorageError("broken on purpose"))
-    return write(self, key, tensor)
+    return write(self, key, tensor, **options)
 
 wrong = sys.argv.pop(1)
 setattr(rpc_ext.RemoteOffloader, wrong.partition("_")[0], globals()[wrong])
@@ -112,7 +109,7 @@ def test_training_learns_overlaps_and_equals_the_synchronous_loop(tmp_path: Path
     assert results["disk"]["mib_written"] == pytest.approx((results["steps"] + 1) * of_a_step)
     assert results["disk"]["mib_read"] >= results["steps"] * of_a_step
     assert results["disk"]["refused"] == 0
-    assert not list(folder.glob("*")), "nothing is left on the disk"
+    assert not list(folder.glob("store*")), "nothing is left on the disk"
     layers = [layer for row in results["overlap"] for layer in row["layers"]]
     assert layers == ["fc2", "fc1", "conv3", "conv2", "conv1"]
     assert len(results["overlap"]) >= 3
