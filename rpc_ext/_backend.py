@@ -16,7 +16,7 @@ import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 from cudafuture.errors import AuthenticationError, CUDAFutureError
-from rpc_ext import _C, _engine, _listeners
+from rpc_ext import _C, _engine, _listeners, _memory
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
 from rpc_ext._exchange import Exchange
@@ -91,6 +91,7 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
     if found.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(found.answers)))
+    _memory.receive_here()
     meeting = _engine.PrefixStore("agent", store)
     with _missing_named(meeting, names, options.start_timeout):
         agent = _C.Agent(

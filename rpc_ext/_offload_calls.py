@@ -11,7 +11,7 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext._functions import async_execution
-from rpc_ext._offload_memory import Carried
+from rpc_ext._memory import Carried
 
 __all__ = [
     "Answer",

@@ -25,8 +25,8 @@ from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
+from rpc_ext._memory import arrived, carried, take
 from rpc_ext._offload_calls import Answer, Terms
-from rpc_ext._offload_memory import arrived, carried, take
 from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_of
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads

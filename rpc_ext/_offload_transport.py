@@ -23,15 +23,16 @@ import torch
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import ChecksumError, NotFoundError, WorkerLostError
 from rpc_ext import _offload_calls
+from rpc_ext._memory import arrived, carried, take
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, Packer
-from rpc_ext._offload_memory import arrived, carried, take
 from rpc_ext._offload_source import Source
 from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
 from rpc_ext._offload_wire import (
     MOST_HEADERS,
+    PACK,
     PIECE,
     WHOLE,
     Header,
@@ -48,11 +49,10 @@ from rpc_ext.calls import rpc_async
 __all__ = ["Deadline", "Transport", "ignore"]
 
 T = TypeVar("T")
-_PACK = 4 << 20  # bytes of small tensors that travel together
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
 _LINE = 64  # bytes: what small tensors of one request lie at
 _GAP = torch.zeros(_LINE, dtype=torch.uint8)
-_GUESS = _PACK // 128  # bytes that a tensor of unknown size counts for, of those that are asked for together
+_GUESS = PACK // 128  # bytes that a tensor of unknown size counts for, of those that are asked for together
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Transport:
     def __init__(self, worker: str, name: str, terms: Terms) -> None:
         self._worker, self._name, self._token = worker, name, terms.token
         self.flow = Flow(terms.window)
-        self._puts: Packer[_Put] = Packer(MOST_HEADERS, _PACK, self._send_puts)
-        self._gets: Packer[_Get] = Packer(MOST_HEADERS, _PACK, self._send_gets)
+        self._puts: Packer[_Put] = Packer(MOST_HEADERS, PACK, self._send_puts)
+        self._gets: Packer[_Get] = Packer(MOST_HEADERS, PACK, self._send_gets)
 
     def call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
         """Call a function of the service."""

@@ -26,6 +26,7 @@ from rpc_ext._C import memory
 __all__ = [
     "LONGEST_KEY",
     "MOST_HEADERS",
+    "PACK",
     "PIECE",
     "WHOLE",
     "Header",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 PIECE = 16 << 20  # bytes that one request carries at most: TensorPipe's best size on loopback
+PACK = 4 << 20  # bytes of small tensors that travel together
 LONGEST_KEY = 1024  # bytes of UTF-8
 MOST_HEADERS = 4096  # in a block
 WHOLE = bytes(16)  # the upload of what is in one piece

@@ -7,6 +7,7 @@
 #include "autograd.h"
 #include "pieces.h"
 #include "python.h"
+#include "receiving.h"
 #include "references.h"
 #include "reply.h"
 
@@ -169,6 +170,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<std::size_t, std::size_t>(), py::arg("size"), py::arg("keep"))
       .def("take", &Pieces::take, py::arg("nbytes"))
       .def("kept", &Pieces::kept);
+  m.def("receive_into", receive_into, py::arg("pieces"));
   m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("memory", memory, py::arg("data"));
 }

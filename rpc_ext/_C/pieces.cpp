@@ -31,17 +31,37 @@ Pieces::~Pieces() {
 at::Tensor Pieces::take(std::int64_t nbytes) {
   if (nbytes < 0) throw std::invalid_argument("a number of bytes is not negative");
   if (nbytes < kSmall || nbytes > static_cast<std::int64_t>(size_)) return at::empty({nbytes}, at::kByte);
-  void* block = nullptr;
+  return at::from_blob(
+      get(), {nbytes}, [self = shared_from_this()](void* used) { self->give_back(used); }, at::kByte);
+}
+
+struct Pieces::Lease {
+  std::shared_ptr<Pieces> pieces;
+  void* block;
+
+  static void end(void* lease) {
+    const std::unique_ptr<Lease> self(static_cast<Lease*>(lease));
+    self->pieces->give_back(self->block);
+  }
+};
+
+c10::DataPtr Pieces::receive(std::size_t nbytes) {
+  if (nbytes > size_ || nbytes < size_ / 4 * 3) return {};
+  auto lease = std::make_unique<Lease>(Lease{shared_from_this(), get()});
+  void* block = lease->block;
+  return {block, lease.release(), &Lease::end, c10::kCPU};
+}
+
+void* Pieces::get() {
   {
     const std::lock_guard lock(mutex_);
     if (!free_.empty()) {
-      block = free_.back();  // the one used last: what of it is in a cache is of use
+      void* block = free_.back();  // the one used last: what of it is in a cache is of use
       free_.pop_back();
+      return block;
     }
   }
-  if (block == nullptr) block = new_block(size_);
-  return at::from_blob(
-      block, {nbytes}, [self = shared_from_this()](void* used) { self->give_back(used); }, at::kByte);
+  return new_block(size_);
 }
 
 std::size_t Pieces::kept() {

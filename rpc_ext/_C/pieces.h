@@ -24,9 +24,16 @@ class Pieces : public std::enable_shared_from_this<Pieces> {
   // whatever thread, the block is free again. What is small, or too large for a block, is memory like any other.
   at::Tensor take(std::int64_t nbytes);
 
+  // The same memory as torch's engine keeps it; null where `nbytes` does not fill most of a block, which whoever keeps
+  // the memory for long would be wasting.
+  c10::DataPtr receive(std::size_t nbytes);
+
   std::size_t kept();
 
  private:
+  struct Lease;
+
+  void* get();
   void give_back(void* block) noexcept;
 
   const std::size_t size_, keep_;

@@ -26,14 +26,16 @@ LAYERS = {
         "references": {"private"},
         "autograd": {"private"},
         "pieces": set(),
+        "receiving": {"pieces"},
         "python": set(),
         "callback": {"python", "references", "reply", "seal"},
         "store": set(),
         "agent": {"callback", "python", "seal", "store"},
-        "module": {"agent", "autograd", "pieces", "python", "references", "reply"},
+        "module": {"agent", "autograd", "pieces", "python", "receiving", "references", "reply"},
     },
 }
-RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "pieces", "private", "references", "reply", "seal", "store"}
+RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "pieces", "private", "receiving", "references", "reply", "seal"}
+RPC_WITHOUT_PYTHON |= {"store"}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(

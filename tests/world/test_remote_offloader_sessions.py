@@ -19,8 +19,8 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
+from rpc_ext._memory import arrived
 from rpc_ext._offload_calls import Answer
-from rpc_ext._offload_memory import arrived
 from rpc_ext._offload_wire import PIECE, Header, Wanted, pack, pack_wanted, unpack
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader

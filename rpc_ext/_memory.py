@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from rpc_ext._C import Pieces, alone, memory
-from rpc_ext._offload_wire import PIECE
+from rpc_ext._C import Pieces, alone, memory, receive_into
+from rpc_ext._offload_wire import PACK, PIECE
 
-__all__ = ["Carried", "alone", "arrived", "carried", "take"]
+__all__ = ["Carried", "alone", "arrived", "carried", "receive_here", "take"]
 
 Carried = bytes | torch.Tensor
-_KEPT = 8  # pieces that this process keeps while they are not in use: 128 MiB
+_KEPT = 8  # of each kind, that this process keeps while they are not in use: 160 MiB
 _SMALL = 1 << 14  # bytes up to which a tensor is slower than a part of the message, which takes no handshake
 
-_pieces = Pieces(PIECE, _KEPT)
+_pieces, _packs = Pieces(PIECE, _KEPT), Pieces(PACK, _KEPT)
+_is_received_here = False
+
+
+def receive_here() -> None:
+    """Receive what comes from other workers into such memory, too."""
+    global _is_received_here
+    if not _is_received_here:
+        receive_into([_packs, _pieces])
+        _is_received_here = True
 
 
 def take(nbytes: int) -> torch.Tensor:
     """Return a tensor of bytes, which are not initialized, in a storage of its own."""
-    return _pieces.take(nbytes)
+    return (_packs if nbytes <= PACK else _pieces).take(nbytes)
 
 
 def carried(data: torch.Tensor) -> Carried:
