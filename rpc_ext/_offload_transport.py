@@ -297,25 +297,44 @@ class Transport:
 
     def _arrived(self, gets: list[_Get], done: CUDAFuture[Answer]) -> None:
         try:
-            answer = done.value()
-            failures, left = dict(answer.failures), set(answer.left)
-            data = arrived(answer.data)
-            headers = iter(unpack(answer.block, data.numel()) if answer.block else [])
-            sums = checksums(data)
+            again, came = _opened(gets, done.value())
         except Exception as e:
             for get in gets:
                 get.failed(e)
             return
-        self._gets.add([(_GUESS, gets[i]) for i in left])
-        for i, get in enumerate(gets):
-            if i in failures:
-                get.failed(failures[i])
-            elif i not in left:
-                header = next(headers)
-                if header.checksum != sums(header.at, header.length):
-                    get.failed(ChecksumError("the bytes that have come are not those that were sent"))
-                else:
-                    get.arrived(header, data[header.at : header.at + header.length])
+        self._gets.add([(_GUESS, get) for get in again])
+        for get, what in came:
+            if isinstance(what, BaseException):
+                get.failed(what)
+            else:
+                get.arrived(*what)
+
+
+def _opened(
+    gets: list[_Get], answer: Answer
+) -> tuple[list[_Get], list[tuple[_Get, BaseException | tuple[Header, torch.Tensor]]]]:
+    """Return what is to be asked for again, and what has come of the others.
+
+    Raises:
+        ValueError: that is no answer to what was asked for.
+    """
+    failures, left = dict(answer.failures), {*answer.left}
+    data = arrived(answer.data)
+    headers = unpack(answer.block, data.numel()) if answer.block else []
+    if len(headers) != len([i for i in range(len(gets)) if i not in failures and i not in left]):
+        raise ValueError(f"{len(gets)} pieces were asked for, and the answer has {len(headers)}")
+    sums, next_header = checksums(data), iter(headers)
+    came: list[tuple[_Get, BaseException | tuple[Header, torch.Tensor]]] = []
+    for i, get in enumerate(gets):
+        if i in failures:
+            came.append((get, failures[i]))
+        elif i not in left:
+            header = next(next_header)
+            if header.checksum == sums(header.at, header.length):
+                came.append((get, (header, data[header.at : header.at + header.length])))
+            else:
+                came.append((get, ChecksumError("the bytes that have come are not those that were sent")))
+    return [gets[i] for i in range(len(gets)) if i in left], came
 
 
 def _ordered(value: T, after: Sequence[CUDAFuture[Any]]) -> CUDAFuture[T]:

@@ -34,8 +34,9 @@ LAYERS = {
         "module": {"agent", "autograd", "pieces", "python", "receiving", "references", "reply"},
     },
 }
-RPC_WITHOUT_PYTHON = {"autograd", "counters", "hmac", "pieces", "private", "receiving", "references", "reply", "seal"}
-RPC_WITHOUT_PYTHON |= {"store"}
+RPC_WITHOUT_PYTHON = {
+    *("autograd", "counters", "hmac", "pieces", "private", "receiving", "references", "reply", "seal", "store")
+}
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.
 PYTHON_HEADER = re.compile(

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import gather, wait_all
+from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine
+from rpc_ext import _memory, rpc_sync
 from rpc_ext import _offload_calls as calls
-from rpc_ext import rpc_sync
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, checksum_of, pack, pack_wanted
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
@@ -138,6 +138,36 @@ def test_a_tensor_that_is_replaced_while_its_piece_is_looked_for_is_read_anew(
 
     monkeypatch.setattr(service.store, "readv", readv_too_late)
     assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(size))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        calls.Answer([]),
+        calls.Answer([], b"no headers", b"12"),
+        calls.Answer([(0, KeyError("x"))]),
+        calls.Answer([], b"", b"", [0, 7]),
+        ("no", "answer"),
+    ],
+    ids=["nothing", "no headers", "too few", "of others", "none"],
+)
+def test_every_read_ends_whatever_is_answered(
+    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    monkeypatch.setattr("rpc_ext._offload_desk.Desk.get", lambda *_: CUDAFuture.completed(answer))
+    reads = [remote.read(f"{i}") for i in range(3)]
+    assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
+
+
+def test_what_has_come_lies_in_memory_that_is_used_again(remote: RemoteOffloader) -> None:
+    tensor = numbered(PIECE // 4)
+    remote.write("x", tensor).wait(timeout=PATIENCE)
+    back = rpc_sync(ME, torch.clone, (tensor,), timeout=PATIENCE)
+    assert torch.equal(back, tensor)
+    assert back.data_ptr() % (1 << 21) == 0
+    kept = _memory._pieces.kept()
+    del back
+    assert _memory._pieces.kept() == min(kept + 1, _memory._KEPT)
 
 
 def test_a_key_that_is_not_there(remote: RemoteOffloader) -> None:
