@@ -16,10 +16,10 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import torch
-import xxhash
 
 from rpc_ext._C import memory
 
@@ -119,13 +119,21 @@ def pieces_of(nbytes: int) -> int:
 
 def checksum_of(data: torch.Tensor) -> int:
     """Return the XXH3 of bytes on the host; never 0."""
-    return xxhash.xxh3_64_intdigest(memory(data)) or 1
+    return _xxh3()(memory(data)) or 1
 
 
 def checksums(data: torch.Tensor) -> Callable[[int, int], int]:
     """Return what gives the XXH3 of the bytes of a tensor, while it lives, from a place on, of a length; never 0."""
-    view = memory(data)
-    return lambda at, length: xxhash.xxh3_64_intdigest(view[at : at + length]) or 1
+    view, digest = memory(data), _xxh3()
+    return lambda at, length: digest(view[at : at + length]) or 1
+
+
+@cache
+def _xxh3() -> Callable[[memoryview], int]:
+    """Return the function of the library, without which all of RPC works but this."""
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest
 
 
 def expect_key(key: object) -> bytes:

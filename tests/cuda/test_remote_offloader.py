@@ -1,0 +1,49 @@
+"""Tensors on a GPU, offloaded to a worker: read after what was enqueued, and there for who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rpc_ext
+from device.harness import Cuda
+from rpc_ext import RemoteOffloader, serve_offload
+from world.cuda_calls import LONG, begin, only, slow
+
+pytest.importorskip("xxhash")
+
+SIZES = [1000, (16 << 20) // 4 + 100]  # float32s: in a pack; in two pieces
+
+
+@pytest.fixture
+def remote(cuda: Cuda, tmp_path: Path) -> Iterator[RemoteOffloader]:
+    begin(tmp_path / "meeting", 0, 1)
+    with serve_offload(tmp_path / "served"), RemoteOffloader("worker0") as remote:
+        yield remote
+    rpc_ext.shutdown(timeout=LONG)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
+def test_what_the_gpu_was_writing_comes_back(remote: RemoteOffloader, size: int) -> None:
+    tensor = slow(1.0).repeat(5)[:size]
+    write = remote.write("x", tensor)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    tensor.fill_(-1.0)
+    write.wait(timeout=LONG)
+    assert torch.equal(remote.read("x").wait(timeout=LONG), torch.ones(size))
+    assert only(remote.read("x", device="cuda").wait(timeout=LONG, non_blocking=True)) == 1.0
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
+def test_a_read_comes_after_what_the_gpu_was_writing(remote: RemoteOffloader, size: int) -> None:
+    remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
+    out = slow(-1.0).repeat(5)[:size]
+    assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out
+    assert only(out) == 3.0
+    outs = [torch.empty_like(out), torch.empty_like(out)]
+    remote.readv(["x", "x"], outs, priority=-1).wait(timeout=LONG, non_blocking=True)
+    assert [only(each) for each in outs] == [3.0, 3.0]
