@@ -42,9 +42,17 @@ def arrived(data: object) -> torch.Tensor:
         ValueError: they have not.
     """
     if isinstance(data, bytes):
+        _expect_piece(len(data))
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or not data.is_cpu:
-        raise ValueError("what travels along is bytes, or a tensor of them on the host, of one dimension")
-    if data.numel() > PIECE:
-        raise ValueError(f"{data.numel()} bytes are more than a request carries, {PIECE}")
-    return data.contiguous()
+    if not isinstance(data, torch.Tensor) or data.layout is not torch.strided or not data.is_cpu:
+        raise ValueError("what travels along is bytes, or a tensor of them on the host")
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        raise ValueError(f"what travels along is bytes, not {data.dtype} of shape {list(data.shape)}")
+    _expect_piece(data.numel())
+    data = data.detach()
+    return data.clone() if data.storage_offset() or not data.is_contiguous() else data
+
+
+def _expect_piece(nbytes: int) -> None:
+    if nbytes > PIECE:
+        raise ValueError(f"{nbytes} bytes are more than a request carries, {PIECE}")

@@ -33,6 +33,7 @@ from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksums, expect_key, pack, unpack, unpack_wanted
 from rpc_ext._turns import begun
+from rpc_ext.session import current
 
 __all__ = ["Desk"]
 
@@ -75,7 +76,9 @@ class Desk:
 
         Raises:
             BlockingIOError: there are as many as there may be.
+            AuthenticationError: it says that it is on a worker that there is not.
         """
+        self._checked(_expect_worker, client)
         with self._lock:
             if len(self._sessions) >= self._clients:
                 raise BlockingIOError(f"offload service {self.name!r} has {self._clients} clients, and takes no more")
@@ -136,7 +139,7 @@ class Desk:
         data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
         self._checked(_expect_sums, headers, data)
-        self._checked(_expect_different, headers)
+        self._checked(_expect_good_company, headers)
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
         return self._answered(session, data.numel(), lambda: put(session, headers, data))
 
@@ -157,12 +160,13 @@ class Desk:
             self._count(written=sum(headers[i].nbytes for i in taken) - sum(headers[i].nbytes for i, _ in failed))
             return Answer([*failures, *failed])
 
-        return session.space.write([headers[i] for i in taken], data).then(answer, executor=_THREAD)
+        try:
+            return session.space.write([headers[i] for i in taken], data).then(answer, executor=_THREAD)
+        except BaseException:
+            session.space.give_back(sum(headers[i].nbytes for i in taken))
+            raise
 
     def _put_piece(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
-        if len(headers) != 1:
-            raise ValueError(f"key {headers[0].key!r}: a piece comes alone")
-
         def answer(done: CUDAFuture[None]) -> Answer:
             error = done.exception()
             if error is not None:
@@ -293,7 +297,7 @@ class Desk:
         """Return what a check returns; count what it refuses."""
         try:
             return check(*args)
-        except (ValueError, TypeError, ChecksumError):
+        except (ValueError, TypeError, ChecksumError, AuthenticationError):
             with self._lock:
                 self._refused += 1
             raise
@@ -331,9 +335,16 @@ class Desk:
         return answer
 
 
-def _expect_different(headers: list[Header]) -> None:
+def _expect_worker(client: object) -> None:
+    if client not in current().workers:  # nobody would notice when it is gone
+        raise AuthenticationError(f"there is no worker {client!r}")
+
+
+def _expect_good_company(headers: list[Header]) -> None:
     if len({h.key for h in headers}) != len(headers):
         raise ValueError("a request has each key once")
+    if len(headers) > 1 and any(h.pieces > 1 for h in headers):
+        raise ValueError("a piece of a tensor comes alone")
 
 
 def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:

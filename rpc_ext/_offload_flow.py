@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cudafuture import CUDAFuture, executors
-from rpc_ext._turns import begun
+from rpc_ext import _minder
+from rpc_ext._turns import begun, outcome
 
-__all__ = ["Flow", "Packer"]
+__all__ = ["Flow", "NoRoomError", "Packer"]
+
+_PAUSE = 0.005  # seconds until what RPC had no room for is tried again
 
 T = TypeVar("T")
+
+
+class NoRoomError(Exception):
+    """RPC has too much under way to this worker: to be tried again."""
 
 
 class Flow:
@@ -30,48 +38,68 @@ class Flow:
     def __init__(self, window: int) -> None:
         self.window = window
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._waiting: collections.deque[tuple[int, Callable[[], CUDAFuture[Any]], CUDAFuture[Any]]] = (
-            collections.deque()
-        )
+        self._waiting: collections.deque[_Request] = collections.deque()
         self.under_way = 0
         """bytes of requests that have been made"""
         self.waiting = 0
         """bytes of those that have not"""
+        self._is_held_up = False  # the first has found no room
 
     def send(self, nbytes: int, call: Callable[[], CUDAFuture[T]]) -> CUDAFuture[T]:
-        """Make a call when there is room, and return what its future gives."""
-        future: CUDAFuture[T] = CUDAFuture(executor=executors.inline)
+        """Make a call when there is room, and return what its future gives.
+
+        One that fails with NoRoomError is made again.
+        """
+        request = _Request(nbytes, call)
         with self._lock:
-            self._waiting.append((nbytes, call, future))
+            self._waiting.append(request)
             self.waiting += nbytes
         self._go_on()
-        return future
+        return request.future
 
     def _go_on(self) -> None:
         while (request := self._next()) is not None:
-            nbytes, call, future = request
-            begun(call).add_done_callback(partial(self._ended, nbytes, future), executor=executors.inline)
+            begun(request.call).add_done_callback(partial(self._ended, request), executor=executors.inline)
 
-    def _next(self) -> tuple[int, Callable[[], CUDAFuture[Any]], CUDAFuture[Any]] | None:
+    def _next(self) -> _Request | None:
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or self._is_held_up:
                 return None
-            nbytes = self._waiting[0][0]
+            nbytes = self._waiting[0].nbytes
             if self.under_way and self.under_way + nbytes > self.window:
                 return None
             self.under_way += nbytes
             self.waiting -= nbytes
             return self._waiting.popleft()
 
-    def _ended(self, nbytes: int, future: CUDAFuture[Any], done: CUDAFuture[Any]) -> None:
+    def _ended(self, request: _Request, done: CUDAFuture[Any]) -> None:
+        value, error = outcome(done)
         with self._lock:
-            self.under_way -= nbytes
+            self.under_way -= request.nbytes
+            self._is_held_up = isinstance(error, NoRoomError)
+            if self._is_held_up:
+                self._waiting.appendleft(request)
+                self.waiting += request.nbytes
+        if isinstance(error, NoRoomError):
+            _minder.mind(self, time.perf_counter() + _PAUSE)
+            return
         self._go_on()
-        error = done.exception()
         if error is None:
-            future.set_result(done.value())
+            request.future.set_result(value)
         else:
-            future.set_exception(error)
+            request.future.set_exception(error)
+
+    def look(self, _: float) -> None:
+        """Try again what had no room."""
+        with self._lock:
+            self._is_held_up = False
+        self._go_on()
+
+
+class _Request:
+    def __init__(self, nbytes: int, call: Callable[[], CUDAFuture[Any]]) -> None:
+        self.nbytes, self.call = nbytes, call
+        self.future: CUDAFuture[Any] = CUDAFuture(executor=executors.inline)
 
 
 class Packer(Generic[T]):
@@ -98,7 +126,7 @@ class Packer(Generic[T]):
 
     def _go_on(self) -> None:
         while pack := self._next():
-            self._send(pack).add_done_callback(self._ended, executor=executors.inline)
+            begun(self._send, pack).add_done_callback(self._ended, executor=executors.inline)
 
     def _next(self) -> list[T]:
         with self._lock:
@@ -115,7 +143,8 @@ class Packer(Generic[T]):
             self._under_way += 1
             return pack
 
-    def _ended(self, _: object) -> None:
+    def _ended(self, done: CUDAFuture[Any]) -> None:
+        outcome(done)  # the things themselves have heard of it
         with self._lock:
             self._under_way -= 1
         self._go_on()

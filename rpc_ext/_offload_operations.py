@@ -28,6 +28,7 @@ class _Operation:
     kind: Kind
     since: int
     future: CUDAFuture[Any]  # the user's
+    ended: CUDAFuture[BaseException | None]  # with what it has failed with
 
 
 class Operations:
@@ -35,7 +36,7 @@ class Operations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._pending: dict[_Operation, CUDAFuture[Any]] = {}  # and what each waits for
+        self._pending: dict[_Operation, None] = {}
         self._bytes = {"write": 0, "read": 0, "delete": 0}
         self._failed = 0
         self._latencies = Histogram()
@@ -53,10 +54,10 @@ class Operations:
         future.set_running_or_notify_cancel()
         if released is not None:
             future.released = released
-        operation = _Operation(kind, time.perf_counter_ns(), future)
-        done = begun(begin)
+        operation = _Operation(kind, time.perf_counter_ns(), future, CUDAFuture(executor=executors.inline))
         with self._lock:
-            self._pending[operation] = done
+            self._pending[operation] = None
+        done = begun(begin)
         done.add_done_callback(lambda done: self._ended(operation, done), executor=executors.inline)
         return future
 
@@ -72,16 +73,17 @@ class Operations:
             operation.future.set_exception(error)
         with self._lock:
             self._pending.pop(operation, None)
+        operation.ended.set_result(error)
 
-    def changes(self) -> list[CUDAFuture[Any]]:
-        """Return what pending writes and deletions wait for."""
+    def changes(self) -> list[CUDAFuture[BaseException | None]]:
+        """Return the ends of pending writes and deletions, with what they have failed with."""
         with self._lock:
-            return [done for operation, done in self._pending.items() if operation.kind != "read"]
+            return [operation.ended for operation in self._pending if operation.kind != "read"]
 
     def wait(self) -> None:
         """Wait until all have ended."""
         with self._lock:
-            pending = [operation.future for operation in self._pending]
+            pending = [operation.ended for operation in self._pending]
         if pending:
             wait(pending)
 

@@ -10,9 +10,9 @@ import torch
 from cudafuture import CUDAFuture, copy, executors, pool_stream
 from cudafuture.errors import InvalidStateError
 from rpc_ext._C import alone
-from rpc_ext._offload_wire import Header, code_of, pieces_of
+from rpc_ext._offload_wire import PIECE, Header, code_of, pieces_of
 
-__all__ = ["Source", "header_of", "source_of"]
+__all__ = ["Source", "expect_memory", "header_of", "source_of"]
 
 _THREAD = executors.callback_thread
 
@@ -42,10 +42,28 @@ def header_of(key: str, tensor: torch.Tensor) -> Header:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_nested or _is_without_memory(tensor):
         raise TypeError(f"key {key!r}: a tensor without memory of its own cannot be sent ({tensor.layout})")
+    expect_memory(tensor)
     code_of(tensor.dtype)
     return Header(key, tensor.dtype, tuple(tensor.shape), tensor.nbytes, pieces=pieces_of(tensor.nbytes))
+
+
+def _is_without_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or tensor.untyped_storage().device != tensor.device
+
+
+def expect_memory(tensor: torch.Tensor) -> None:
+    """See whether a tensor has the memory of its elements.
+
+    Raises:
+        ValueError: its storage is smaller.
+    """
+    if tensor.numel():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        there, wanted = tensor.untyped_storage().nbytes(), (tensor.storage_offset() + last + 1) * tensor.itemsize
+        if there < wanted:
+            raise ValueError(f"the memory of the tensor has {there} bytes, and its elements lie in {wanted}")
 
 
 def source_of(tensor: torch.Tensor, priority: int) -> tuple[Source, CUDAFuture[None]]:
@@ -82,7 +100,7 @@ class _DeviceSource:
 
     def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None], priority: int) -> None:
         self._released, self._priority = released, priority
-        self._left = tensor.nbytes  # bytes that are still to be copied
+        self._left = {*range(0, tensor.nbytes, PIECE)} or {0}  # where the pieces begin that are still to be copied
         written: CUDAFuture[torch.Tensor] = CUDAFuture.completed(tensor)  # by the caller's streams
         self._bytes = written.then(lambda done: _bytes_of(done.value()), priority=priority)
 
@@ -92,8 +110,8 @@ class _DeviceSource:
 
         def copied(done: CUDAFuture[torch.Tensor]) -> torch.Tensor:
             piece = done.value()
-            self._left -= length  # on the callback thread: one at a time
-            if self._left <= 0:
+            self._left.discard(at)  # on the callback thread: one at a time
+            if not self._left:
                 self.release()
             return piece
 

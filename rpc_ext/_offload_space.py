@@ -14,6 +14,7 @@ tensor or the new one, also after a crash.
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,11 +24,11 @@ from typing import TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import NotFoundError, QuotaError
+from cudafuture.errors import ChecksumError, NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Offloader
 from rpc_ext._C import memory
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, unpack
-from rpc_ext._turns import Turns
+from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, pack, unpack
+from rpc_ext._turns import Turns, begun
 
 __all__ = ["Space", "by_prefix", "piece_of", "prefix_of", "view_of"]
 
@@ -35,6 +36,7 @@ T = TypeVar("T")
 _LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
 _THREAD = executors.callback_thread
 _HASH = 16  # characters
+_NAME = re.compile(rf"[klp][0-9a-f]{{{_HASH}}}[/~]")
 
 
 def prefix_of(namespace: str, is_private: bool) -> str:
@@ -44,9 +46,15 @@ def prefix_of(namespace: str, is_private: bool) -> str:
 
 
 def by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sort the names in a store by their namespaces; each keeps the order."""
+    """Sort the names in a store by their namespaces; each keeps the order.
+
+    Raises:
+        StorageError: some are no names of a service's.
+    """
     found: dict[str, list[str]] = {}
     for name in names:
+        if not _NAME.match(name):
+            raise StorageError(f"the folder is a store with keys of somebody else's, such as {name!r}: use another one")
         found.setdefault(name[1 : _HASH + 2], []).append(name)
     return found
 
@@ -79,9 +87,7 @@ class Space:
             return
         lists = [name for name in names if name[0] == "l"]
         records = self._store.readv(lists).wait()
-        headers = {
-            name: unpack(memory(record).tobytes(), PIECE)[0] for name, record in zip(lists, records, strict=True)
-        }
+        headers = {name: _listed_header(name, record) for name, record in zip(lists, records, strict=True)}
         there: dict[str, str] = {}  # the name that each key has
         for name in names:
             if name[0] in "kl":
@@ -206,7 +212,7 @@ class Space:
         def whose_fault(done: CUDAFuture[int]) -> CUDAFuture[list[BaseException | None]]:
             if done.exception() is None:
                 return CUDAFuture.completed([None] * len(headers))
-            parts = [self._store.write(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+            parts = [begun(self._store.write, name, tensor) for name, tensor in zip(names, tensors, strict=True)]
             return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
 
         def settle(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
@@ -214,12 +220,12 @@ class Space:
                 self._settle(header, old, failure)
             return done.value()
 
-        together = self._store.writev(dict(zip(names, tensors, strict=True)))
+        together = begun(self._store.writev, dict(zip(names, tensors, strict=True)))
         return together.then_async(whose_fault, executor=_THREAD).then(settle, executor=_THREAD)
 
     def write_piece(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
         """Write a piece. Nobody sees it before ``put_together``."""
-        return self._store.write(self._piece_name(header.upload, header.piece), piece_of(data, header))
+        return begun(self._store.write, self._piece_name(header.upload, header.piece), piece_of(data, header))
 
     def put_together(self, header: Header) -> CUDAFuture[None]:
         """Put a tensor whose pieces are there under its key. The quota has been taken for it."""
@@ -240,7 +246,7 @@ class Space:
                 raise error
 
         record = torch.frombuffer(bytearray(pack([listed])), dtype=torch.uint8)
-        return self._store.write(name, record).then(settle, executor=_THREAD)
+        return begun(self._store.write, name, record).then(settle, executor=_THREAD)
 
     def _settle(self, header: Header, old: Header | None, failure: BaseException | None) -> None:
         """Do what is left to be done when a key was written, or was not."""
@@ -262,9 +268,10 @@ class Space:
             if old.upload != WHOLE:
                 self.drop_pieces(old)
 
-    def drop_pieces(self, header: Header) -> None:
-        """Remove the pieces of a tensor, as far as they are there."""
-        self._remove([self._piece_name(header.upload, piece) for piece in range(header.pieces)])
+    def drop_pieces(self, header: Header, pieces: Iterable[int] | None = None) -> None:
+        """Remove pieces of a tensor, by default all, as far as they are there."""
+        numbers = range(header.pieces) if pieces is None else pieces
+        self._remove([self._piece_name(header.upload, piece) for piece in numbers])
 
     def _remove(self, names: list[str]) -> None:
         """Remove what nobody looks for. Where the disk refuses, the next to open the store does."""
@@ -296,6 +303,7 @@ class Space:
             return CUDAFuture.failed(e)
         is_listed = header.upload != WHOLE
         name = self._forget_listed(key) if is_listed else self._plain_name(key)
+        names = [*self._other_names(key, name), name]
 
         def settle(done: CUDAFuture[None]) -> None:
             if done.exception() is not None and is_listed:
@@ -306,7 +314,14 @@ class Space:
             if header.upload != WHOLE:
                 self.drop_pieces(header)
 
-        return self._store.delete(name).then(settle, executor=_THREAD)
+        return begun(self._store.deletev, names).then(settle, executor=_THREAD)
+
+    def _other_names(self, key: str, name: str) -> list[str]:
+        """Return what else there is of a key: what it had before, and the disk would not remove."""
+        others = [self._plain_name(key), self._listed_name(key)]
+        return [
+            other for other in others if other != name and len(other.encode()) <= LONGEST_KEY and other in self._store
+        ]
 
     # ---- reading
 
@@ -334,6 +349,14 @@ class Space:
             return self.place_of(wanted)[0] != name
         except NotFoundError:
             return False
+
+
+def _listed_header(name: str, record: torch.Tensor) -> Header:
+    try:
+        (header,) = unpack(memory(record).tobytes(), PIECE)
+    except (ValueError, TypeError) as e:
+        raise ChecksumError(f"what the store has under {name!r} is no list of a tensor's pieces: {e}") from e
+    return header
 
 
 def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:

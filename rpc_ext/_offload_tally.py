@@ -43,10 +43,11 @@ class Tally:
 
     def ended(self, i: int, value: Any, error: BaseException | None = None) -> None:
         """Note how one has ended."""
+        if error is not None and self._error is None:
+            error = self._named(i, error)
         with self._lock:
             self._values[i] = value
-            if error is not None and self._error is None:
-                self._error = self._named(i, error)
+            self._error = self._error or error
             self._left -= 1
             if self._left:
                 return

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from cudafuture import CUDAFuture, copy, executors, gather, pool_stream, use_streams
+from rpc_ext._offload_source import expect_memory
 from rpc_ext._offload_wire import Header
 
 __all__ = ["Assembly", "Target", "target_of"]
@@ -64,8 +65,7 @@ class Target:
         """Bring a tensor there of which all bytes have come."""
         tensor = _shaped(header, data)
         if self.out is not None:
-            with torch.no_grad():
-                return CUDAFuture.completed(self.out.copy_(tensor))
+            return CUDAFuture.completed(_filled(self.out, tensor))
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()  # not to keep what it has come with
         return CUDAFuture.completed(tensor)
@@ -85,7 +85,7 @@ class _HostAssembly:
         self._bytes = self._whole.detach().reshape(-1).view(torch.uint8)
 
     def fill(self, at: int, data: torch.Tensor) -> CUDAFuture[object]:
-        self._bytes[at : at + data.numel()].copy_(data)
+        _filled(self._bytes[at : at + data.numel()], data)
         return CUDAFuture.completed(None)
 
     def finish(self) -> CUDAFuture[torch.Tensor]:
@@ -121,8 +121,7 @@ class _DeviceTarget(Target):
 
         def fill(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
             arrived, place = done.value()
-            with torch.no_grad():
-                return place.copy_(arrived)
+            return _filled(place, arrived)
 
         arrived = copy(tensor, self._device, priority=self._priority)
         return gather(arrived, place).then(fill, priority=self._priority, executor=executors.inline)
@@ -157,22 +156,29 @@ class _DeviceAssembly:
 
 def _copied(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
     tensor, out = done.value()
-    with torch.no_grad():
-        return out.copy_(tensor)
+    return _filled(out, tensor)
 
 
 def target_of(out: torch.Tensor | None, device: torch.device | str | int | None, priority: int) -> Target:
     """Return where a tensor is wanted.
 
     Raises:
-        ValueError: at two places, or on a device that has no streams.
+        ValueError: at two places, on a device that has no streams, or in a tensor without memory.
     """
     if out is not None and device is not None:
         raise ValueError("a tensor to be filled is where it is: give it, or a device")
+    if out is not None:
+        expect_memory(out)
     where = torch.device(device) if device is not None else None if out is None else out.device
     if where is None or where.type == "cpu":
         return Target(out)
     return _DeviceTarget(out, where, priority)
+
+
+def _filled(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor, whatever mode the thread is in that does so."""
+    with torch.inference_mode(place.is_inference()), torch.no_grad():
+        return place.copy_(tensor)
 
 
 def _shaped(header: Header, data: torch.Tensor) -> torch.Tensor:

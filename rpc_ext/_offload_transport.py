@@ -12,21 +12,21 @@ What has come is dealt with at once, in the agent's thread that has brought it: 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import ChecksumError, NotFoundError, WorkerLostError
+from cudafuture.errors import NotFoundError, WorkerLostError
 from rpc_ext import _offload_calls
-from rpc_ext._memory import arrived, carried, take
+from rpc_ext._memory import carried
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_errors import named
-from rpc_ext._offload_flow import Flow, Packer
+from rpc_ext._offload_flow import Flow, NoRoomError, Packer
+from rpc_ext._offload_pack import Deadline, Get, Pack, Put, opened, packed
 from rpc_ext._offload_source import Source
 from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
@@ -38,73 +38,17 @@ from rpc_ext._offload_wire import (
     Header,
     Wanted,
     checksum_of,
-    checksums,
     pack,
     pack_wanted,
-    unpack,
 )
-from rpc_ext._turns import outcome
+from rpc_ext._turns import begun, outcome
 from rpc_ext.calls import rpc_async
 
-__all__ = ["Deadline", "Transport", "ignore"]
+__all__ = ["Transport", "ignore"]
 
 T = TypeVar("T")
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
-_LINE = 64  # bytes: what small tensors of one request lie at
-_GAP = torch.zeros(_LINE, dtype=torch.uint8)
 _GUESS = PACK // 128  # bytes that a tensor of unknown size counts for, of those that are asked for together
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """When an operation has to have ended.
-
-    What waits for room goes in the order in which it was asked for, and all have as much time; what is under way ends
-    by its own deadline. So whoever waits has its turn, or is over, no later than at its own: no clock is watched here.
-    """
-
-    seconds: float  # that the operation was given; 0: no limit
-    at: float  # time.monotonic()
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the one that is so many seconds from now."""
-        return cls(seconds, time.monotonic() + seconds)
-
-    def left(self, worker: str) -> float:
-        """Return the seconds that are left, for a request; 0: no limit.
-
-        Raises:
-            TimeoutError: there are none.
-        """
-        if not self.seconds:
-            return 0.0
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"worker {worker!r} took more than {self.seconds:g} s; it had no room for this so far")
-        return left
-
-
-@dataclass(eq=False)
-class _Put:
-    """A small tensor on its way there."""
-
-    header: Header
-    data: torch.Tensor  # bytes
-    source: Source
-    deadline: Deadline
-    ended: Callable[[BaseException | None], None]
-
-
-@dataclass(eq=False)
-class _Get:
-    """A piece on its way here: the bytes arrive with their header."""
-
-    wanted: Wanted
-    nbytes: int | None  # of it; None: not known
-    deadline: Deadline
-    arrived: Callable[[Header, torch.Tensor], None]
-    failed: Callable[[BaseException], None]
 
 
 class Transport:
@@ -118,12 +62,16 @@ class Transport:
     def __init__(self, worker: str, name: str, terms: Terms) -> None:
         self._worker, self._name, self._token = worker, name, terms.token
         self.flow = Flow(terms.window)
-        self._puts: Packer[_Put] = Packer(MOST_HEADERS, PACK, self._send_puts)
-        self._gets: Packer[_Get] = Packer(MOST_HEADERS, PACK, self._send_gets)
+        self._puts: Packer[Put] = Packer(MOST_HEADERS, PACK, self._send_puts)
+        self._gets: Packer[Get] = Packer(MOST_HEADERS, PACK, self._send_gets)
 
     def call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
         """Call a function of the service."""
-        return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=deadline.left(self._worker))
+        left = deadline.left(self._worker)
+        try:
+            return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=left, non_blocking=True)
+        except BlockingIOError as e:
+            raise NoRoomError(*e.args) from e
 
     # ---- there
 
@@ -135,7 +83,7 @@ class Transport:
             if header.nbytes >= _SMALL:
                 tally.count(i, self._write_large(header, source, deadline))
             elif source.bytes is not None:
-                small.append(_Put(header, source.bytes, source, deadline, partial(tally.ended, i, header.nbytes)))
+                small.append(Put(header, source.bytes, source, deadline, partial(tally.ended, i, header.nbytes)))
             else:
                 tally.count(i, self._write_small(header, source, deadline))
         self._puts.add([(put.header.nbytes, put) for put in small])
@@ -152,7 +100,7 @@ class Transport:
                 future.set_exception(error)
 
         def add(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
-            self._puts.add([(header.nbytes, _Put(header, done.value(), source, deadline, ended))])
+            self._puts.add([(header.nbytes, Put(header, done.value(), source, deadline, ended))])
             return future
 
         return source.piece(0, header.nbytes).then_async(add, executor=executors.inline)
@@ -183,24 +131,32 @@ class Transport:
         if not errors:
             return header.nbytes
         if header.pieces > 1 and not isinstance(errors[0], WorkerLostError):
-            ignore(self.call(Deadline.after(deadline.seconds), _offload_calls.give_up, header.upload))
+            again = Deadline.after(deadline.seconds)
+            ignore(self.flow.send(0, lambda: self.call(again, _offload_calls.give_up, header.upload)))
         raise errors[0]
 
-    def _send_puts(self, puts: list[_Put]) -> CUDAFuture[None]:
+    def _send_puts(self, puts: list[Put]) -> CUDAFuture[None]:
         """Send small tensors together."""
         nbytes = sum(put.header.nbytes for put in puts)  # what lies between them is not worth counting
+        together = Pack(puts, self._worker)
 
         def send() -> CUDAFuture[Answer]:
-            data, block = _packed(puts)
-            return self.call(puts[-1].deadline, _offload_calls.put, block, carried(data))
+            data, block = packed(puts)
+            return self.call(together.deadline, _offload_calls.put, block, carried(data))
 
         def ended(done: CUDAFuture[Answer]) -> None:
-            error = done.exception()
-            failures = {} if error is not None else dict(done.value().failures)
+            answer, error = outcome(done)
+            failures: dict[int, BaseException] = {}
+            if error is None and not isinstance(answer, Answer):
+                error = TypeError(f"{answer!r} is no answer to a write")
+            elif error is None:
+                failures = dict(answer.failures)
+            together.end()
             for i, put in enumerate(puts):
-                put.ended(error or failures.get(i))
+                if together.take(put):
+                    put.ended(error or failures.get(i))
 
-        return self.flow.send(nbytes, send).then(ended, executor=executors.inline)
+        return begun(self.flow.send, nbytes, send).then(ended, executor=executors.inline)
 
     # ---- here
 
@@ -223,7 +179,7 @@ class Transport:
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Read tensors. When all have ended it gives them, or the first that failed its error."""
         tally = Tally(len(keys), lambda i, error: named(error, f"read {keys[i]}", self._worker))
-        small: list[tuple[int, _Get]] = []
+        small: list[tuple[int, Get]] = []
         on_devices: list[CUDAFuture[torch.Tensor]] = []  # whose events the tally does not keep
         for i, (key, target) in enumerate(zip(keys, targets, strict=True)):
             if target.is_on_device or (target.nbytes or 0) >= _SMALL:
@@ -234,7 +190,7 @@ class Transport:
             else:
                 came = partial(self._arrived_of_many, tally, i, target, deadline)
                 failed = partial(tally.ended, i, None)
-                small.append((target.nbytes or _GUESS, _Get(Wanted(key), target.nbytes, deadline, came, failed)))
+                small.append((target.nbytes or _GUESS, Get(Wanted(key), target.nbytes, deadline, came, failed)))
         self._gets.add(small)
         if not on_devices:
             return tally.future
@@ -282,87 +238,44 @@ class Transport:
         def came(header: Header, data: torch.Tensor) -> None:
             future.set_result((header, data))
 
-        get = _Get(wanted, nbytes, deadline, came, future.set_exception)
+        get = Get(wanted, nbytes, deadline, came, future.set_exception)
         if nbytes is not None and nbytes >= _SMALL:
             self._send_gets([get])
         else:
             self._gets.add([(nbytes or _GUESS, get)])
         return future
 
-    def _send_gets(self, gets: list[_Get]) -> CUDAFuture[None]:
-        sizes = [min(PIECE, PIECE if get.nbytes is None else get.nbytes) for get in gets]
-        block = pack_wanted([get.wanted for get in gets])
-        call = self.flow.send(min(PIECE, sum(sizes)), lambda: self.call(gets[-1].deadline, _offload_calls.get, block))
-        return call.then(lambda done: self._arrived(gets, done), executor=executors.inline)
+    def _send_gets(self, gets: list[Get]) -> CUDAFuture[None]:
+        nbytes = sum(PIECE if get.nbytes is None else get.nbytes for get in gets)
+        together = Pack(gets, self._worker)
 
-    def _arrived(self, gets: list[_Get], done: CUDAFuture[Answer]) -> None:
+        def send() -> CUDAFuture[Answer]:
+            block = pack_wanted([get.wanted for get in gets])
+            return self.call(together.deadline, _offload_calls.get, block)
+
+        return begun(self.flow.send, min(PIECE, nbytes), send).then(
+            lambda done: self._arrived(gets, together, done), executor=executors.inline
+        )
+
+    def _arrived(self, gets: list[Get], together: Pack, done: CUDAFuture[Answer]) -> None:
         try:
-            again, came = _opened(gets, done.value())
-        except Exception as e:
-            for get in gets:
-                get.failed(e)
-            return
-        self._gets.add([(_GUESS, get) for get in again])
-        for get, what in came:
+            again, came = opened(gets, done.value())
+        except BaseException as e:
+            again, came = [], [(get, e) for get in gets]
+        together.end()
+        taken = [(get, what) for get, what in came if together.take(get)]
+        self._gets.add([(_GUESS, replace(get, is_over=False)) for get in again if together.take(get)])
+        for get, what in taken:
             if isinstance(what, BaseException):
-                get.failed(what)
+                get.fail(what)
             else:
-                get.arrived(*what)
-
-
-def _opened(
-    gets: list[_Get], answer: Answer
-) -> tuple[list[_Get], list[tuple[_Get, BaseException | tuple[Header, torch.Tensor]]]]:
-    """Return what is to be asked for again, and what has come of the others.
-
-    Raises:
-        ValueError: that is no answer to what was asked for.
-    """
-    failures, left = dict(answer.failures), {*answer.left}
-    data = arrived(answer.data)
-    headers = unpack(answer.block, data.numel()) if answer.block else []
-    if len(headers) != len([i for i in range(len(gets)) if i not in failures and i not in left]):
-        raise ValueError(f"{len(gets)} pieces were asked for, and the answer has {len(headers)}")
-    sums, next_header = checksums(data), iter(headers)
-    came: list[tuple[_Get, BaseException | tuple[Header, torch.Tensor]]] = []
-    for i, get in enumerate(gets):
-        if i in failures:
-            came.append((get, failures[i]))
-        elif i not in left:
-            header = next(next_header)
-            if header.checksum == sums(header.at, header.length):
-                came.append((get, (header, data[header.at : header.at + header.length])))
-            else:
-                came.append((get, ChecksumError("the bytes that have come are not those that were sent")))
-    return [gets[i] for i in range(len(gets)) if i in left], came
+                with torch.inference_mode(False):  # whatever the thread is in that has asked
+                    get.arrived(*what)
 
 
 def _ordered(value: T, after: Sequence[CUDAFuture[Any]]) -> CUDAFuture[T]:
     """Return a value that comes after the device work of some futures, which are complete."""
     return gather(*after).then(lambda done: (done.value(), value)[1], executor=executors.inline)
-
-
-def _packed(puts: list[_Put]) -> tuple[torch.Tensor, bytes]:
-    """Return the bytes of small tensors one behind the other, and what is said of them; releases their sources."""
-    parts, places = [], []
-    end = 0
-    for put in puts:
-        gap = -end % _LINE
-        if gap:
-            parts.append(_GAP[:gap])
-        places.append(end + gap)
-        parts.append(put.data)
-        end = places[-1] + put.header.nbytes
-    data = take(end)
-    torch.cat(parts, out=data)
-    for put in puts:
-        put.source.release()
-    sums = checksums(data)
-    headers = [
-        replace(put.header, at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
-        for put, at in zip(puts, places, strict=True)
-    ]
-    return data, pack(headers)
 
 
 def ignore(future: CUDAFuture[Any]) -> None:

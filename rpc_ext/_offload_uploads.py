@@ -63,7 +63,7 @@ class Uploads:
                     if not is_whole:
                         self._over.append(name)
             if was_over:
-                self._space.drop_pieces(header)  # this one came after the others went
+                self._space.drop_pieces(header, [header.piece])  # it came after the others went
                 raise error or InvalidStateError(f"the write of key {header.key!r} was given up")
             if error is not None:
                 self._drop(upload)
@@ -110,4 +110,4 @@ class Uploads:
 
     def _drop(self, upload: _Upload) -> None:
         self._space.give_back(upload.header.nbytes)
-        self._space.drop_pieces(replace(upload.header, upload=upload.name))
+        self._space.drop_pieces(replace(upload.header, upload=upload.name), sorted(upload.seen))

@@ -195,10 +195,15 @@ def unpack(block: object, available: int) -> list[Header]:
     Raises:
         ValueError: it is no such block, or says what cannot be.
     """
+    free = 0  # where the bytes of the next tensor may begin
 
     def header(block: bytes, at: int) -> tuple[Header, int]:
+        nonlocal free
         header, end = _unpack_header(block, at)
         _expect_sense(header, available)
+        if header.at < free:
+            raise ValueError(f"key {header.key!r}: its bytes at {header.at} are another tensor's, too")
+        free = header.at + header.length
         return header, end
 
     return _unpack_each(block, header)

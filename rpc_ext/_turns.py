@@ -14,10 +14,13 @@ T = TypeVar("T")
 
 
 def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
-    """Return the future of what may not even begin."""
+    """Return the future of what may not even begin.
+
+    Of what Ctrl-C has cut short, too: whoever counts on its end hears of that. Whoever called for it raises that again.
+    """
     try:
         return begin(*args)
-    except Exception as e:
+    except BaseException as e:
         return CUDAFuture.failed(e)
 
 

@@ -13,16 +13,18 @@ from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.storage import Entry
 from rpc_ext import _offload_calls as calls
+from rpc_ext import _offload_ends as _ends
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_errors import named
 from rpc_ext._offload_operations import Operations
+from rpc_ext._offload_pack import Deadline
 from rpc_ext._offload_source import header_of, source_of
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
 from rpc_ext._offload_target import target_of
-from rpc_ext._offload_transport import Deadline, Transport, ignore
+from rpc_ext._offload_transport import Transport
 from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
-from rpc_ext._turns import Turns, begun
-from rpc_ext.calls import Worker, rpc_async, rpc_sync
+from rpc_ext._turns import Turns, outcome
+from rpc_ext.calls import Worker, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RemoteOffloader", "RemoteOffloaderStatistics"]
@@ -62,7 +64,9 @@ class RemoteOffloader:
         self._turns = Turns()
         self._operations = Operations()
         self._closed = False
-        self._end = weakref.finalize(self, _end, self._worker, name, self._token)
+        _ends.begin()
+        self._end = weakref.finalize(self, _ends.note, self._worker, name, self._token)
+        self._end.atexit = False
 
     @property
     def worker(self) -> str:
@@ -212,7 +216,8 @@ class RemoteOffloader:
 
     def _delete(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
         some = [keys[i : i + MOST_HEADERS] for i in range(0, len(keys), MOST_HEADERS)]
-        return gather(*(self._delete_some(each, deadline) for each in some)).then(_nothing, executor=executors.inline)
+        parts = [self._delete_some(each, deadline) for each in some]
+        return collect_all(parts).then(_first_failure, executor=executors.inline)
 
     def _delete_some(self, keys: list[str], deadline: Deadline) -> CUDAFuture[None]:
         def deleted(done: CUDAFuture[Answer]) -> None:
@@ -221,7 +226,8 @@ class RemoteOffloader:
             for i, error in done.value().failures:
                 raise named(error, f"delete {keys[i]}", self._worker)
 
-        asked = begun(self._transport.call, deadline, calls.delete, pack_wanted([Wanted(key) for key in keys]))
+        block = pack_wanted([Wanted(key) for key in keys])
+        asked = self._transport.flow.send(0, lambda: self._transport.call(deadline, calls.delete, block))
         return asked.then(deleted, executor=executors.inline)
 
     def keys(self) -> list[str]:
@@ -272,10 +278,10 @@ class RemoteOffloader:
         pending = self._operations.changes()
         if not pending:
             return CUDAFuture.completed(None)
-        return gather(*pending).then(_nothing, executor=executors.inline)
+        return gather(*pending).then(_first_of, executor=executors.inline)
 
     def close(self) -> None:
-        """Wait until what was asked for has ended, and let go of the service. Private keys are gone then.
+        """Wait until what was asked for has ended, and let go of the service, which forgets private keys then.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -285,7 +291,8 @@ class RemoteOffloader:
             return
         self._closed = True
         self._operations.wait()
-        self._end()
+        if self._end.detach() is not None:
+            _ends.end(self._worker, self._name, self._token, self._timeout)
 
     def statistics(self) -> RemoteOffloaderStatistics:
         """Return what is under way, and what has been done so far.
@@ -321,7 +328,10 @@ class RemoteOffloader:
         if self._closed:
             raise InvalidStateError("the offloader is closed")
         deadline = Deadline.after(self._timeout)
-        return self._operations.begin(kind, what, lambda: begin(deadline), priority, released)
+        future = self._operations.begin(kind, what, lambda: begin(deadline), priority, released)
+        if future.done() and (error := outcome(future)[1]) is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C
+        return future
 
 
 def _only(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
@@ -332,13 +342,16 @@ def _nothing(done: CUDAFuture[Any]) -> None:
     done.value()
 
 
+def _first_failure(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:
+    for part in done.value():
+        part.value()
+
+
+def _first_of(done: CUDAFuture[list[BaseException | None]]) -> None:
+    for error in done.value():
+        if error is not None:
+            raise error
+
+
 def _told(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{len(keys)} keys"
-
-
-def _end(worker: str, name: str, token: bytes) -> None:
-    """Let go of a service; it notices by itself when this fails."""
-    try:
-        ignore(rpc_async(worker, calls.end, (name, token), non_blocking=True))
-    except Exception:
-        return

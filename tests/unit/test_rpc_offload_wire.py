@@ -50,7 +50,15 @@ def test_any_keys_and_shapes(keys: list[str], shape: list[int]) -> None:
     nbytes = torch.Size(shape).numel() * 8
     headers = [Header(key, torch.int64, tuple(shape), nbytes, pieces=wire.pieces_of(nbytes)) for key in keys]
     headers = [replace(h, length=min(PIECE, nbytes), upload=WHOLE if h.pieces == 1 else b"u" * 16) for h in headers]
-    assert unpack(pack(headers), PIECE) == headers
+    step = -(-headers[0].length // 64) * 64
+    headers = [replace(h, at=i * step) for i, h in enumerate(headers)]
+    assert unpack(pack(headers), step * len(headers)) == headers
+
+
+def test_tensors_that_share_bytes_are_refused() -> None:
+    headers = [Header(key, torch.uint8, (100,), 100, length=100, at=at) for key, at in (("a", 0), ("b", 64))]
+    with pytest.raises(ValueError, match="key 'b': its bytes at 64 are another tensor's, too"):
+        unpack(pack(headers), 1000)
 
 
 @pytest.mark.parametrize("key", ["", "a\0b", "ü" * 513, "\ud800"], ids=["empty", "NUL", "too long", "no UTF-8"])

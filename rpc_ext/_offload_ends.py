@@ -1,0 +1,94 @@
+"""Lets go of offload services: at once, or later where that is not possible.
+
+A service cannot know that a client is gone whose process lives. So one that is dropped, wherever that happens to be,
+and one whose end could not be told, are noted, and their ends are told by the minder's thread until they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError, WorkerLostError
+from rpc_ext import _minder, _offload_calls
+from rpc_ext._turns import outcome
+from rpc_ext.calls import rpc_async, rpc_sync
+
+__all__ = ["begin", "end", "note"]
+
+_INTERVAL = 0.5  # seconds between two looks
+_PATIENCE = 10.0  # seconds that the service has to answer
+
+_End = tuple[str, str, bytes]  # worker, service, token
+
+
+class _Ends:
+    def __init__(self) -> None:
+        self._noted: queue.SimpleQueue[_End] = queue.SimpleQueue()  # a garbage collection may put things here
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._open = 0
+
+    def begin(self) -> None:
+        """Count a client whose end has to be told."""
+        with self._lock:
+            self._open += 1
+        _minder.mind(self, time.perf_counter() + _INTERVAL)
+
+    def end(self, worker: str, service: str, token: bytes, timeout: float) -> None:
+        """Tell the end of one, and wait for the answer."""
+        try:
+            rpc_sync(worker, _offload_calls.end, (service, token), timeout=min(timeout or _PATIENCE, _PATIENCE))
+        except (InvalidStateError, WorkerLostError):  # RPC has ended, or the service; or the worker is gone
+            self._forget()
+        except Exception:
+            self.note(worker, service, token)
+        except BaseException:
+            self.note(worker, service, token)
+            raise
+        else:
+            self._forget()
+
+    def note(self, worker: str, service: str, token: bytes) -> None:
+        """Have the end of one told later. Takes no lock: this is called where garbage is collected."""
+        self._noted.put((worker, service, token))
+
+    def look(self, now: float) -> float | None:
+        """Tell what was noted."""
+        noted = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                noted.append(self._noted.get_nowait())
+        for end in noted:
+            self._tell(end)
+        with self._lock:
+            return now + _INTERVAL if self._open else None
+
+    def _tell(self, end: _End) -> None:
+        worker, service, token = end
+
+        def told(done: CUDAFuture[None]) -> None:
+            error = outcome(done)[1]
+            if isinstance(error, TimeoutError):
+                self._noted.put(end)
+            else:
+                self._forget()
+
+        try:
+            future = rpc_async(worker, _offload_calls.end, (service, token), timeout=_PATIENCE, non_blocking=True)
+        except BlockingIOError:
+            self._noted.put(end)
+        except Exception:  # RPC has ended
+            self._forget()
+        else:
+            future.add_done_callback(told, executor=executors.inline)
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+
+_ends = _Ends()
+begin, end, note = _ends.begin, _ends.end, _ends.note

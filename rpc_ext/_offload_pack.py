@@ -1,0 +1,166 @@
+"""What travels together, and how long each of it may take."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cudafuture.errors import ChecksumError
+from rpc_ext import _minder
+from rpc_ext._memory import arrived, take
+from rpc_ext._offload_calls import Answer
+from rpc_ext._offload_source import Source
+from rpc_ext._offload_wire import Header, Wanted, checksums, pack, unpack
+
+__all__ = ["Deadline", "Get", "Pack", "Put", "opened", "packed"]
+
+_SLACK = 0.1  # seconds by which the times of what travels together may differ without anybody minding
+_LINE = 64  # bytes: what small tensors of one request lie at
+_GAP = torch.zeros(_LINE, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When an operation has to have ended.
+
+    What waits for room goes in the order in which it was asked for, and all have as much time; what is under way ends
+    by its own deadline. So whoever waits alone has its turn, or is over, no later than at its own, without a clock.
+    """
+
+    seconds: float  # that the operation was given; 0: no limit
+    at: float  # time.monotonic()
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the one that is so many seconds from now."""
+        return cls(seconds, time.monotonic() + seconds)
+
+    def left(self, worker: str) -> float:
+        """Return the seconds that are left, for a request; 0: no limit.
+
+        Raises:
+            TimeoutError: there are none.
+        """
+        if not self.seconds:
+            return 0.0
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"worker {worker!r} took more than {self.seconds:g} s; it had no room for this so far")
+        return left
+
+
+@dataclass(eq=False)
+class Put:
+    """A small tensor on its way there."""
+
+    header: Header
+    data: torch.Tensor  # bytes
+    source: Source
+    deadline: Deadline
+    ended: Callable[[BaseException | None], None]
+    is_over: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        self.ended(error)
+
+
+@dataclass(eq=False)
+class Get:
+    """A piece on its way here: the bytes arrive with their header."""
+
+    wanted: Wanted
+    nbytes: int | None  # of it; None: not known
+    deadline: Deadline
+    arrived: Callable[[Header, torch.Tensor], None]
+    fail: Callable[[BaseException], None]
+    is_over: bool = False
+
+
+class Pack:
+    """Small things that travel together, of which each has its own time."""
+
+    def __init__(self, things: Sequence[Put] | Sequence[Get], worker: str) -> None:
+        self._things, self._worker = things, worker
+        self._lock = threading.Lock()  # guards who is over; a leaf
+        ends = [thing.deadline.at for thing in things if thing.deadline.seconds]
+        self.deadline = max((thing.deadline for thing in things), key=lambda d: d.at if d.seconds else math.inf)
+        if ends and (not self.deadline.seconds or min(ends) < self.deadline.at - _SLACK):
+            _minder.mind(self, min(ends) - time.monotonic() + time.perf_counter())
+
+    def take(self, thing: Put | Get) -> bool:
+        """Say whether it is this one's to end a thing: it has not been ended yet."""
+        with self._lock:
+            was_over, thing.is_over = thing.is_over, True
+        return not was_over
+
+    def end(self) -> None:
+        """Mind them no more."""
+        _minder.forget(self)
+
+    def look(self, _: float) -> float | None:
+        """End those whose time is over before that of the others."""
+        left = []
+        for thing in self._things:
+            try:
+                if not thing.is_over:
+                    thing.deadline.left(self._worker)
+                    left.append(thing.deadline.at if thing.deadline.seconds else math.inf)
+            except TimeoutError as e:
+                if self.take(thing):
+                    thing.fail(e)
+        return min(left) - time.monotonic() + time.perf_counter() if left and min(left) < math.inf else None
+
+
+def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:
+    """Return the bytes of small tensors one behind the other, and what is said of them; releases their sources."""
+    parts, places = [], []
+    end = 0
+    for put in puts:
+        gap = -end % _LINE
+        if gap:
+            parts.append(_GAP[:gap])
+        places.append(end + gap)
+        parts.append(put.data)
+        end = places[-1] + put.header.nbytes
+    data = take(end)
+    torch.cat(parts, out=data)
+    for put in puts:
+        put.source.release()
+    sums = checksums(data)
+    headers = [
+        replace(put.header, at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
+        for put, at in zip(puts, places, strict=True)
+    ]
+    return data, pack(headers)
+
+
+def opened(
+    gets: list[Get], answer: Answer
+) -> tuple[list[Get], list[tuple[Get, BaseException | tuple[Header, torch.Tensor]]]]:
+    """Return what is to be asked for again, and what has come of the others.
+
+    Raises:
+        ValueError: that is no answer to what was asked for.
+    """
+    failures, left = dict(answer.failures), {*answer.left}
+    data = arrived(answer.data)
+    headers = unpack(answer.block, data.numel()) if answer.block else []
+    if len(headers) != len([i for i in range(len(gets)) if i not in failures and i not in left]):
+        raise ValueError(f"{len(gets)} pieces were asked for, and the answer has {len(headers)}")
+    sums, next_header = checksums(data), iter(headers)
+    came: list[tuple[Get, BaseException | tuple[Header, torch.Tensor]]] = []
+    for i, get in enumerate(gets):
+        if i in failures:
+            came.append((get, failures[i]))
+        elif i not in left:
+            header = next(next_header)
+            if header.checksum == sums(header.at, header.length):
+                came.append((get, (header, data[header.at : header.at + header.length])))
+            else:
+                came.append((get, ChecksumError("the bytes that have come are not those that were sent")))
+    return [gets[i] for i in range(len(gets)) if i in left], came
