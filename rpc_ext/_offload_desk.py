@@ -222,10 +222,12 @@ class Desk:
                     headers.append(replace(header, checksum=sums(header.at, header.length)))
                 else:
                     data[header.at : behind].zero_()
-                    if isinstance(error, NotFoundError) and session.space.has_moved(all_wanted[i], name):
-                        left.append(i)  # it was replaced just now: to be asked for again
-                    else:
+                    if not isinstance(error, NotFoundError):
                         failures.append((i, error))
+                    elif session.space.has_moved(all_wanted[i], name):
+                        left.append(i)  # it was replaced just now: to be asked for again
+                    else:  # deleted just now; the store's error has the store's name of it
+                        failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
             self._count(read=sum(h.length for h in headers))
             return Answer(failures, pack(headers) if headers else b"", carried(data), left)
 

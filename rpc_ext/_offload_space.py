@@ -309,6 +309,8 @@ class Space:
             if done.exception() is not None and is_listed:
                 with self._lock:
                     self._listed[name] = header
+            if isinstance(done.exception(), NotFoundError):
+                raise NotFoundError(f"there is no key {key!r}")
             done.value()
             self.give_back(header.nbytes)
             if header.upload != WHOLE:

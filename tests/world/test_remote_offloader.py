@@ -140,6 +140,23 @@ def test_a_tensor_that_is_replaced_while_its_piece_is_looked_for_is_read_anew(
     assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(size))
 
 
+def test_a_key_that_is_deleted_while_it_is_looked_for_is_named(
+    service: OffloadService, remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.write("x", torch.zeros(3)).wait(timeout=PATIENCE)
+    readv = service.store.readv
+
+    def readv_too_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        remote.delete("x").wait(timeout=PATIENCE)
+        return readv(*args)
+
+    monkeypatch.setattr(service.store, "readv", readv_too_late)
+    error = remote.read("x").exception(timeout=PATIENCE)
+    assert isinstance(error, NotFoundError)
+    assert str(error) == "there is no key 'x'"
+
+
 @pytest.mark.parametrize(
     "answer",
     [
