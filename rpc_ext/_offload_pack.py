@@ -82,11 +82,16 @@ class Get:
 
 
 class Pack:
-    """Small things that travel together, of which each has its own time."""
+    """Small things that travel together, of which each has its own time.
+
+    What is written is ended by this only when it has been copied: its tensor may be overwritten then.
+    """
 
     def __init__(self, things: Sequence[Put] | Sequence[Get], worker: str) -> None:
         self._things, self._worker = things, worker
         self._lock = threading.Lock()  # guards who is over; a leaf
+        self.is_copied = not isinstance(things[0], Put)
+        """whether what is written has been copied"""
         ends = [thing.deadline.at for thing in things if thing.deadline.seconds]
         self.deadline = max((thing.deadline for thing in things), key=lambda d: d.at if d.seconds else math.inf)
         if ends and (not self.deadline.seconds or min(ends) < self.deadline.at - _SLACK):
@@ -98,22 +103,34 @@ class Pack:
             was_over, thing.is_over = thing.is_over, True
         return not was_over
 
+    def leaving(self) -> list[Put]:
+        """Return what is to be copied now: what still has time. The rest has ended."""
+        late = self._end_late()
+        return [thing for thing in self._things if isinstance(thing, Put) and thing not in late]
+
     def end(self) -> None:
         """Mind them no more."""
         _minder.forget(self)
 
     def look(self, _: float) -> float | None:
         """End those whose time is over before that of the others."""
-        left = []
+        if not self.is_copied:
+            return time.perf_counter() + _SLACK
+        self._end_late()
+        left = [thing.deadline.at for thing in self._things if not thing.is_over and thing.deadline.seconds]
+        return min(left) - time.monotonic() + time.perf_counter() if left else None
+
+    def _end_late(self) -> list[Put | Get]:
+        """End those whose time is over, and return them."""
+        late: list[Put | Get] = []
         for thing in self._things:
             try:
-                if not thing.is_over:
-                    thing.deadline.left(self._worker)
-                    left.append(thing.deadline.at if thing.deadline.seconds else math.inf)
+                thing.deadline.left(self._worker)
             except TimeoutError as e:
+                late.append(thing)
                 if self.take(thing):
                     thing.fail(e)
-        return min(left) - time.monotonic() + time.perf_counter() if left and min(left) < math.inf else None
+        return late
 
 
 def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:

@@ -123,7 +123,14 @@ class Transport:
             block = pack([replace(header, piece=i, length=length, checksum=checksum_of(data))])
             return self.call(deadline, _offload_calls.put, block, data)
 
-        sent = self.flow.send(length, lambda: source.piece(at, length).then_async(send, executor=executors.inline))
+        pieces: list[CUDAFuture[torch.Tensor]] = []  # one: what it is a copy of may be overwritten once it was made
+
+        def begin() -> CUDAFuture[Answer]:
+            if not pieces:
+                pieces.append(source.piece(at, length))
+            return pieces[0].then_async(send, executor=executors.inline)
+
+        sent = self.flow.send(length, begin)
         return sent.then(lambda done: done.value().expect_success(), executor=executors.inline)
 
     def _written(self, header: Header, parts: list[CUDAFuture[None]], deadline: Deadline) -> int:
@@ -139,9 +146,17 @@ class Transport:
         """Send small tensors together."""
         nbytes = sum(put.header.nbytes for put in puts)  # what lies between them is not worth counting
         together = Pack(puts, self._worker)
+        sent: list[Put] = []
+        made: list[tuple[torch.Tensor, bytes]] = []  # once: the tensors themselves may be overwritten from then on
 
         def send() -> CUDAFuture[Answer]:
-            data, block = packed(puts)
+            if not made:
+                sent[:] = together.leaving()
+                if not sent:
+                    return CUDAFuture.completed(Answer([]))
+                made.append(packed(sent))
+                together.is_copied = True
+            data, block = made[0]
             return self.call(together.deadline, _offload_calls.put, block, carried(data))
 
         def ended(done: CUDAFuture[Answer]) -> None:
@@ -152,7 +167,7 @@ class Transport:
             elif error is None:
                 failures = dict(answer.failures)
             together.end()
-            for i, put in enumerate(puts):
+            for i, put in enumerate(sent if error is None else puts):
                 if together.take(put):
                     put.ended(error or failures.get(i))
 
