@@ -274,7 +274,8 @@ def begin_rpc(name: str, args: argparse.Namespace) -> rpc_ext.Session:
     """Begin RPC, with signed calls where there is a secret."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # all ranks are here: nobody else needs to reach them
-    return rpc_ext.init_rpc(name, secret=args.secret_file.read_text() if args.secret_file else None)
+    secret = args.secret_file.read_text() if args.secret_file else None
+    return rpc_ext.init_rpc(name, secret=secret, transports=["uv"])  # which leaves the cores to training
 
 
 def arguments() -> argparse.Namespace:
