@@ -42,23 +42,23 @@ def header_of(key: str, tensor: torch.Tensor) -> Header:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
-    if tensor.layout is not torch.strided or tensor.is_nested or _is_without_memory(tensor):
-        raise TypeError(f"key {key!r}: a tensor without memory of its own cannot be sent ({tensor.layout})")
     expect_memory(tensor)
     code_of(tensor.dtype)
     return Header(key, tensor.dtype, tuple(tensor.shape), tensor.nbytes, pieces=pieces_of(tensor.nbytes))
-
-
-def _is_without_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or tensor.untyped_storage().device != tensor.device
 
 
 def expect_memory(tensor: torch.Tensor) -> None:
     """See whether a tensor has the memory of its elements.
 
     Raises:
+        TypeError: it has none of its own.
         ValueError: its storage is smaller.
     """
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_dense or tensor.untyped_storage().device.type == "meta":
+        raise TypeError(
+            f"a tensor without memory of its own cannot be sent, nor filled: {tensor.layout} on {tensor.device}"
+        )
     if tensor.numel():
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         there, wanted = tensor.untyped_storage().nbytes(), (tensor.storage_offset() + last + 1) * tensor.itemsize

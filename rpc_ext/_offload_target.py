@@ -163,7 +163,8 @@ def target_of(out: torch.Tensor | None, device: torch.device | str | int | None,
     """Return where a tensor is wanted.
 
     Raises:
-        ValueError: at two places, on a device that has no streams, or in a tensor without memory.
+        TypeError: in a tensor that has no memory of its own.
+        ValueError: at two places, on a device that has no streams, or in a tensor whose storage is too small.
     """
     if out is not None and device is not None:
         raise ValueError("a tensor to be filled is where it is: give it, or a device")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture import _C, gather
-from cudafuture.testing import sim
+from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext._offload_wire import PIECE
@@ -109,17 +109,36 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
-def test_no_race(tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], size: int, schedule: str) -> None:
+@pytest.fixture(scope="module")
+def process() -> Iterator[World]:
+    """A process of this module alone, which has computed no gradient before it has simulated devices."""
+    with World(1) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def offloading(schedule: str, folder: Path) -> Iterator[RemoteOffloader]:
+    """Serve an offload to this process itself, on simulated devices; afterwards raise if a race was found."""
     with (
-        calling(schedule, tmp_path / "meeting"),
-        serve_offload(tmp_path / "served"),
+        calling(schedule, folder / "meeting"),
+        serve_offload(folder / "served"),
         RemoteOffloader(ME) as remote,
         torch.Stream("sim:0"),
     ):
-        scenario(remote, size)
+        yield remote
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
+def test_no_race(
+    process: World, tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], size: int, schedule: str
+) -> None:
+    def run() -> None:
+        with offloading(schedule, tmp_path) as remote:
+            scenario(remote, size)
+
+    process.run(run)
 
 
 @pytest.mark.parametrize(
@@ -128,29 +147,33 @@ def test_no_race(tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None
         (comes_back_to_a_device, "copy.source_wait"),
         (comes_back_to_a_device, "copy.done_record"),
         (fills_what_the_device_was_writing, "copy.done_record"),
+        (may_be_overwritten_when_it_is_released, "copy.source_wait"),
     ],
-    ids=["source", "device", "out"],
+    ids=["source", "device", "out", "released"],
 )
 def test_an_edge_that_is_missing_is_found(
-    tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], edge: str
+    process: World, tmp_path: Path, scenario: Callable[[RemoteOffloader, int], None], edge: str
 ) -> None:
-    with (
-        pytest.raises(RaceError, match="nothing orders the two"),
-        calling("lazy", tmp_path / "meeting"),
-        serve_offload(tmp_path / "served"),
-        RemoteOffloader(ME) as remote,
-        torch.Stream("sim:0"),
-        without(edge),
-    ):
-        scenario(remote, SMALL)
+    def run() -> None:
+        with (
+            pytest.raises(RaceError, match="nothing orders the two"),
+            offloading("lazy", tmp_path) as remote,
+            without(edge),
+        ):
+            scenario(remote, SMALL)
+
+    process.run(run)
 
 
-def test_a_tensor_without_memory_or_streams_is_refused(tmp_path: Path) -> None:
-    with calling("lazy", tmp_path / "meeting"), serve_offload(tmp_path / "served"), RemoteOffloader(ME) as remote:
-        for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
-            with pytest.raises(TypeError, match="without memory"):
-                remote.write("x", wrong)
-        with pytest.raises(ValueError, match="no streams on meta"):
-            remote.read("x", device="meta")
-        assert remote.keys() == []
-        assert sim.races() == []
+def test_a_tensor_without_memory_or_streams_is_refused(process: World, tmp_path: Path) -> None:
+    def run() -> None:
+        with offloading("lazy", tmp_path) as remote:
+            for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+                with pytest.raises(TypeError, match="without memory"):
+                    remote.write("x", wrong)
+            with pytest.raises(ValueError, match="no streams on meta"):
+                remote.read("x", device="meta")
+            assert remote.keys() == []
+            assert sim.races() == []
+
+    process.run(run)
