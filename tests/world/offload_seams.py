@@ -1,0 +1,76 @@
+"""What holds an offload up until a test lets it go on: its disk, or a service that keeps requests to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cudafuture import CUDAFuture
+from cudafuture.storage import Engine
+from rpc_ext._offload_desk import Desk
+from rpc_ext.remote_offloader import RemoteOffloader
+from world.rpc_callees import PATIENCE
+
+
+def held() -> Engine:
+    """Return a disk that gives no result before ``let_go()``."""
+    return Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
+
+
+@contextlib.contextmanager
+def let_go_at_the_end(engine: Engine) -> Iterator[None]:
+    """Let the disk go also when the test fails: whoever is closed waits for it."""
+    try:
+        yield
+    finally:
+        engine._native.let_go()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for what has to come, and of which nobody tells."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0)
+
+
+def expect_idle(remote: RemoteOffloader) -> None:
+    """See that nothing is under way any more: else ``close()`` would wait for ever."""
+
+    def is_idle() -> bool:
+        found = remote.statistics()
+        return (found.pending, found.under_way, found.waiting) == (0, 0, 0)
+
+    wait_for(is_idle)
+
+
+class Kept:
+    """Requests of a kind, which the services of this process keep until the test lets them go on.
+
+    Args:
+        kind: put, get, or delete.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        self._come: queue.Queue[CUDAFuture[None]] = queue.Queue()
+        real: Callable[..., CUDAFuture[Any]] = getattr(Desk, kind)
+
+        def keep(desk: Desk, *args: object) -> CUDAFuture[Any]:
+            goes_on: CUDAFuture[None] = CUDAFuture()
+            self._come.put(goes_on)
+            return goes_on.then_async(lambda _: real(desk, *args))
+
+        monkeypatch.setattr(Desk, kind, keep)
+
+    def next(self) -> CUDAFuture[None]:
+        """Wait for the next request, and return what is to be completed for it to go on."""
+        return self._come.get(timeout=PATIENCE)
+
+    def has_more(self) -> bool:
+        """Say whether another one has come."""
+        return not self._come.empty()
