@@ -6,11 +6,13 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import pytest
 
 from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Engine
 from rpc_ext._offload_desk import Desk
 from rpc_ext.remote_offloader import RemoteOffloader
@@ -50,22 +52,16 @@ def expect_idle(remote: RemoteOffloader) -> None:
 
 
 class Kept:
-    """Requests of a kind, which the services of this process keep until the test lets them go on.
+    """Requests of a kind, which the services of this process keep until the test lets them go on, or fails.
 
     Args:
         kind: put, get, or delete.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._come: queue.Queue[CUDAFuture[None]] = queue.Queue()
-        real: Callable[..., CUDAFuture[Any]] = getattr(Desk, kind)
-
-        def keep(desk: Desk, *args: object) -> CUDAFuture[Any]:
-            goes_on: CUDAFuture[None] = CUDAFuture()
-            self._come.put(goes_on)
-            return goes_on.then_async(lambda _: real(desk, *args))
-
-        monkeypatch.setattr(Desk, kind, keep)
+        self._kept: list[CUDAFuture[None]] = []
 
     def next(self) -> CUDAFuture[None]:
         """Wait for the next request, and return what is to be completed for it to go on."""
@@ -74,3 +70,23 @@ class Kept:
     def has_more(self) -> bool:
         """Say whether another one has come."""
         return not self._come.empty()
+
+    def __enter__(self) -> Kept:
+        self._patch = pytest.MonkeyPatch()
+        real: Callable[..., CUDAFuture[Any]] = getattr(Desk, self._kind)
+
+        def keep(desk: Desk, *args: object) -> CUDAFuture[Any]:
+            goes_on: CUDAFuture[None] = CUDAFuture()
+            self._kept.append(goes_on)
+            self._come.put(goes_on)
+            return goes_on.then_async(lambda _: real(desk, *args))
+
+        self._patch.setattr(Desk, self._kind, keep)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Keep none that comes from now on; and none at all where the test has failed."""
+        self._patch.undo()
+        for goes_on in self._kept if error is not None else ():
+            with contextlib.suppress(InvalidStateError):  # it has gone on
+                goes_on.set_result(None)

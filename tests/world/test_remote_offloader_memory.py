@@ -98,7 +98,7 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
 )
 def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteOffloader, tensor: torch.Tensor) -> None:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in sizes)
+    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in sizes)
     if tensor.numel():
         tensor.untyped_storage().resize_(4 * (last + 1))
     assert remote.write("x", tensor).wait(timeout=PATIENCE) == tensor.nbytes
@@ -188,17 +188,14 @@ def test_what_is_written_in_inference_mode_is_there(remote: RemoteOffloader, siz
 
 
 @SIZES
-def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(
-    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: RemoteOffloader, size: int) -> None:
     """Also those that travel with others, which were asked for inside, and have filled the request."""
     filler = torch.zeros(250_000)  # of which four fill a request
     remote.writev({"x": numbered(size), "filler": filler}).wait(timeout=PATIENCE)
-    kept = Kept(monkeypatch, "get")
-    with torch.inference_mode():
-        inside = [remote.read("x")]
-    goes_on = kept.next()
-    monkeypatch.undo()
+    with Kept("get") as kept:
+        with torch.inference_mode():
+            inside = [remote.read("x")]
+        goes_on = kept.next()
     outside = [remote.read("x"), remote.read("x", torch.empty(size))]
     many = remote.readv(["x", "x"])
     outs = [torch.empty_like(filler) for _ in range(5)]
