@@ -6,8 +6,7 @@ The disk gives no result before the test lets it go, so whatever is counted mean
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rpc_ext import rpc_async
 from rpc_ext._offload_wire import PIECE, Header, pack
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
+from world.offload_seams import let_go_at_the_end, wait_for
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
@@ -42,23 +42,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
 
 def held() -> Engine:
     return Engine("threads", _faults={"held": True})
-
-
-@contextlib.contextmanager
-def let_go_at_the_end(engine: Engine) -> Iterator[None]:
-    """Let the disk go also when the test fails: whoever is closed waits for it."""
-    try:
-        yield
-    finally:
-        engine._native.let_go()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for what has to come, and of which nobody tells."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0)
 
 
 @pytest.fixture
