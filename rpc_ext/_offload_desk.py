@@ -222,12 +222,13 @@ class Desk:
                     headers.append(replace(header, checksum=sums(header.at, header.length)))
                 else:
                     data[header.at : behind].zero_()
-                    if not isinstance(error, NotFoundError):
-                        failures.append((i, error))
-                    elif session.space.has_moved(all_wanted[i], name):
+                    may_be_late = isinstance(error, (NotFoundError, ValueError))
+                    if may_be_late and session.space.has_changed(all_wanted[i], name, header):
                         left.append(i)  # it was replaced just now: to be asked for again
-                    else:  # deleted just now; the store's error has the store's name of it
+                    elif isinstance(error, NotFoundError):  # deleted just now; the store has another name for it
                         failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
+                    else:
+                        failures.append((i, error))
             self._count(read=sum(h.length for h in headers))
             return Answer(failures, pack(headers) if headers else b"", carried(data), left)
 

@@ -345,12 +345,13 @@ class Space:
             return self._plain_name(header.key), header
         return self._piece_name(header.upload, header.piece), header
 
-    def has_moved(self, wanted: Wanted, name: str) -> bool:
-        """Say whether a piece is somewhere else by now than where it was."""
+    def has_changed(self, wanted: Wanted, name: str, header: Header) -> bool:
+        """Say whether a piece is somewhere else by now than where it was, or another one."""
         try:
-            return self.place_of(wanted)[0] != name
-        except NotFoundError:
+            name_now, now = self.place_of(wanted)
+        except (NotFoundError, ValueError):
             return False
+        return (name_now, now.dtype, now.shape) != (name, header.dtype, header.shape)
 
 
 def _listed_header(name: str, record: torch.Tensor) -> Header:

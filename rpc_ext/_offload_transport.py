@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import NotFoundError, WorkerLostError
+from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
 from rpc_ext import _offload_calls
 from rpc_ext._memory import carried
 from rpc_ext._offload_calls import Answer, Terms
@@ -140,7 +140,8 @@ class Transport:
         if header.pieces > 1 and not isinstance(errors[0], WorkerLostError):
             again = Deadline.after(deadline.seconds)
             ignore(self.flow.send(0, lambda: self.call(again, _offload_calls.give_up, header.upload)))
-        raise errors[0]
+        # Pieces that come after one has failed are told that all was given up: that is not why.
+        raise next((error for error in errors if not isinstance(error, InvalidStateError)), errors[0])
 
     def _send_puts(self, puts: list[Put]) -> CUDAFuture[None]:
         """Send small tensors together."""

@@ -123,21 +123,22 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(remote: Remot
             assert value in (turn - 1, turn)
 
 
-def test_a_tensor_that_is_replaced_while_its_piece_is_looked_for_is_read_anew(
-    service: OffloadService, remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [PIECE // 4 + 1000, 1000], ids=["pieces", "small"])
+@pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500], ids=["by pieces", "by a small one"])
+def test_a_tensor_that_is_replaced_while_it_is_looked_for_is_read_anew(
+    service: OffloadService, remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: int, other: int
 ) -> None:
-    size = PIECE // 4 + 1000
     remote.write("x", torch.zeros(size)).wait(timeout=PATIENCE)
     readv = service.store.readv
 
     def readv_too_late(*args: Any) -> Any:
         monkeypatch.undo()
-        remote.write("x", torch.ones(size)).wait(timeout=PATIENCE)
+        remote.write("x", torch.ones(other)).wait(timeout=PATIENCE)
         service.store.flush().wait(timeout=PATIENCE)  # the old pieces are gone
         return readv(*args)
 
     monkeypatch.setattr(service.store, "readv", readv_too_late)
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(size))
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(other))
 
 
 def test_a_key_that_is_deleted_while_it_is_looked_for_is_named(
