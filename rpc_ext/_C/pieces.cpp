@@ -31,8 +31,7 @@ Pieces::~Pieces() {
 at::Tensor Pieces::take(std::int64_t nbytes) {
   if (nbytes < 0) throw std::invalid_argument("a number of bytes is not negative");
   if (nbytes < kSmall || nbytes > static_cast<std::int64_t>(size_)) return at::empty({nbytes}, at::kByte);
-  return at::from_blob(
-      get(), {nbytes}, [self = shared_from_this()](void* used) { self->give_back(used); }, at::kByte);
+  return at::from_blob(get(), {nbytes}, [self = shared_from_this()](void* used) { self->give_back(used); }, at::kByte);
 }
 
 struct Pieces::Lease {
@@ -88,8 +87,7 @@ at::Tensor alone(const at::Tensor& data, std::int64_t at, std::int64_t length) {
   if (at < 0 || length < 0 || at > data.numel() || length > data.numel() - at) {
     throw std::out_of_range("the part is not in the tensor");
   }
-  return at::from_blob(
-      data.mutable_data_ptr<std::uint8_t>() + at, {length}, [data](void*) {}, at::kByte);
+  return at::from_blob(data.mutable_data_ptr<std::uint8_t>() + at, {length}, [data](void*) {}, at::kByte);
 }
 
 }  // namespace rpc_ext
