@@ -21,7 +21,6 @@ __all__ = [
     "close_all",
     "delete",
     "end",
-    "flush",
     "get",
     "give_up",
     "keys",
@@ -39,7 +38,6 @@ class Terms(NamedTuple):
     window: int
     """bytes that it may have under way"""
     durable: bool
-    capacity: int | None
 
 
 class Answer(NamedTuple):
@@ -66,7 +64,6 @@ class Service(Protocol):
     def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]: ...
     def get(self, token: object, block: object) -> CUDAFuture[Answer]: ...
     def delete(self, token: object, block: object) -> CUDAFuture[Answer]: ...
-    def flush(self, token: object) -> CUDAFuture[None]: ...
     def give_up(self, token: object, upload: object) -> None: ...
     def keys(self, token: object) -> list[str]: ...
     def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]: ...
@@ -120,11 +117,6 @@ def get(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
 @async_execution
 def delete(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
     return find(service).delete(token, block)
-
-
-@async_execution
-def flush(service: str, token: bytes) -> CUDAFuture[None]:
-    return find(service).flush(token)
 
 
 def give_up(service: str, token: bytes, upload: bytes) -> None:

@@ -89,7 +89,7 @@ class Desk:
                 space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
             self._sessions[token] = _Session(space, client)
         self._watch.begin()
-        return Terms(token, self._window, self.store.durable, space.capacity)
+        return Terms(token, self._window, self.store.durable)
 
     def end(self, token: bytes) -> None:
         """Let a client go. What it had begun to write is given up; its private keys are forgotten."""
@@ -224,8 +224,8 @@ class Desk:
                     data[header.at : behind].zero_()
                     may_be_late = isinstance(error, (NotFoundError, ValueError))
                     if may_be_late and session.space.has_changed(all_wanted[i], name, header):
-                        left.append(i)  # it was replaced just now: to be asked for again
-                    elif isinstance(error, NotFoundError):  # deleted just now; the store has another name for it
+                        left.append(i)  # it was replaced or deleted just now: to be asked for again
+                    elif isinstance(error, NotFoundError):  # it was not there; the store has another name for it
                         failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
                     else:
                         failures.append((i, error))
@@ -254,11 +254,6 @@ class Desk:
             lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
             executor=_THREAD,
         )
-
-    def flush(self, token: object) -> CUDAFuture[None]:
-        """Complete when what was written so far is done."""
-        self.session(token)
-        return self.store.flush()
 
     def keys(self, token: object) -> list[str]:
         """Return the keys of a client's namespace."""

@@ -346,11 +346,11 @@ class Space:
         return self._piece_name(header.upload, header.piece), header
 
     def has_changed(self, wanted: Wanted, name: str, header: Header) -> bool:
-        """Say whether a piece is somewhere else by now than where it was, or another one."""
+        """Say whether a piece is somewhere else by now than where it was, or another one, or gone."""
         try:
             name_now, now = self.place_of(wanted)
         except (NotFoundError, ValueError):
-            return False
+            return True
         return (name_now, now.dtype, now.shape) != (name, header.dtype, header.shape)
 
 

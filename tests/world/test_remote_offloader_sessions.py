@@ -78,7 +78,6 @@ def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: Offloa
         (calls.put, (pack([LARGE]), FIRST)),
         (calls.get, (wanted,)),
         (calls.delete, (wanted,)),
-        (calls.flush, ()),
         (calls.give_up, (LARGE.upload,)),
         (calls.keys, ()),
         (calls.stat, ("small a",)),
