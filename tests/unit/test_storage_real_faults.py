@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from cudafuture import wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
+from unit import mounts
 from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, error_number, expect
 
@@ -97,28 +97,19 @@ def test_a_journal_at_its_limit_fails_writes_and_deletions_and_the_store_stays_w
 @pytest.fixture(params=["tmpfs", "ext4"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """Give the root of a small file system of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
     root, image = tmp_path / "disk", tmp_path / "image"
-    root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(root)]
-    commands = [mount]
-    if request.param == "ext4":
+    if request.param == "tmpfs":
+        made = mounts.small_disk(root, DISK)
+    else:
         image.touch()
         os.truncate(image, DISK)
         commands = [
             ["mkfs.ext4", "-q", "-F", "-m0", "-b4096", str(image)],
             ["mount", "-o", "loop", str(image), str(root)],
         ]
-    try:
-        for command in commands:
-            subprocess.run(command, check=True, capture_output=True)
-    except (subprocess.CalledProcessError, FileNotFoundError) as e:
-        pytest.skip(f"no {request.param} can be mounted here: {e}")
-    try:
-        yield root
-    finally:
-        subprocess.run(["umount", "--lazy", str(root)], check=True)  # also when a failed test still has files there
+        made = mounts.mounted(root, "ext4", commands)
+    with made as disk:
+        yield disk
 
 
 def fill(path: Path) -> None:
@@ -233,20 +224,9 @@ def test_a_store_for_which_there_is_no_room_can_be_made_later(engine: Engine, du
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """Give another name of ``tmp_path / "there"``, by which nothing can be written."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a folder")
-    there, root = tmp_path / "there", tmp_path / "read-only"
-    there.mkdir()
-    root.mkdir()
-    try:
-        subprocess.run(["mount", "--bind", str(there), str(root)], check=True, capture_output=True)
-    except (subprocess.CalledProcessError, FileNotFoundError) as e:
-        pytest.skip(f"no folder can be mounted here: {e}")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+    (tmp_path / "there").mkdir()
+    with mounts.read_only(tmp_path / "there", tmp_path / "read-only") as root:
         yield root
-    finally:
-        subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
 def test_a_disk_that_may_only_be_read_is_an_error(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rpc_ext
-from world.rpc_callees import Gate, alone
+from world.rpc_callees import ME, Gate, alone
 
 
 @pytest.fixture
@@ -16,6 +16,20 @@ def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
     """Give a worker with one thread, which calls itself: a call that held the thread up would be noticed."""
     with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
         yield session
+
+
+@pytest.fixture
+def service(worker: rpc_ext.Session, tmp_path: Path) -> Iterator[rpc_ext.OffloadService]:
+    """Give an offload service of this worker."""
+    with rpc_ext.serve_offload(tmp_path / "served") as service:
+        yield service
+
+
+@pytest.fixture
+def remote(service: rpc_ext.OffloadService) -> Iterator[rpc_ext.RemoteOffloader]:
+    """Give a client of that service, of the same worker."""
+    with rpc_ext.RemoteOffloader(ME) as remote:
+        yield remote
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from cudafuture.storage import Engine
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
+from unit import mounts
 from world.offload_history import KEYS, MIB, content_of, version_of
 from world.rpc_callees import ME, PATIENCE, alone
 
@@ -106,19 +105,8 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Give the root of a small file system of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    root = tmp_path / "disk"
-    root.mkdir()
-    try:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(root)]
-        subprocess.run(mount, check=True, capture_output=True)
-    except (subprocess.CalledProcessError, FileNotFoundError) as e:
-        pytest.skip(f"no tmpfs can be mounted here: {e}")
-    try:
-        yield root
-    finally:
-        subprocess.run(["umount", "--lazy", str(root)], check=True)  # also when a failed test still has files there
+    with mounts.small_disk(tmp_path / "disk", DISK) as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])
@@ -161,20 +149,9 @@ def expect_kept(service: OffloadService, remote: RemoteOffloader, kept: dict[str
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """Give another name of ``tmp_path / "there"``, by which nothing can be written."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a folder")
-    there, root = tmp_path / "there", tmp_path / "read-only"
-    there.mkdir()
-    root.mkdir()
-    try:
-        subprocess.run(["mount", "--bind", str(there), str(root)], check=True, capture_output=True)
-    except (subprocess.CalledProcessError, FileNotFoundError) as e:
-        pytest.skip(f"no folder can be mounted here: {e}")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+    (tmp_path / "there").mkdir()
+    with mounts.read_only(tmp_path / "there", tmp_path / "read-only") as root:
         yield root
-    finally:
-        subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])

@@ -29,12 +29,6 @@ SIZES = {"small": 100, "alone": 1 << 19, "pieces": PIECE // 4 + 10}  # elements
 
 
 @pytest.fixture
-def service(worker: rpc_ext.Session, tmp_path: Path) -> Iterator[OffloadService]:
-    with serve_offload(tmp_path / "served") as service:
-        yield service
-
-
-@pytest.fixture
 def remote(service: OffloadService) -> Iterator[RemoteOffloader]:
     """Give a client which, whatever has come between, has nothing under way in the end."""
     remote = RemoteOffloader(ME)

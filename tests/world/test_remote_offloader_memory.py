@@ -30,18 +30,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
         yield session
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[OffloadService]:
-    with serve_offload(tmp_path / "served") as service:
-        yield service
-
-
-@pytest.fixture
-def remote(service: OffloadService) -> Iterator[RemoteOffloader]:
-    with RemoteOffloader(ME) as remote:
-        yield remote
-
-
 def numbered(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32)
 
