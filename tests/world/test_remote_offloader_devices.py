@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from cudafuture import _C, gather
+from cudafuture import _C, CUDAFuture, copy, gather
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
-from rpc_ext import RemoteOffloader, serve_offload
+from rpc_ext import RemoteOffloader, _offload_source, _offload_target, serve_offload
 from rpc_ext._offload_wire import PIECE
 from world.device_calls import LONG, calling, filled, only
 from world.simulated import SCHEDULES
@@ -161,6 +163,35 @@ def test_an_edge_that_is_missing_is_found(
             without(edge),
         ):
             scenario(remote, SMALL)
+
+    process.run(run)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
+def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
+    process: World, tmp_path: Path, size: int
+) -> None:
+    def run() -> None:
+        priorities: list[int] = []
+        on_host: list[torch.Tensor] = []
+
+        def seen(value: torch.Tensor, device: Any, *, priority: int = 0) -> CUDAFuture[torch.Tensor]:
+            priorities.append(priority)
+            copied = copy(value, device, priority=priority)
+            if device == "cpu":
+                on_host.append(copied.value())
+            return copied
+
+        with (
+            mock.patch.object(_offload_source, "copy", seen),
+            mock.patch.object(_offload_target, "copy", seen),
+            offloading("lazy", tmp_path) as remote,
+        ):
+            remote.write("x", filled(1.0, size=size), priority=-1).wait(timeout=LONG)
+            assert len(on_host) == (1 if size == SMALL else 2)
+            assert all(tensor.is_pinned() for tensor in on_host)
+            assert only(remote.read("x", device="sim", priority=-1).wait(timeout=LONG, non_blocking=True)) == 1.0
+            assert priorities == [-1] * 2 * len(on_host)
 
     process.run(run)
 
