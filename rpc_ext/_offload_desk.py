@@ -16,7 +16,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -202,7 +201,7 @@ class Desk:
             if found and at + header.length > PIECE:
                 left.append(i)
             else:
-                found.append((i, name, replace(header, at=at)))
+                found.append((i, name, header._replace(at=at)))
                 end = at + header.length
         if not found:
             return CUDAFuture.completed(Answer(failures))
@@ -219,7 +218,7 @@ class Desk:
                 if gap := -behind % _LINE:
                     data[behind : behind + gap].zero_()  # it is sent, too, and was others' bytes before
                 if error is None:
-                    headers.append(replace(header, checksum=sums(header.at, header.length)))
+                    headers.append(header._replace(checksum=sums(header.at, header.length)))
                 else:
                     data[header.at : behind].zero_()
                     may_be_late = isinstance(error, (NotFoundError, ValueError))

@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ _LINE = 64  # bytes: what small tensors of one request lie at
 _GAP = torch.zeros(_LINE, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class Deadline:
+class Deadline(NamedTuple):
     """When an operation has to have ended.
 
     What waits for room goes in the order in which it was asked for, and all have as much time; what is under way ends
@@ -94,7 +94,8 @@ class Pack:
         """whether what is written has been copied"""
         ends = [thing.deadline.at for thing in things if thing.deadline.seconds]
         self.deadline = max((thing.deadline for thing in things), key=lambda d: d.at if d.seconds else math.inf)
-        if ends and (not self.deadline.seconds or min(ends) < self.deadline.at - _SLACK):
+        self._is_minded = bool(ends) and (not self.deadline.seconds or min(ends) < self.deadline.at - _SLACK)
+        if self._is_minded:
             _minder.mind(self, min(ends) - time.monotonic() + time.perf_counter())
 
     def take(self, thing: Put | Get) -> bool:
@@ -110,7 +111,8 @@ class Pack:
 
     def end(self) -> None:
         """Mind them no more."""
-        _minder.forget(self)
+        if self._is_minded:
+            _minder.forget(self)
 
     def look(self, _: float) -> float | None:
         """End those whose time is over before that of the others."""
@@ -150,7 +152,7 @@ def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:
         put.source.release()
     sums = checksums(data)
     headers = [
-        replace(put.header, at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
+        put.header._replace(at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
         for put, at in zip(puts, places, strict=True)
     ]
     return data, pack(headers)

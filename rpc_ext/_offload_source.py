@@ -60,7 +60,9 @@ def expect_memory(tensor: torch.Tensor) -> None:
             f"a tensor without memory of its own cannot be sent, nor filled: {tensor.layout} on {tensor.device}"
         )
     if tensor.numel():
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        last = tensor.numel() - 1
+        if not tensor.is_contiguous():
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         there, wanted = tensor.untyped_storage().nbytes(), (tensor.storage_offset() + last + 1) * tensor.itemsize
         if there < wanted:
             raise ValueError(f"the memory of the tensor has {there} bytes, and its elements lie in {wanted}")

@@ -18,7 +18,6 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -75,7 +74,7 @@ class Space:
         self._store = store
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._used = 0
-        self._listed: dict[str, Header] = {}  # what each l says
+        self._listed: dict[str, Header] = {}  # what each l says, by key
         self._turns = Turns()
         self._is_gone = False
         self._recover(names)
@@ -92,7 +91,7 @@ class Space:
         for name in names:
             if name[0] in "kl":
                 there[headers[name].key if name[0] == "l" else name[_HASH + 2 :]] = name
-        self._listed = {name: header for name, header in headers.items() if there[header.key] == name}
+        self._listed = {header.key: header for name, header in headers.items() if there[header.key] == name}
         wanted = {*there.values()}
         for header in self._listed.values():
             wanted.update(self._piece_name(header.upload, piece) for piece in range(header.pieces))
@@ -113,17 +112,15 @@ class Space:
 
     def keys(self) -> list[str]:
         """Return the keys, in the order in which they were written last."""
-        plain, listed = "k" + self.prefix, "l" + self.prefix
+        plain = "k" + self.prefix
+        names = self._store.keys()
+        listed = {self._listed_name(key): key for key in list(self._listed)}  # no earlier: it has what came meanwhile
         keys: dict[str, None] = {}
-        for name in self._store.keys():  # noqa: SIM118 (a store is no dict)
-            if name.startswith(plain):
-                key = name[len(plain) :]
-            elif name.startswith(listed) and (header := self._listed.get(name)) is not None:
-                key = header.key
-            else:
-                continue
-            keys.pop(key, None)  # for a moment it can have two names
-            keys[key] = None
+        for name in names:
+            key = name[len(plain) :] if name.startswith(plain) else listed.get(name)
+            if key is not None:
+                keys.pop(key, None)  # for a moment it can have two names
+                keys[key] = None
         return list(keys)
 
     def stat(self, key: str) -> Header:
@@ -132,7 +129,7 @@ class Space:
         Raises:
             NotFoundError: there is no such key.
         """
-        header = self._listed.get(self._listed_name(key))
+        header = self._listed.get(key)
         if header is not None:
             return header
         try:
@@ -194,7 +191,7 @@ class Space:
 
     def _write_long(self, header: Header, data: torch.Tensor) -> CUDAFuture[list[BaseException | None]]:
         """Write a tensor whose key is too long for a name: as one in pieces, of which there is one."""
-        header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
+        header = header._replace(upload=secrets.token_bytes(len(WHOLE)))
 
         def put_together(done: CUDAFuture[int]) -> CUDAFuture[None]:
             if (error := done.exception()) is not None:
@@ -234,13 +231,13 @@ class Space:
     def _put_together(self, header: Header) -> CUDAFuture[None]:
         replaced = self._find(header.key)
         name = self._listed_name(header.key)
-        listed = replace(header, piece=0, at=0, length=min(PIECE, header.nbytes), checksum=0)
+        listed = header._replace(piece=0, at=0, length=min(PIECE, header.nbytes), checksum=0)
 
         def settle(done: CUDAFuture[int]) -> None:
             error = done.exception()
             if error is None:
                 with self._lock:
-                    self._listed[name] = listed
+                    self._listed[header.key] = listed
             self._settle(listed, replaced, error)
             if error is not None:
                 raise error
@@ -281,7 +278,7 @@ class Space:
     def _forget_listed(self, key: str) -> str:
         name = self._listed_name(key)
         with self._lock:
-            self._listed.pop(name, None)
+            self._listed.pop(key, None)
         return name
 
     def clear(self) -> None:
@@ -308,7 +305,7 @@ class Space:
         def settle(done: CUDAFuture[None]) -> None:
             if done.exception() is not None and is_listed:
                 with self._lock:
-                    self._listed[name] = header
+                    self._listed[key] = header
             if isinstance(done.exception(), NotFoundError):
                 raise NotFoundError(f"there is no key {key!r}")
             done.value()
@@ -339,8 +336,8 @@ class Space:
             raise NotFoundError(f"key {wanted.key!r} was written again while it was read")
         if wanted.piece >= header.pieces:
             raise ValueError(f"key {wanted.key!r} has {header.pieces} pieces, and none of number {wanted.piece}")
-        length = min(PIECE, header.nbytes - wanted.piece * PIECE)
-        header = replace(header, piece=wanted.piece, length=length)
+        if wanted.piece:
+            header = header._replace(piece=wanted.piece, length=min(PIECE, header.nbytes - wanted.piece * PIECE))
         if header.upload == WHOLE:
             return self._plain_name(header.key), header
         return self._piece_name(header.upload, header.piece), header

@@ -178,6 +178,9 @@ def target_of(out: torch.Tensor | None, device: torch.device | str | int | None,
 
 def _filled(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Fill a tensor, whatever mode the thread is in that does so."""
+    if torch.is_inference_mode_enabled() == place.is_inference():  # the other guard takes longer than a small copy
+        with torch.no_grad():
+            return place.copy_(tensor)
     with torch.inference_mode(place.is_inference()), torch.no_grad():
         return place.copy_(tensor)
 

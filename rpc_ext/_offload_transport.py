@@ -108,7 +108,7 @@ class Transport:
     def _write_large(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
         """Write what does not travel with others."""
         if header.pieces > 1:
-            header = replace(header, upload=secrets.token_bytes(len(WHOLE)))
+            header = header._replace(upload=secrets.token_bytes(len(WHOLE)))
         parts = [self._send_piece(header, source, i, deadline) for i in range(header.pieces)]
         return collect_all(parts).then(
             lambda done: self._written(header, done.value(), deadline), executor=executors.inline
@@ -120,7 +120,7 @@ class Transport:
 
         def send(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
             data = done.value()
-            block = pack([replace(header, piece=i, length=length, checksum=checksum_of(data))])
+            block = pack([header._replace(piece=i, length=length, checksum=checksum_of(data))])
             return self.call(deadline, _offload_calls.put, block, data)
 
         pieces: list[CUDAFuture[torch.Tensor]] = []  # one: what it is a copy of may be overwritten once it was made
@@ -281,11 +281,11 @@ class Transport:
         together.end()
         taken = [(get, what) for get, what in came if together.take(get)]
         self._gets.add([(_GUESS, replace(get, is_over=False)) for get in again if together.take(get)])
-        for get, what in taken:
-            if isinstance(what, BaseException):
-                get.fail(what)
-            else:
-                with torch.inference_mode(False):  # whatever the thread is in that has asked
+        with torch.inference_mode(False):  # whatever the thread is in that has asked
+            for get, what in taken:
+                if isinstance(what, BaseException):
+                    get.fail(what)
+                else:
                     get.arrived(*what)
 
 

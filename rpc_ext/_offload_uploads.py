@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import secrets
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -49,7 +49,7 @@ class Uploads:
             InvalidStateError: the client has gone.
         """
         upload = self._note(header)
-        name, header = header.upload, replace(header, upload=upload.name)
+        name, header = header.upload, header._replace(upload=upload.name)
 
         def written(done: CUDAFuture[int]) -> CUDAFuture[None]:
             error = done.exception()
@@ -110,4 +110,4 @@ class Uploads:
 
     def _drop(self, upload: _Upload) -> None:
         self._space.give_back(upload.header.nbytes)
-        self._space.drop_pieces(replace(upload.header, upload=upload.name), sorted(upload.seen))
+        self._space.drop_pieces(upload.header._replace(upload=upload.name), sorted(upload.seen))

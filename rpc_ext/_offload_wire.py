@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -81,8 +80,7 @@ T = TypeVar("T")
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """One tensor, or one piece of it."""
 
     key: str
@@ -102,8 +100,7 @@ class Header:
     """XXH3 of those bytes; 0: none was taken"""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A key, and which piece of it."""
 
     key: str

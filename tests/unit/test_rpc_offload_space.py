@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def put_large(space: Space, key: str, nbytes: int, seed: int) -> torch.Tensor:
     space.take(nbytes)
     upload = bytes([seed + 1]) * 16
     header = Header(key, torch.uint8, (nbytes,), nbytes, upload, pieces=pieces_of(nbytes))
-    headers = [replace(header, piece=i, length=min(PIECE, nbytes - i * PIECE)) for i in range(header.pieces)]
+    headers = [header._replace(piece=i, length=min(PIECE, nbytes - i * PIECE)) for i in range(header.pieces)]
     pieces = [space.write_piece(h, tensor[h.piece * PIECE : h.piece * PIECE + h.length]) for h in headers]
     gather(*pieces).wait(timeout=PATIENCE)
     space.put_together(header).wait(timeout=PATIENCE)
@@ -260,7 +259,7 @@ def test_the_write_that_came_last_wins(space: Space, store: Offloader) -> None:
             else:
                 space.take(PIECE + 8)
                 header = Header("x", torch.uint8, (PIECE + 8,), PIECE + 8, numbers.randbytes(16), pieces=2)
-                last = replace(header, piece=1, length=8)
+                last = header._replace(piece=1, length=8)
                 space.write_piece(last, torch.tensor([i]).view(torch.uint8)).wait(timeout=PATIENCE)
                 ended.append(space.put_together(header))
         for future in ended:
@@ -285,7 +284,7 @@ def test_a_copy_of_the_files_at_any_moment_has_the_old_or_the_new(tmp_path: Path
             space.take(PIECE + 1)
             header = Header("x", torch.uint8, (PIECE + 1,), PIECE + 1, numbers.randbytes(16), pieces=2)
             parts = [
-                space.write_piece(replace(header, piece=i, length=n), torch.full((n,), turn, dtype=torch.uint8))
+                space.write_piece(header._replace(piece=i, length=n), torch.full((n,), turn, dtype=torch.uint8))
                 for i, n in enumerate((PIECE, 1))
             ]
             gather(*parts).wait(timeout=PATIENCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
@@ -49,9 +48,9 @@ def test_a_dtype_without_a_name_is_refused() -> None:
 def test_any_keys_and_shapes(keys: list[str], shape: list[int]) -> None:
     nbytes = torch.Size(shape).numel() * 8
     headers = [Header(key, torch.int64, tuple(shape), nbytes, pieces=wire.pieces_of(nbytes)) for key in keys]
-    headers = [replace(h, length=min(PIECE, nbytes), upload=WHOLE if h.pieces == 1 else b"u" * 16) for h in headers]
+    headers = [h._replace(length=min(PIECE, nbytes), upload=WHOLE if h.pieces == 1 else b"u" * 16) for h in headers]
     step = -(-headers[0].length // 64) * 64
-    headers = [replace(h, at=i * step) for i, h in enumerate(headers)]
+    headers = [h._replace(at=i * step) for i, h in enumerate(headers)]
     assert unpack(pack(headers), step * len(headers)) == headers
 
 
@@ -64,7 +63,7 @@ def test_tensors_that_share_bytes_are_refused() -> None:
 @pytest.mark.parametrize("key", ["", "a\0b", "ü" * 513, "\ud800"], ids=["empty", "NUL", "too long", "no UTF-8"])
 def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=r"key has|NUL|surrogates"):
-        pack([replace(SMALL, key=key)])
+        pack([SMALL._replace(key=key)])
 
 
 @pytest.mark.parametrize(
@@ -86,12 +85,12 @@ def test_what_is_no_key_is_refused(key: str) -> None:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        unpack(pack([replace(SMALL, **changes)]), 24)
+        unpack(pack([SMALL._replace(**changes)]), 24)
 
 
 def test_pieces_need_an_upload() -> None:
     with pytest.raises(ValueError, match="no piece"):
-        unpack(pack([replace(LARGE, upload=WHOLE)]), ROOM)
+        unpack(pack([LARGE._replace(upload=WHOLE)]), ROOM)
 
 
 @pytest.mark.parametrize("block", [None, "text", b"", b"CFO1", b"\0" * 8, bytearray(100)], ids=repr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -386,16 +385,16 @@ def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tu
     large = Header("x", torch.uint8, (PIECE + 64,), PIECE + 64, b"u" * 16, piece=1, pieces=2, length=64)
 
     headers = [
-        replace(header, shape=(-64,)),
-        replace(header, shape=(-8, -8)),
-        replace(header, nbytes=1 << 60, shape=(1 << 60,)),
-        replace(header, length=numbers.randrange(65, 1 << 60)),
-        replace(header, at=64 * numbers.randrange(1, 1 << 50)),
-        replace(header, piece=numbers.randrange(1, 1 << 30)),
-        replace(header, pieces=numbers.randrange(2, 1 << 30)),
-        replace(header, checksum=numbers.randrange(1, 1 << 60)),
-        replace(large, piece=2),
-        replace(large, upload=bytes(16)),
+        header._replace(shape=(-64,)),
+        header._replace(shape=(-8, -8)),
+        header._replace(nbytes=1 << 60, shape=(1 << 60,)),
+        header._replace(length=numbers.randrange(65, 1 << 60)),
+        header._replace(at=64 * numbers.randrange(1, 1 << 50)),
+        header._replace(piece=numbers.randrange(1, 1 << 30)),
+        header._replace(pieces=numbers.randrange(2, 1 << 30)),
+        header._replace(checksum=numbers.randrange(1, 1 << 60)),
+        large._replace(piece=2),
+        large._replace(upload=bytes(16)),
     ]
     good = pack([header])
     blocks = [pack([h]) for h in headers] + [

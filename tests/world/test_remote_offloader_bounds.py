@@ -7,7 +7,6 @@ import re
 import threading
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,7 +124,7 @@ def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) 
 )
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple[int, int]]) -> None:
     """As many tensors as a block has headers would make a lot of what has come."""
-    headers = [replace(SMALL, key=f"{i}", at=at, length=n, nbytes=n, shape=(n,)) for i, (at, n) in enumerate(places)]
+    headers = [SMALL._replace(key=f"{i}", at=at, length=n, nbytes=n, shape=(n,)) for i, (at, n) in enumerate(places)]
     with serve_offload(tmp_path / "served") as service, RemoteOffloader(ME) as remote:
         with pytest.raises(ValueError, match="another"):
             put(remote, headers, zeros(256))
@@ -150,12 +149,12 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
 
 
 MALFORMED: dict[str, tuple[list[Header], Callable[[], object]]] = {
-    "a whole and a piece": ([SMALL, replace(LAST, at=64)], lambda: zeros(128)),
-    "a piece and a whole": ([LAST, replace(SMALL, at=64)], lambda: zeros(128)),
-    "two pieces": ([LAST, replace(LAST, key="b", at=64)], lambda: zeros(128)),
+    "a whole and a piece": ([SMALL, LAST._replace(at=64)], lambda: zeros(128)),
+    "a piece and a whole": ([LAST, SMALL._replace(at=64)], lambda: zeros(128)),
+    "two pieces": ([LAST, LAST._replace(key="b", at=64)], lambda: zeros(128)),
     "sparse": ([SMALL], lambda: zeros(64).to_sparse()),
-    "shared": ([SMALL, replace(SMALL, key="b")], lambda: zeros(64)),
-    "cut off": ([SMALL, replace(SMALL, key="b", at=64)], lambda: zeros(127)),
+    "shared": ([SMALL, SMALL._replace(key="b")], lambda: zeros(64)),
+    "cut off": ([SMALL, SMALL._replace(key="b", at=64)], lambda: zeros(127)),
 }
 
 

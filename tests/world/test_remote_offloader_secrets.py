@@ -47,7 +47,7 @@ def request(fn: Callable[..., Any], *args: object) -> tuple[bytes, tuple[torch.T
 
 def put(token: bytes, key: str, content: torch.Tensor) -> tuple[bytes, tuple[torch.Tensor, ...]]:
     header = Header(key, torch.uint8, tuple(content.shape), content.nbytes, length=content.nbytes)
-    return request(calls.put, token, pack([replace(header, checksum=checksum_of(content))]), content)
+    return request(calls.put, token, pack([header._replace(checksum=checksum_of(content))]), content)
 
 
 def requests(token: bytes) -> dict[str, tuple[bytes, tuple[torch.Tensor, ...]]]:

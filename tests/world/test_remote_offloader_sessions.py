@@ -6,7 +6,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,7 +128,7 @@ def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -
         assert len(answer.failures) == len(guesses)
         for upload in uploads:
             for piece, data in enumerate((FIRST, LAST)):
-                header = replace(LARGE, upload=upload, piece=piece, length=data.nbytes)
+                header = LARGE._replace(upload=upload, piece=piece, length=data.nbytes)
                 call(calls.put, other, pack([header]), data)
         other.writev({guess: torch.zeros(3) for guess in guesses}).wait(timeout=PATIENCE)
         assert {*other.keys()} == guesses
@@ -160,7 +159,7 @@ def test_pieces_of_a_tensor_that_is_there_are_not_written_over(service: OffloadS
         upload = uploads_of(one, "large a")
         for remote in (one, other):
             for piece, data in enumerate((FIRST, LAST)):
-                header = replace(LARGE, upload=upload, piece=piece, length=data.nbytes)
+                header = LARGE._replace(upload=upload, piece=piece, length=data.nbytes)
                 with contextlib.suppress(
                     ValueError, InvalidStateError
                 ):  # it may be refused, or become another tensor's
@@ -175,7 +174,7 @@ def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service
     with RemoteOffloader(ME, namespace="kept") as remote:
         call(calls.put, remote, pack([LARGE]), FIRST)
         call(calls.give_up, remote, LARGE.upload)
-        late = pack([replace(LARGE, piece=1, length=100)])
+        late = pack([LARGE._replace(piece=1, length=100)])
         with contextlib.suppress(ValueError, InvalidStateError):
             call(calls.put, remote, late, LAST)
         expect_names(service, 0)
