@@ -213,7 +213,9 @@ def open_storage_file(path: str, mode: str, direct: bool | None) -> StorageFile:
 class Store:
     """A native store; `cudafuture.storage.Offloader` is what to use."""
 
-    def write(self, keys: list[str], tensors: list[torch.Tensor], priority: int) -> CUDAFuture[int]: ...
+    def write(
+        self, keys: list[str], tensors: list[torch.Tensor], priority: int, digests: list[int | None] | None
+    ) -> CUDAFuture[int]: ...
     @overload
     def read(
         self,
@@ -222,6 +224,7 @@ class Store:
         device: torch.device | str | int | None,
         gives_list: Literal[False],
         priority: int,
+        digests: torch.Tensor | None,
     ) -> CUDAFuture[torch.Tensor]: ...
     @overload
     def read(
@@ -231,6 +234,7 @@ class Store:
         device: torch.device | str | int | None,
         gives_list: Literal[True],
         priority: int,
+        digests: torch.Tensor | None,
     ) -> CUDAFuture[list[torch.Tensor]]: ...
     def erase(self, keys: list[str]) -> CUDAFuture[None]: ...
     def flush(self) -> CUDAFuture[None]: ...
@@ -245,4 +249,5 @@ class Store:
 def open_store(
     engine: StorageEngine, folder: str, direct: bool | None, checksum: bool, durable: bool, capacity: int
 ) -> Store: ...
+def digests_of(tensor: torch.Tensor, parts: list[tuple[int, int]]) -> list[int]: ...
 def set_hash(function: int) -> None: ...

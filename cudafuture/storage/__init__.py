@@ -1,5 +1,6 @@
 """Tensors on disk, past Python and the GIL, with futures: ``Engine`` and ``File``, and by name: ``Offloader``."""
 
+from cudafuture.storage._digests import digest, digests
 from cudafuture.storage.async_file_writer import AsyncFileWriter
 from cudafuture.storage.backends import get_backends, probe_backend
 from cudafuture.storage.disk_offloader import DiskOffloader
@@ -21,6 +22,8 @@ __all__ = [
     "OffloaderStatistics",
     "ShardedOffloader",
     "default_engine",
+    "digest",
+    "digests",
     "get_backends",
     "probe_backend",
 ]

@@ -166,19 +166,27 @@ class Offloader:
         >>> store.write("weight", torch.eye(3)).wait()
         36
         """
-        return self._native.write([key], [tensor], priority)
+        return self._native.write([key], [tensor], priority, None)
 
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+    def writev(
+        self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0, digests: Mapping[str, int] | None = None
+    ) -> CUDAFuture[int]:
         """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
 
         The future completes with the bytes of all, or fails as the first one does that fails. With too little room for
         all of them it fails with QuotaError, and nothing is written.
 
+        Args:
+            digests: what the bytes of some keys must have (see ``digest``), as they are on their way to the disk. Where
+                they have another, the future fails with ChecksumError, and the key is as it was. This costs nothing
+                where the store takes checksums.
+
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
         items = list(tensors.items())
-        return self._native.write([key for key, _ in items], [tensor for _, tensor in items], priority)
+        expected = None if digests is None else [digests.get(key) for key, _ in items]
+        return self._native.write([key for key, _ in items], [tensor for _, tensor in items], priority, expected)
 
     def read(
         self,
@@ -213,7 +221,7 @@ class Offloader:
         """
         _not_both(out, device)
         outs = None if out is None else [out]
-        return self._native.read([key], outs, device, False, priority)
+        return self._native.read([key], outs, device, False, priority, None)
 
     def readv(
         self,
@@ -222,10 +230,15 @@ class Offloader:
         device: torch.device | str | int | None = None,
         *,
         priority: int = 0,
+        digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Get many tensors, in the order of the keys. What lies side by side on the disk is read at once.
 
         The future fails as the first ``read`` does that fails.
+
+        Args:
+            digests: a tensor of torch.uint64 on the host, with an element for each key. When the future is done it has
+                the digests of what was read (see ``digest``). This costs nothing where the store takes checksums.
 
         >>> store = Offloader("states")
         >>> store.writev({"weight": torch.ones(2), "bias": torch.zeros(1)}).wait()
@@ -238,7 +251,7 @@ class Offloader:
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
         into = None if outs is None else list(outs)
-        return self._native.read(names, into, device, True, priority)
+        return self._native.read(names, into, device, True, priority, digests)
 
     def delete(self, key: str) -> CUDAFuture[None]:
         """Forget a key. Nobody finds it from now on; who reads it already still gets it.

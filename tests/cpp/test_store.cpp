@@ -75,11 +75,12 @@ std::exception_ptr error_of(const CallPtr& call) {
   return call->future->value().error;
 }
 
-std::exception_ptr write(Store& store, const std::string& key, const Bytes& content) {
+std::exception_ptr write(Store& store, const std::string& key, const Bytes& content,
+                         std::optional<std::uint64_t> digest = std::nullopt) {
   Bytes bytes = content;  // gone when the call is done: the sanitizer sees who comes too late
   const CallPtr call = new_call(Call::Kind::write);
   Writes writes(1);
-  writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0};
+  writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0, digest};
   writes[0].memory.add(bytes.data(), bytes.size());
   store.write(std::move(writes), call);
   call->future->released()->wait_until(nullptr);
@@ -93,10 +94,12 @@ std::optional<Bytes> read(Store& store, const std::string& key) {
   Bytes bytes(entry->size());
   const CallPtr call = new_call(Call::Kind::read);
   Reads reads(1);
-  reads[0] = {call, key, std::move(entry), {}};
+  auto digest = std::make_unique<std::uint64_t>();
+  reads[0] = {call, key, std::move(entry), {}, digest.get()};
   reads[0].memory.add(bytes.data(), bytes.size());
   store.read(std::move(reads), call);
   if (error_of(call) != nullptr) std::rethrow_exception(error_of(call));
+  CHECK(*digest == digest_of(bytes.data(), bytes.size()));
   return bytes;
 }
 
@@ -276,11 +279,15 @@ TEST_CASE("store: threads write, read and delete, though the disk does its worst
               CHECK(e.kind() == FailureKind::storage);
             }
             break;
-          default:
-            if (const Bytes content = numbered(size, random()); write(*store, key, content) == nullptr) {
+          default: {
+            const Bytes content = numbered(size, random());
+            const bool is_wrong = random() % 4 == 0;
+            if (write(*store, key, content, digest_of(content.data(), size) + is_wrong) == nullptr) {
+              CHECK(!is_wrong);
               model[key] = content;
             }
             if (random() % 4 == 0 && erase(*store, key) == nullptr) model.erase(key);
+          }
         }
       }
     });

@@ -1,6 +1,8 @@
 // Stores of cudafuture.storage.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -76,7 +78,16 @@ storage::Shape shape_of(nb::handle object) {
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
 
-nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority) {
+// What the bytes of each tensor must have; None: whatever they have.
+void expect_digests(storage::Writes& writes, nb::object digests) {
+  if (digests.is_none()) return;
+  if (nb::len(digests) != writes.size()) throw nb::value_error("not as many digests as keys");
+  for (std::size_t i = 0; i < writes.size(); ++i) {
+    writes[i].digest = nb::cast<std::optional<std::uint64_t>>(digests[i]);
+  }
+}
+
+nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests) {
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
@@ -86,8 +97,9 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   Tensors taken = take_tensors(tensors, Direction::write, priority);
   storage::Writes writes(names.size());
   for (std::size_t i = 0; i < writes.size(); ++i) {
-    writes[i] = {call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory[i]), 0};
+    writes[i] = {call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory[i])};
   }
+  expect_digests(writes, digests);
   names = {};
   taken.memory = {};
   call->device = std::move(taken.device);
@@ -153,12 +165,25 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
   }
 }
 
-nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list,
-                int priority) {
+// The memory for as many digests; null: none are wanted.
+std::uint64_t* memory_of(nb::object digests, std::size_t count) {
+  if (digests.is_none()) return nullptr;
+  if (!THPVariable_Check(digests.ptr())) throw nb::type_error("digests go into a torch.Tensor");
+  const at::Tensor& tensor = THPVariable_Unpack(digests.ptr());
+  const bool fits = tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == at::kUInt64 &&
+                    tensor.is_contiguous() && static_cast<std::size_t>(tensor.numel()) == count;
+  if (!fits)
+    throw nb::value_error("digests go into a tensor of torch.uint64 on the host, with an element for each key");
+  return static_cast<std::uint64_t*>(tensor.mutable_data_ptr());
+}
+
+nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list, int priority,
+                nb::object digests) {
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
+  std::uint64_t* const digest = memory_of(digests, names.size());
   wait_for_room(self->engine());
   const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
   std::optional<Entries> entries = find(*self, names, call);
@@ -173,7 +198,8 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   storage::Reads reads(names.size());
   for (std::size_t i = 0; i < reads.size(); ++i) {
-    reads[i] = {call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory[i])};
+    reads[i] = {call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory[i]),
+                digest == nullptr ? nullptr : digest + i};
   }
   entries.reset();
   names = {};
@@ -182,12 +208,32 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   call->device = std::move(taken.device);
   nb::object result = wrap(call->future);
   if (call->device != nullptr) taken.keep.append(result);
+  if (digest != nullptr) taken.keep.append(digests);
   call->keep = foreign(taken.kept());
   {
     const WithoutGil released;
     self->read(std::move(reads), call);
   }
   return result;
+}
+
+// The digests of parts of a tensor's bytes: each from a place on, of a length.
+std::vector<std::uint64_t> digests_of(nb::handle object,
+                                      const std::vector<std::pair<std::size_t, std::size_t>>& parts) {
+  if (!THPVariable_Check(object.ptr())) throw nb::type_error("a torch.Tensor is wanted");
+  const at::Tensor tensor = THPVariable_Unpack(object.ptr());
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
+    throw nb::value_error("the bytes of a contiguous tensor on the host are wanted");
+  }
+  const std::size_t size = tensor.nbytes();
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  std::vector<std::uint64_t> digests;
+  const WithoutGil released;
+  for (const auto& [at, length] : parts) {
+    if (at > size || length > size - at) throw nb::value_error("a part is not in the tensor");
+    digests.push_back(storage::digest_of(data + at, length));
+  }
+  return digests;
 }
 
 nb::object erase(const StorePtr& self, nb::list keys) {
@@ -255,10 +301,11 @@ void bind_store(nb::module_& m) {
   m.def(
       "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
       nb::arg("function"));
+  m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
   nb::class_<Store>(m, "Store")
-      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"))
+      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none())
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
-           nb::arg("priority"))
+           nb::arg("priority"), nb::arg("digests").none())
       .def("erase", erase, nb::arg("keys"))
       .def("flush",
            [](Store& self) {

@@ -18,6 +18,14 @@ std::uint64_t hash_of(const void* data, std::size_t size, std::uint64_t seed) no
 
 std::uint64_t hash_of(std::string_view text) noexcept { return hash_of(text.data(), text.size()); }
 
+std::uint64_t digest_of(const void* data, std::size_t size) {
+  Checksum checksum;
+  checksum.add(0, size);
+  const iovec whole = {const_cast<void*>(data), size};
+  checksum.take(0, &whole, 1);
+  return checksum.digest(0);
+}
+
 void Checksum::add(std::size_t begin, std::size_t size) {
   parts_.push_back({begin, size, leaves_.size()});
   leaves_.resize(leaves_.size() + leaves_of(size));

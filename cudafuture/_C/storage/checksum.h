@@ -1,7 +1,7 @@
 // The digests of tensors while they are on their way: each is taken leaf by leaf, as its blocks pass by, in any order.
 //
-// The digest of a tensor is XXH3 over those of its leaves of 64 KiB, seeded with that of its key: so neither its bytes
-// nor its name can change without a word.
+// The digest of bytes is XXH3 over those of their leaves of 64 KiB. That which a store keeps of a tensor is seeded with
+// the hash of its key: so neither its bytes nor its name can change without a word.
 #pragma once
 
 #include <sys/uio.h>
@@ -19,6 +19,9 @@ void set_hash(Hash hash) noexcept;
 std::uint64_t hash_of(const void* data, std::size_t size, std::uint64_t seed = 0) noexcept;
 std::uint64_t hash_of(std::string_view text) noexcept;
 
+// Of bytes that lie together.
+std::uint64_t digest_of(const void* data, std::size_t size);
+
 class Checksum {
  public:
   static constexpr std::size_t kLeaf = 64 * 1024;
@@ -30,7 +33,7 @@ class Checksum {
   void take(std::size_t at, const iovec* pieces, std::size_t count) noexcept;
 
   std::size_t parts() const noexcept { return parts_.size(); }
-  std::uint64_t digest(std::size_t part, std::uint64_t seed) const noexcept;
+  std::uint64_t digest(std::size_t part, std::uint64_t seed = 0) const noexcept;
 
  private:
   struct Part {

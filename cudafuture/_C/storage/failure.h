@@ -40,4 +40,28 @@ class Failure final : public std::exception {
   FailureKind kind_;
 };
 
+// Of a tensor on the disk whose bytes have changed there.
+inline Failure not_as_written(const std::string& key, const std::string& path, std::uint64_t offset,
+                              std::uint64_t size) {
+  return {"key '" + key + "': its " + std::to_string(size) + " bytes at offset " + std::to_string(offset) + " of " +
+              path + " are not those that were written",
+          0,
+          path,
+          offset,
+          size,
+          0,
+          FailureKind::checksum};
+}
+
+// Of a tensor whose bytes have changed before they were written.
+inline Failure not_as_given(const std::string& key) {
+  return {"key '" + key + "': the bytes that were to be written do not have the digest that they must have",
+          0,
+          "",
+          0,
+          0,
+          0,
+          FailureKind::checksum};
+}
+
 }  // namespace cudafuture::storage

@@ -26,6 +26,7 @@ struct Read {
   std::string key;
   EntryPtr entry;
   Memory memory;
+  std::uint64_t* digest = nullptr;  // where that of its bytes goes; the call keeps it
 };
 using Reads = std::vector<Read>;
 

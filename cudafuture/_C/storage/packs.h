@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,7 @@ struct Write {
   Shape shape;
   Memory memory;
   std::uint64_t turn = 0;
+  std::optional<std::uint64_t> digest = std::nullopt;  // that its bytes must have
 };
 using Writes = std::vector<Write>;
 

@@ -1,6 +1,5 @@
 #include "storage/store.h"
 
-#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -22,6 +21,13 @@ void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept
 std::exception_ptr error_of(Future& done) noexcept {
   done.mark_seen();
   return done.state() == State::failed ? done.value().error : nullptr;
+}
+
+// Null: neither the store nor who asked for a part wants one.
+template <class Part>
+std::shared_ptr<Checksum> checksum_of(const std::vector<Part>& parts, bool is_wanted) {
+  for (const Part& part : parts) is_wanted = is_wanted || part.digest;
+  return is_wanted ? std::make_shared<Checksum>() : nullptr;
 }
 
 }  // namespace
@@ -123,9 +129,13 @@ void Store::write(Writes&& writes, const CallPtr& call) {
     write.turn = index_.begin(write.key);
     call->bytes += write.memory.size();
     if (write.memory.size() == 0) {
-      empty.push_back(change_of(std::move(write), Place(), nullptr, 0));
-      write.call = nullptr;
       call->part_released();
+      if (write.digest && *write.digest != digest_of(nullptr, 0)) {
+        give_up(write, std::make_exception_ptr(not_as_given(write.key)));
+      } else {
+        empty.push_back(change_of(std::move(write), Place(), nullptr, 0));
+      }
+      write.call = nullptr;
     } else if (write.memory.size() >= kSmall) {
       Writes one;
       one.push_back(std::move(write));
@@ -176,11 +186,11 @@ void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
   request.offset = first.offset();
   request.device = writing->writes.front().call->device;
   request.is_part = true;
-  if (options_.checksum) request.checksum = writing->checksum = std::make_shared<Checksum>();
+  request.checksum = writing->checksum = checksum_of(writing->writes, options_.checksum);
   for (std::size_t i = 0; i < writing->writes.size(); ++i) {
     const Place& place = writing->places[i];
     request.memory.skip(place.offset() - first.offset() - request.memory.size());
-    if (options_.checksum) writing->checksum->add(request.memory.size(), place.size());
+    if (writing->checksum != nullptr) writing->checksum->add(request.memory.size(), place.size());
     request.memory.add(std::move(writing->writes[i].memory));
   }
   request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
@@ -204,12 +214,14 @@ void Store::written(Writing& writing, const std::exception_ptr& error) noexcept 
   std::vector<Change> changes;
   for (std::size_t i = 0; i < writing.writes.size(); ++i) {
     Write& write = writing.writes[i];
-    if (error != nullptr) {
+    const bool is_wrong = error == nullptr && write.digest && *write.digest != writing.checksum->digest(i);
+    if (error != nullptr || is_wrong) {
       writing.places[i] = Place();
-      give_up(write, error);
+      give_up(write, is_wrong ? std::make_exception_ptr(not_as_given(write.key)) : error);
       continue;
     }
-    changes.push_back(change_of(std::move(write), std::move(writing.places[i]), writing.checksum.get(), i));
+    const Checksum* const kept = options_.checksum ? writing.checksum.get() : nullptr;
+    changes.push_back(change_of(std::move(write), std::move(writing.places[i]), kept, i));
   }
   writing.places.clear();
   if (!changes.empty()) commit(std::move(changes));
@@ -280,7 +292,9 @@ void Store::read(Reads&& reads, const CallPtr& call) {
   begin(call);
   call->expect(reads.size() + 1);
   for (const Read& read : reads) {
-    if (read.entry->size() == 0) end_part(call, check(read, 0));
+    if (read.entry->size() != 0) continue;
+    if (read.digest != nullptr) *read.digest = digest_of(nullptr, 0);
+    end_part(call, nullptr);
   }
   std::erase_if(reads, [](const Read& read) { return read.entry->size() == 0; });
   // An engine that holds up who submits shall do so, and at once.
@@ -308,10 +322,10 @@ void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   request.offset = first.offset();
   request.device = reads.front().call->device;
   request.is_part = true;
-  if (options_.checksum) request.checksum = reading->checksum = std::make_shared<Checksum>();
+  request.checksum = reading->checksum = checksum_of(reads, options_.checksum);
   for (Read& read : reads) {
     request.memory.skip(read.entry->place.offset() - first.offset() - request.memory.size());
-    if (options_.checksum) reading->checksum->add(request.memory.size(), read.entry->size());
+    if (reading->checksum != nullptr) reading->checksum->add(request.memory.size(), read.entry->size());
     request.memory.add(Memory(read.memory));
   }
   request.future = c10::make_intrusive<Future>(reads.front().call->future->priority());
@@ -344,6 +358,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     std::exception_ptr wrong = error;
     if (wrong == nullptr && reading.checksum != nullptr) {
       wrong = check(read, reading.checksum->digest(i, hash_of(read.key)));
+      if (read.digest != nullptr) *read.digest = reading.checksum->digest(i);
     }
     read.entry = nullptr;
     end_part(call, wrong);
@@ -357,13 +372,10 @@ void Store::go_on_with_reads() noexcept {
 
 std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept {
   const Entry& entry = *read.entry;
-  if (!entry.has_digest || !options_.checksum || entry.size() == 0 || entry.digest == digest) return nullptr;
+  if (!entry.has_digest || !options_.checksum || entry.digest == digest) return nullptr;
   add(counters_.checksum_errors);
-  const std::string& path = entry.place.slab().file->path();
-  return std::make_exception_ptr(Failure("key '" + read.key + "': its " + std::to_string(entry.size()) +
-                                             " bytes at offset " + std::to_string(entry.place.offset()) + " of " +
-                                             path + " are not those that were written",
-                                         0, path, entry.place.offset(), entry.size(), 0, FailureKind::checksum));
+  return std::make_exception_ptr(
+      not_as_written(read.key, entry.place.slab().file->path(), entry.place.offset(), entry.size()));
 }
 
 Store::Statistics Store::statistics() const {
