@@ -30,7 +30,7 @@ from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_o
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, checksums, expect_key, pack, unpack, unpack_wanted
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, unpack, unpack_wanted
 from rpc_ext._turns import begun
 from rpc_ext.session import current
 
@@ -137,7 +137,6 @@ class Desk:
         session = self.session(token)
         data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
-        self._checked(_expect_sums, headers, data)
         self._checked(_expect_good_company, headers)
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
         return self._answered(session, data.numel(), lambda: put(session, headers, data))
@@ -155,7 +154,8 @@ class Desk:
             return CUDAFuture.completed(Answer(failures))
 
         def answer(done: CUDAFuture[list[BaseException | None]]) -> Answer:
-            failed = [(i, e) for i, e in zip(taken, done.value(), strict=True) if e is not None]
+            ended = zip(taken, done.value(), strict=True)
+            failed = [(i, self._told(headers[i], e)) for i, e in ended if e is not None]
             self._count(written=sum(headers[i].nbytes for i in taken) - sum(headers[i].nbytes for i, _ in failed))
             return Answer([*failures, *failed])
 
@@ -169,11 +169,20 @@ class Desk:
         def answer(done: CUDAFuture[None]) -> Answer:
             error = done.exception()
             if error is not None:
-                return Answer([(0, error)])
+                return Answer([(0, self._told(headers[0], error))])
             self._count(written=headers[0].length)
             return Answer([])
 
         return self._checked(session.uploads.put, headers[0], data).then(answer, executor=_THREAD)
+
+    def _told(self, header: Header, error: BaseException) -> BaseException:
+        """Return what a client is told of a write that has failed: the store has other names for its keys."""
+        if not isinstance(error, ChecksumError):
+            return error
+        self._count(refused=1)
+        return ChecksumError(
+            f"key {header.key!r}: the {header.length} bytes that have come are not those that were sent"
+        )
 
     def give_up(self, token: object, upload: object) -> None:
         """Give up what the client cannot finish."""
@@ -209,16 +218,16 @@ class Desk:
         data = take(end)
         outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
         names = [name for _, name, _ in found]
+        digests = torch.empty(len(found), dtype=torch.uint64)
 
         def answer(errors: list[BaseException | None]) -> Answer:
-            sums = checksums(data)
             headers = []
-            for (i, name, header), error in zip(found, errors, strict=True):
+            for (i, name, header), error, digest in zip(found, errors, digests.tolist(), strict=True):
                 behind = header.at + header.length
                 if gap := -behind % _LINE:
                     data[behind : behind + gap].zero_()  # it is sent, too, and was others' bytes before
                 if error is None:
-                    headers.append(header._replace(checksum=sums(header.at, header.length)))
+                    headers.append(header._replace(checksum=digest))
                 else:
                     data[header.at : behind].zero_()
                     may_be_late = isinstance(error, (NotFoundError, ValueError))
@@ -235,11 +244,12 @@ class Desk:
             error = done.exception()
             if error is None or len(found) == 1:
                 return CUDAFuture.completed(answer([error] * len(found)))
-            parts = [begun(self.store.read, name, out) for name, out in zip(names, outs, strict=True)]
+            each = zip(names, outs, digests.tensor_split(len(found)), strict=True)
+            parts = [begun(self.store.readv, [name], [out], digests=own) for name, out, own in each]
             return collect_all(parts).then(lambda ended: answer([part.exception() for part in ended.value()]))
 
         def read() -> CUDAFuture[Answer]:
-            return begun(self.store.readv, names, outs).then_async(whose_fault, executor=_THREAD)
+            return begun(self.store.readv, names, outs, digests=digests).then_async(whose_fault, executor=_THREAD)
 
         return self._answered(session, end, read)
 
@@ -299,8 +309,9 @@ class Desk:
                 self._refused += 1
             raise
 
-    def _count(self, written: int = 0, read: int = 0) -> None:
+    def _count(self, written: int = 0, read: int = 0, refused: int = 0) -> None:
         with self._lock:
+            self._refused += refused
             self._written += written
             self._read += read
 
@@ -342,10 +353,3 @@ def _expect_good_company(headers: list[Header]) -> None:
         raise ValueError("a request has each key once")
     if len(headers) > 1 and any(h.pieces > 1 for h in headers):
         raise ValueError("a piece of a tensor comes alone")
-
-
-def _expect_sums(headers: list[Header], data: torch.Tensor) -> None:
-    sums = checksums(data)
-    for h in headers:
-        if h.checksum and h.checksum != sums(h.at, h.length):
-            raise ChecksumError(f"key {h.key!r}: the {h.length} bytes that have come are not those that were sent")

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from cudafuture.errors import ChecksumError
+from cudafuture.storage import digests
 from rpc_ext import _minder
 from rpc_ext._memory import arrived, take
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_source import Source
-from rpc_ext._offload_wire import Header, Wanted, checksums, pack, unpack
+from rpc_ext._offload_wire import Header, Wanted, pack, unpack
 
 __all__ = ["Deadline", "Get", "Pack", "Put", "opened", "packed"]
 
@@ -150,10 +151,11 @@ def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:
     torch.cat(parts, out=data)
     for put in puts:
         put.source.release()
-    sums = checksums(data)
+    lengths = [put.header.nbytes for put in puts]
+    sums = digests(data, list(zip(places, lengths, strict=True)))
     headers = [
-        put.header._replace(at=at, length=put.header.nbytes, checksum=sums(at, put.header.nbytes))
-        for put, at in zip(puts, places, strict=True)
+        put.header._replace(at=at, length=length, checksum=checksum)
+        for put, at, length, checksum in zip(puts, places, lengths, sums, strict=True)
     ]
     return data, pack(headers)
 
@@ -171,14 +173,15 @@ def opened(
     headers = unpack(answer.block, data.numel()) if answer.block else []
     if len(headers) != len([i for i in range(len(gets)) if i not in failures and i not in left]):
         raise ValueError(f"{len(gets)} pieces were asked for, and the answer has {len(headers)}")
-    sums, next_header = checksums(data), iter(headers)
+    sums = digests(data, [(h.at, h.length) for h in headers])
+    next_one = zip(headers, sums, strict=True)
     came: list[tuple[Get, BaseException | tuple[Header, torch.Tensor]]] = []
     for i, get in enumerate(gets):
         if i in failures:
             came.append((get, failures[i]))
         elif i not in left:
-            header = next(next_header)
-            if header.checksum == sums(header.at, header.length):
+            header, found = next(next_one)
+            if header.checksum == found:
                 came.append((get, (header, data[header.at : header.at + header.length])))
             else:
                 came.append((get, ChecksumError("the bytes that have come are not those that were sent")))

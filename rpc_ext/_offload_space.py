@@ -207,9 +207,11 @@ class Space:
         names = [self._plain_name(h.key) for h in headers]
 
         def whose_fault(done: CUDAFuture[int]) -> CUDAFuture[list[BaseException | None]]:
-            if done.exception() is None:
-                return CUDAFuture.completed([None] * len(headers))
-            parts = [begun(self._store.write, name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+            error = done.exception()
+            if error is None or len(headers) == 1:
+                return CUDAFuture.completed([error] * len(headers))
+            alone = [{name: tensor} for name, tensor in zip(names, tensors, strict=True)]
+            parts = [begun(self._store.writev, one, digests=digests) for one in alone]
             return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
 
         def settle(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
@@ -217,12 +219,15 @@ class Space:
                 self._settle(header, old, failure)
             return done.value()
 
-        together = begun(self._store.writev, dict(zip(names, tensors, strict=True)))
+        digests = {name: h.checksum for name, h in zip(names, headers, strict=True) if h.checksum}
+        together = begun(self._store.writev, dict(zip(names, tensors, strict=True)), digests=digests)
         return together.then_async(whose_fault, executor=_THREAD).then(settle, executor=_THREAD)
 
     def write_piece(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
         """Write a piece. Nobody sees it before ``put_together``."""
-        return begun(self._store.write, self._piece_name(header.upload, header.piece), piece_of(data, header))
+        name = self._piece_name(header.upload, header.piece)
+        digests = {name: header.checksum} if header.checksum else None
+        return begun(self._store.writev, {name: piece_of(data, header)}, digests=digests)
 
     def put_together(self, header: Header) -> CUDAFuture[None]:
         """Put a tensor whose pieces are there under its key. The quota has been taken for it."""

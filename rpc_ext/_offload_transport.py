@@ -21,6 +21,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
+from cudafuture.storage import digest
 from rpc_ext import _offload_calls
 from rpc_ext._memory import carried
 from rpc_ext._offload_calls import Answer, Terms
@@ -37,7 +38,6 @@ from rpc_ext._offload_wire import (
     WHOLE,
     Header,
     Wanted,
-    checksum_of,
     pack,
     pack_wanted,
 )
@@ -120,7 +120,7 @@ class Transport:
 
         def send(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
             data = done.value()
-            block = pack([header._replace(piece=i, length=length, checksum=checksum_of(data))])
+            block = pack([header._replace(piece=i, length=length, checksum=digest(data))])
             return self.call(deadline, _offload_calls.put, block, data)
 
         pieces: list[CUDAFuture[torch.Tensor]] = []  # one: what it is a copy of may be overwritten once it was made

@@ -15,12 +15,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
-
-from rpc_ext._C import memory
 
 __all__ = [
     "LONGEST_KEY",
@@ -30,8 +27,6 @@ __all__ = [
     "WHOLE",
     "Header",
     "Wanted",
-    "checksum_of",
-    "checksums",
     "expect_key",
     "pack",
     "pack_wanted",
@@ -97,7 +92,7 @@ class Header(NamedTuple):
     length: int = 0
     """of those bytes"""
     checksum: int = 0
-    """XXH3 of those bytes; 0: none was taken"""
+    """the digest of those bytes, as a store takes it; 0: none was taken"""
 
 
 class Wanted(NamedTuple):
@@ -112,25 +107,6 @@ class Wanted(NamedTuple):
 def pieces_of(nbytes: int) -> int:
     """Return how many requests a tensor takes."""
     return max(1, math.ceil(nbytes / PIECE))
-
-
-def checksum_of(data: torch.Tensor) -> int:
-    """Return the XXH3 of bytes on the host; never 0."""
-    return _xxh3()(memory(data)) or 1
-
-
-def checksums(data: torch.Tensor) -> Callable[[int, int], int]:
-    """Return what gives the XXH3 of the bytes of a tensor, while it lives, from a place on, of a length; never 0."""
-    view, digest = memory(data), _xxh3()
-    return lambda at, length: digest(view[at : at + length]) or 1
-
-
-@cache
-def _xxh3() -> Callable[[memoryview], int]:
-    """Return the function of the library, without which all of RPC works but this."""
-    import xxhash
-
-    return xxhash.xxh3_64_intdigest
 
 
 def expect_key(key: object) -> bytes:

@@ -13,13 +13,13 @@ __all__ = ["Turns", "begun", "outcome"]
 T = TypeVar("T")
 
 
-def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
+def begun(begin: Callable[..., CUDAFuture[T]], *args: Any, **kwargs: Any) -> CUDAFuture[T]:
     """Return the future of what may not even begin.
 
     Of what Ctrl-C has cut short, too: whoever counts on its end hears of that. Whoever called for it raises that again.
     """
     try:
-        return begin(*args)
+        return begin(*args, **kwargs)
     except BaseException as e:
         return CUDAFuture.failed(e)
 

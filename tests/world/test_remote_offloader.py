@@ -14,10 +14,10 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
-from cudafuture.storage import Engine
+from cudafuture.storage import Engine, digest
 from rpc_ext import _memory, rpc_sync
 from rpc_ext import _offload_calls as calls
-from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, checksum_of, pack, pack_wanted
+from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, pack, pack_wanted
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
@@ -118,11 +118,11 @@ def test_a_tensor_that_is_replaced_while_it_is_looked_for_is_read_anew(
     remote.write("x", torch.zeros(size)).wait(timeout=PATIENCE)
     readv = service.store.readv
 
-    def readv_too_late(*args: Any) -> Any:
+    def readv_too_late(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
         remote.write("x", torch.ones(other)).wait(timeout=PATIENCE)
         service.store.flush().wait(timeout=PATIENCE)  # the old pieces are gone
-        return readv(*args)
+        return readv(*args, **kwargs)
 
     monkeypatch.setattr(service.store, "readv", readv_too_late)
     assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(other))
@@ -134,10 +134,10 @@ def test_a_key_that_is_deleted_while_it_is_looked_for_is_named(
     remote.write("x", torch.zeros(3)).wait(timeout=PATIENCE)
     readv = service.store.readv
 
-    def readv_too_late(*args: Any) -> Any:
+    def readv_too_late(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
         remote.delete("x").wait(timeout=PATIENCE)
-        return readv(*args)
+        return readv(*args, **kwargs)
 
     monkeypatch.setattr(service.store, "readv", readv_too_late)
     error = remote.read("x").exception(timeout=PATIENCE)
@@ -378,6 +378,11 @@ def test_what_is_under_way_keeps_within_the_window(tmp_path: Path) -> None:
 # ---- who breaks the rules
 
 
+def files_in(folder: Path) -> list[str]:
+    """Return the names of what is in a folder, but for the store's own files."""
+    return sorted(path.name for path in folder.rglob("*") if not path.name.startswith("slab-"))
+
+
 def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tuple[Any, ...]]:
     """Return a request that must be refused."""
     data = torch.zeros(64, dtype=torch.uint8)
@@ -424,7 +429,7 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
         other.write("secret", numbered(100)).wait(timeout=PATIENCE)
         token, others = (remote._token for remote in (mine, other))
         refused = service.statistics().refused
-        before = sorted(path.name for path in tmp_path.rglob("*"))
+        before = files_in(tmp_path)
         for _ in range(soak_count(500)):
             fn, args = hostile(numbers, token, others)
             try:
@@ -436,18 +441,18 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
         assert service.statistics().refused > refused
         assert mine.keys() == []
         assert other.read("secret").wait(timeout=PATIENCE).tolist() == numbered(100).tolist()
-        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        assert files_in(tmp_path) == before
         mine.write("x", numbered(3)).wait(timeout=PATIENCE)
         assert "x" in mine
 
 
 @pytest.mark.parametrize("key", ["../../x", "/x", "a/b", ".", "ü", "k" * LONGEST_KEY])
 def test_any_name_is_just_a_name(remote: RemoteOffloader, tmp_path: Path, key: str) -> None:
-    before = sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-"))
+    before = files_in(tmp_path)
     remote.write(key, numbered(3)).wait(timeout=PATIENCE)
     assert remote.keys() == [key]
     assert remote.read(key).wait(timeout=PATIENCE).tolist() == [0, 1, 2]
-    assert sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-")) == before
+    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("key", ["", "a\0b", "k" * (LONGEST_KEY + 1), "\ud800"])
@@ -459,8 +464,9 @@ def test_what_is_no_name_is_refused(remote: RemoteOffloader, key: str) -> None:
 
 def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteOffloader, service: OffloadService) -> None:
     data = torch.ones(64, dtype=torch.uint8)
-    header = Header("x", torch.uint8, (64,), 64, length=64, checksum=checksum_of(torch.zeros(64, dtype=torch.uint8)))
-    with pytest.raises(ChecksumError, match="not those that were sent"):
-        rpc_sync(ME, calls.put, ("offload", remote._token, pack([header]), data))
+    header = Header("x", torch.uint8, (64,), 64, length=64, checksum=digest(torch.zeros(64, dtype=torch.uint8)))
+    answer = rpc_sync(ME, calls.put, ("offload", remote._token, pack([header]), data))
+    with pytest.raises(ChecksumError, match=r"key 'x': the 64 bytes .* are not those that were sent"):
+        answer.expect_success()
     assert remote.keys() == []
     assert service.statistics().refused == 1

@@ -200,7 +200,7 @@ def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path) -> None:
 def test_a_store_that_refuses_at_once_takes_no_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], size: int
 ) -> None:
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise StorageError("refused")
 
     with (
