@@ -12,7 +12,7 @@ from soak import soak_count
 from unit.child import Child
 from unit.endings import SCENARIOS, WAYS
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]
 
 # Handlers of atexit run last in, first out: this one comes after the library's own.
 SCRIPT = """

@@ -10,7 +10,7 @@ import pytest
 from soak import soak_count
 from unit.child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fork")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fork"), pytest.mark.usefixtures("on_the_host")]
 
 # What is refused is called in one forked child, what is allowed in another. Each then ends as any process does.
 FORK_EACH = """

@@ -195,6 +195,7 @@ else:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("how", [*NESTS, "cancel"])
 def test_a_nest_completes_or_is_cancelled_without_recursion(how: str) -> None:
     with Child(NEST, how, str(DEPTH)) as child:
