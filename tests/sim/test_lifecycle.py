@@ -18,7 +18,10 @@ EXITS = {
     "queued": "held = sim.hold(); x.add_(1)",
     "queued on a side stream": "s = torch.Stream('sim'); held = sim.hold(s)\nwith s: y = torch.ones(4, device='sim')",
     "pinned in flight": "p = x.cpu().pin_memory(); y = p.to('sim', non_blocking=True)",
-    "behind a thread": "import threading; held = sim.hold(); threading.Thread(target=x.tolist, daemon=True).start()",
+    # It has to be waiting when Python ends: Python ends threads as they come back to it, and torch does not bear that.
+    "behind a thread": "import threading; held = sim.hold(); before = sim.statistics().submitted\n"
+    "threading.Thread(target=x.tolist, daemon=True).start()\n"
+    "while sim.statistics().submitted == before: pass",
     "after a gradient": "x.requires_grad_().sum().backward()",
     "broken": "sim.fail('gone'); x.add_(1)",
 }
