@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 SOAK = os.environ.get("CUDAFUTURE_SOAK", "") not in ("", "0")
+
+
+in_soak_alone = pytest.mark.skipif(not SOAK, reason="others show it, too; CUDAFUTURE_SOAK=1 runs all")
+"""marks one of several tests that take long, where another of them is in every run"""
 
 
 def soak_count(full: int) -> int:

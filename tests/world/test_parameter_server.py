@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cudafuture.testing import Finished, torchrun
+from soak import in_soak_alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -67,6 +68,7 @@ def test_two_trainers_learn_asynchronously_with_signed_messages(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
+@in_soak_alone
 def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     script = EXAMPLES / "parameter_server.py"

@@ -20,6 +20,7 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
+from soak import in_soak_alone
 from unit.child import Child
 from world.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
 from world.offload_history import content_of, version_of
@@ -218,7 +219,7 @@ def namespaces() -> None:
     skip_unless_possible()
 
 
-VERBS = pytest.mark.parametrize("verb", ["write", "read"])
+VERBS = pytest.mark.parametrize("verb", ["write", pytest.param("read", marks=in_soak_alone)])
 
 
 @VERBS

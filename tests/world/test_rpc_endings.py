@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from soak import SOAK
+from soak import in_soak_alone
 from unit.child import Child
 from world.rpc_endings import SCENARIOS, SLOW, WAYS
 from world.rpc_workers import LONG
@@ -45,7 +45,7 @@ def test_a_process_ends_amid(endings: Child, tmp_path: Path, scenario: str) -> N
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="the others are enough, unless CUDAFUTURE_SOAK=1")
+@in_soak_alone
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_ends_amid_everything_by(endings: Child, tmp_path: Path, way: str) -> None:
     for scenario in SCENARIOS:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cudafuture.testing import Finished, torchrun
+from soak import in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
@@ -88,6 +89,7 @@ def test_two_trainers_get_their_states_back_by_signed_calls(tmp_path: Path) -> N
     assert nothing_is_left(tmp_path)
 
 
+@in_soak_alone
 def test_a_state_that_comes_back_stale_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_STATE_THAT_IS_NOT_WRITTEN_AGAIN)

@@ -16,6 +16,7 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.testing import Finished, torchrun
+from soak import in_soak_alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -159,9 +160,9 @@ def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> Non
     ("wrong", "noticed"),
     [
         ("read_stale", "same as the synchronous loop"),
-        ("write_other_bits", "same as the synchronous loop"),
-        ("write_not_at_all", "same as the synchronous loop"),
-        ("write_not_the_last", "same state on the disk"),
+        pytest.param("write_other_bits", "same as the synchronous loop", marks=in_soak_alone),
+        pytest.param("write_not_at_all", "same as the synchronous loop", marks=in_soak_alone),
+        pytest.param("write_not_the_last", "same state on the disk", marks=in_soak_alone),
     ],
 )
 def test_state_that_is_a_little_wrong_is_noticed(tmp_path: Path, wrong: str, noticed: str) -> None:

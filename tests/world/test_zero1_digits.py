@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cudafuture.testing import Finished, torchrun
+from soak import in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
@@ -59,6 +60,7 @@ def test_three_ranks_have_shards_that_are_padded(tmp_path: Path) -> None:
     assert results["state_bytes"] * 3 > results["full_state_bytes"]
 
 
+@in_soak_alone
 def test_gradients_that_are_a_little_wrong_are_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_LITTLE_WRONG)
