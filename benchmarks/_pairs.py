@@ -40,10 +40,10 @@ class Variant(Protocol):
 
 
 @contextmanager
-def bare_worker(rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
+def bare_worker(rank: int, folder: Path, transports: list[str] | None = None) -> Iterator[Callable[..., Any]]:
     """Be worker0 or worker1 of torch.distributed.rpc itself; gives its rpc_async."""
     bare: Any = rpc  # has few types
-    options = bare.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    options = bare.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", _transports=transports)
     bare.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     yield bare.rpc_async
     bare.shutdown()
