@@ -214,7 +214,12 @@ class Store:
     """A native store; `cudafuture.storage.Offloader` is what to use."""
 
     def write(
-        self, keys: list[str], tensors: list[torch.Tensor], priority: int, digests: list[int | None] | None
+        self,
+        keys: list[str],
+        tensors: list[torch.Tensor],
+        priority: int,
+        digests: list[int | None] | None,
+        written: torch.Tensor | None,
     ) -> CUDAFuture[int]: ...
     @overload
     def read(

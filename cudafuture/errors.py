@@ -175,7 +175,10 @@ class StorageError(CUDAFutureError, OSError):
 
 
 class ChecksumError(StorageError):
-    """What was read is not what was written. The data is not returned: write it again, and look at the disk."""
+    """Bytes have changed: what was read is not what was written, or what came to be written is not what was meant.
+
+    The data is not returned, or not written. In the first case write it again, and look at the disk.
+    """
 
 
 class QuotaError(StorageError):

@@ -218,7 +218,7 @@ class Desk:
         data = take(end)
         outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
         names = [name for _, name, _ in found]
-        digests = torch.empty(len(found), dtype=torch.uint64)
+        digests = torch.empty(len(found), dtype=torch.uint64, device="cpu")
 
         def answer(errors: list[BaseException | None]) -> Answer:
             headers = []

@@ -113,8 +113,10 @@ class Space:
     def keys(self) -> list[str]:
         """Return the keys, in the order in which they were written last."""
         plain = "k" + self.prefix
+        before = list(self._listed)
         names = self._store.keys()
-        listed = {self._listed_name(key): key for key in list(self._listed)}  # no earlier: it has what came meanwhile
+        # Before and after: what was replaced meanwhile had a list in the one, or has one in the other.
+        listed = {self._listed_name(key): key for key in dict.fromkeys([*before, *list(self._listed)])}
         keys: dict[str, None] = {}
         for name in names:
             key = name[len(plain) :] if name.startswith(plain) else listed.get(name)
@@ -210,9 +212,15 @@ class Space:
             error = done.exception()
             if error is None or len(headers) == 1:
                 return CUDAFuture.completed([error] * len(headers))
-            alone = [{name: tensor} for name, tensor in zip(names, tensors, strict=True)]
-            parts = [begun(self._store.writev, one, digests=digests) for one in alone]
-            return collect_all(parts).then(lambda ended: [part.exception() for part in ended.value()])
+            # Those that were not written are written once more, each alone: of the others none can fail any more.
+            left = [i for i, was_written in enumerate(written.tolist()) if not was_written]
+            parts = [self._write_alone(names[i], tensors[i], headers[i]) for i in left]
+
+            def all_ended(done: CUDAFuture[list[CUDAFuture[int]]]) -> list[BaseException | None]:
+                errors = {i: part.exception() for i, part in zip(left, done.value(), strict=True)}
+                return [errors.get(i) for i in range(len(headers))]
+
+            return collect_all(parts).then(all_ended)
 
         def settle(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
             for header, old, failure in zip(headers, replaced, done.value(), strict=True):
@@ -220,14 +228,18 @@ class Space:
             return done.value()
 
         digests = {name: h.checksum for name, h in zip(names, headers, strict=True) if h.checksum}
-        together = begun(self._store.writev, dict(zip(names, tensors, strict=True)), digests=digests)
+        written = torch.zeros(len(headers), dtype=torch.bool, device="cpu")
+        tensors_of = dict(zip(names, tensors, strict=True))
+        together = begun(self._store.writev, tensors_of, digests=digests, written=written)
         return together.then_async(whose_fault, executor=_THREAD).then(settle, executor=_THREAD)
 
     def write_piece(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
         """Write a piece. Nobody sees it before ``put_together``."""
-        name = self._piece_name(header.upload, header.piece)
+        return self._write_alone(self._piece_name(header.upload, header.piece), piece_of(data, header), header)
+
+    def _write_alone(self, name: str, tensor: torch.Tensor, header: Header) -> CUDAFuture[int]:
         digests = {name: header.checksum} if header.checksum else None
-        return begun(self._store.writev, {name: piece_of(data, header)}, digests=digests)
+        return begun(self._store.writev, {name: tensor}, digests=digests)
 
     def put_together(self, header: Header) -> CUDAFuture[None]:
         """Put a tensor whose pieces are there under its key. The quota has been taken for it."""

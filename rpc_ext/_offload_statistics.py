@@ -22,7 +22,8 @@ class OffloadServiceStatistics:
     requests: int
     """puts and gets that were answered, one way or another"""
     refused: int
-    """requests that broke the rules: of no session, malformed, with bytes that were not those that were sent"""
+    """requests that broke the rules: of no session, or malformed; and tensors whose bytes were not those that were
+    sent"""
     latency_p50: float
     """of puts and gets, from their arrival to their answer; nan: there were none"""
     latency_p99: float

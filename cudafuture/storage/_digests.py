@@ -19,14 +19,21 @@ def digest(tensor: torch.Tensor) -> int:
     It tells damage from what was meant; it is no defence against who means harm.
 
     Raises:
-        ValueError: the tensor is on a device, or has no memory of its own.
+        TypeError: it is no tensor, or one without memory.
+        ValueError: it is on a device, or its elements are not all in its memory.
 
     >>> digest(torch.zeros(3)) == digest(torch.zeros(3, dtype=torch.int32))
     True
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(f"a tensor of layout {tensor.layout} has no memory of its own")
     if not tensor.is_cpu:
         raise ValueError(f"the bytes of a tensor on the host are wanted, not on {tensor.device}")
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        data = data.resolve_conj().resolve_neg().contiguous()
     return digests(data, [(0, data.nbytes)])[0]
 
 
@@ -34,7 +41,7 @@ def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]]) -> list[int]
     """Return the digests of parts of a contiguous tensor on the host: each begins at a byte, and has so many.
 
     Raises:
-        ValueError: there is no such part, or no such tensor.
+        TypeError, ValueError: there is no such part, or it is no such tensor.
 
     >>> digests(torch.arange(4, dtype=torch.uint8), [(1, 2)]) == [digest(torch.tensor([1, 2], dtype=torch.uint8))]
     True

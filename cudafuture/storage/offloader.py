@@ -166,10 +166,15 @@ class Offloader:
         >>> store.write("weight", torch.eye(3)).wait()
         36
         """
-        return self._native.write([key], [tensor], priority, None)
+        return self._native.write([key], [tensor], priority, None, None)
 
     def writev(
-        self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0, digests: Mapping[str, int] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
     ) -> CUDAFuture[int]:
         """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
 
@@ -180,13 +185,21 @@ class Offloader:
             digests: what the bytes of some keys must have (see ``digest``), as they are on their way to the disk. Where
                 they have another, the future fails with ChecksumError, and the key is as it was. This costs nothing
                 where the store takes checksums.
+            written: a tensor of torch.bool on the host, with an element for each key, which belongs to the write until
+                the future is done: then it says which were written, also where the future has failed.
+
+        Raises:
+            ValueError: a digest is of none of the keys, or no number of 64 bits; `written` is another tensor.
 
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
         items = list(tensors.items())
+        if digests is not None and (unknown := digests.keys() - tensors.keys()):
+            raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
         expected = None if digests is None else [digests.get(key) for key, _ in items]
-        return self._native.write([key for key, _ in items], [tensor for _, tensor in items], priority, expected)
+        keys, values = [key for key, _ in items], [tensor for _, tensor in items]
+        return self._native.write(keys, values, priority, expected, written)
 
     def read(
         self,
@@ -237,8 +250,9 @@ class Offloader:
         The future fails as the first ``read`` does that fails.
 
         Args:
-            digests: a tensor of torch.uint64 on the host, with an element for each key. When the future is done it has
-                the digests of what was read (see ``digest``). This costs nothing where the store takes checksums.
+            digests: a tensor of torch.uint64 on the host, with an element for each key, which belongs to the read until
+                the future is done: then it has the digests of what was read (see ``digest``). This costs nothing where
+                the store takes checksums.
 
         >>> store = Offloader("states")
         >>> store.writev({"weight": torch.ones(2), "bias": torch.zeros(1)}).wait()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cudafuture import gather
-from cudafuture.storage import Engine, Offloader
+from cudafuture.errors import ChecksumError
+from cudafuture.storage import Engine, Offloader, digest
 from device.harness import PRIORITIES, SIZE, Device
 
 PATIENCE = 60.0
@@ -53,6 +54,32 @@ def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: 
         assert torch.equal(got.cpu(), tensor.cpu())
     for got, tensor in zip(store.readv(tensors, device="cpu").wait(timeout=PATIENCE), tensors.values(), strict=True):
         assert torch.equal(got, tensor.cpu())
+
+
+def test_digests_are_those_of_the_bytes_of_devices(accelerator: Device, store: Offloader) -> None:
+    places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
+    hosts = {f"{i}": numbered(size, i) for i, size in enumerate(SIZES * len(places))}
+    tensors = {key: host.to(places[int(key) % len(places)]) for key, host in hosts.items()}
+    expected = {key: digest(host) for key, host in hosts.items()}
+    store.writev(tensors, digests=expected).wait(timeout=PATIENCE)
+    for device in places:
+        told = torch.zeros(len(hosts), dtype=torch.uint64, device="cpu")
+        got = store.readv(hosts, device=device, digests=told).wait(timeout=PATIENCE)
+        assert told.tolist() == list(expected.values())
+        assert all(torch.equal(tensor.cpu(), host) for tensor, host in zip(got, hosts.values(), strict=True))
+
+
+@pytest.mark.parametrize("size", [0, 1000, 300_001])
+def test_what_has_another_digest_on_a_device_is_not_written(accelerator: Device, store: Offloader, size: int) -> None:
+    store.write("x", numbered(size)).wait(timeout=PATIENCE)
+    changed = torch.full((size,), 7.0, device=accelerator.at())
+    told = torch.ones(1, dtype=torch.bool, device="cpu")
+    written = store.writev({"x": changed}, digests={"x": digest(numbered(size)) ^ (not size)}, written=told)
+    assert isinstance(written.exception(timeout=PATIENCE), ChecksumError)
+    assert written.released is not None
+    written.released.wait(timeout=PATIENCE)
+    assert told.tolist() == [False]
+    assert torch.equal(store.read("x", device="cpu").wait(timeout=PATIENCE), numbered(size))
 
 
 def test_views_on_a_device_are_stored_and_filled(accelerator: Device, store: Offloader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from cudafuture.errors import ChecksumError, NotFoundError
+from cudafuture.errors import ChecksumError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, Offloader, digest, digests
 from unit.storing import LARGE, PATIENCE, get, numbered
 
@@ -64,20 +65,54 @@ def test_parts_have_their_own() -> None:
     assert digests(data, parts) == [digest(data[at : at + length]) for at, length in parts]
 
 
-@pytest.mark.parametrize("part", [(0, 41), (40, 1), (41, 0), (1, 2**64 - 1), (2**63, 1)])
-def test_a_part_lies_in_its_tensor(part: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="not in the tensor"):
+@pytest.mark.parametrize(
+    "part", [(0, 41), (40, 1), (41, 0), (1, 2**64 - 1), (2**63, 1), (-1, 2), (0, -1), (2**64, 0), (1.0, 2), (1,), None]
+)
+def test_a_part_lies_in_its_tensor(part: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{part!r} is no place and length in a tensor of 40 bytes")):
         digests(numbered(10), [(0, 8), part])
 
 
-def test_parts_are_of_bytes_that_lie_together() -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        digests(torch.ones(4, 4).T[1:], [(0, 8)])
+def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return a tensor whose elements are not all in its memory any more."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
 
 
-def test_the_bytes_of_a_device_are_not_at_hand() -> None:
-    with pytest.raises(ValueError, match="on meta"):
-        digest(torch.empty(3, device="meta"))
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda: torch.ones(4, 4).T[1:],
+        lambda: torch.ones(4, dtype=torch.complex64).conj(),
+        lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+        lambda: torch.ones(4, device="meta"),
+        lambda: torch.ones(4).to_sparse(),
+        lambda: torch._efficientzerotensor(4),
+        lambda: shrunk(torch.ones(1 << 20), 4),
+        lambda: shrunk(torch.ones(4), 0),
+        lambda: [1],
+    ],
+    ids=["apart", "conjugate", "negative", "nowhere", "sparse", "zeros", "shrunk", "freed", "list"],
+)
+def test_parts_are_of_bytes_that_lie_together(tensor: Callable[[], Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        digests(tensor(), [(0, 8)])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error"),
+    [
+        (lambda: torch.empty(3, device="meta"), ValueError),
+        (lambda: shrunk(torch.ones(1 << 20), 4), ValueError),
+        (lambda: torch._efficientzerotensor(4), TypeError),
+        (lambda: torch.ones(4).to_sparse(), TypeError),
+        (lambda: [1], TypeError),
+    ],
+    ids=["nowhere", "shrunk", "zeros", "sparse", "list"],
+)
+def test_what_has_no_bytes_at_hand_has_no_digest(tensor: Callable[[], Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        digest(tensor())
 
 
 # ---- writing
@@ -132,9 +167,35 @@ def test_a_durable_store_has_nothing_of_what_it_has_refused(engine: Engine, tmp_
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "7", 1.5])
 def test_a_digest_is_a_number_of_64_bits(store: Offloader, wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError)):
+    with pytest.raises(ValueError, match=re.escape(f"key 'x': a digest is a number of 64 bits, not {wrong!r}")):
         store.writev({"x": numbered(3)}, digests={"x": wrong})
     assert store.keys() == []
+
+
+def test_a_digest_is_of_something_that_is_written(store: Offloader) -> None:
+    with pytest.raises(ValueError, match="keys that are not written: 'X', 'y'"):
+        store.writev({"x": numbered(3)}, digests={"X": 7, "y": 8, "x": 9})
+    assert store.keys() == []
+
+
+def test_who_has_written_many_is_told_which_were(store: Offloader) -> None:
+    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([*SIZES, 100, 200, 300])}
+    wrong = ["0", "3", "8"]
+    told = torch.ones(len(tensors), dtype=torch.bool)
+    written = store.writev(tensors, digests=dict.fromkeys(wrong, 7), written=told)
+    assert isinstance(written.exception(timeout=PATIENCE), ChecksumError)
+    assert [key for key, was_written in zip(tensors, told.tolist(), strict=True) if not was_written] == wrong
+    assert {*store.keys()} == tensors.keys() - {*wrong}
+    store.writev(tensors, written=told).wait(timeout=PATIENCE)
+    assert told.all()
+
+
+def test_what_has_no_room_was_not_written(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine, capacity=1 << 20) as store:
+        told = torch.ones(2, dtype=torch.bool)
+        written = store.writev({"a": numbered(1000), "b": numbered(1 << 20)}, written=told)
+        assert isinstance(written.exception(timeout=PATIENCE), QuotaError)
+        assert told.tolist() == [key in store for key in ("a", "b")]
 
 
 # ---- reading
@@ -157,16 +218,42 @@ def test_they_are_those_of_the_elements_in_order(store: Offloader) -> None:
     assert told.tolist() == [digest(tensor.T)] == [digest(out)]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [places(2), places(0), torch.zeros(1, dtype=torch.int64), places(1).to("meta"), places(4)[::2], [0]],
-    ids=["too many", "none", "signed", "nowhere", "apart", "list"],
-)
-def test_what_digests_go_into_is_checked_before_anything_is_read(store: Offloader, wrong: Any) -> None:
-    store.writev({"x": numbered(3)}).wait(timeout=PATIENCE)
-    keys = ["x", "x"] if isinstance(wrong, torch.Tensor) and wrong.stride() == (2,) else ["x"]
-    with pytest.raises((TypeError, ValueError), match="digests go into"):
-        store.readv(keys, digests=wrong)
+WRONG: dict[str, Callable[[torch.dtype], Any]] = {
+    "too many": lambda dtype: torch.zeros(3, dtype=dtype),
+    "none": lambda dtype: torch.zeros(0, dtype=dtype),
+    "of another dtype": lambda dtype: torch.zeros(2, dtype=torch.int64),
+    "nowhere": lambda dtype: torch.zeros(2, dtype=dtype, device="meta"),
+    "apart": lambda dtype: torch.zeros(4, dtype=dtype)[::2],
+    "shrunk": lambda dtype: shrunk(torch.zeros(2, dtype=dtype), 1),
+    "freed": lambda dtype: shrunk(torch.zeros(2, dtype=dtype), 0),
+    "a list": lambda dtype: [0, 0],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
+def test_what_is_told_goes_into_a_tensor_with_room_for_it(
+    store: Offloader, wrong: Callable[[torch.dtype], Any]
+) -> None:
+    tensors = {"x": numbered(3), "y": numbered(4)}
+    with pytest.raises((TypeError, ValueError), match=r"tensor|Tensor"):
+        store.writev(tensors, written=wrong(torch.bool))
+    assert store.keys() == []
+    store.writev(tensors).wait(timeout=PATIENCE)
+    with pytest.raises((TypeError, ValueError), match=r"tensor|Tensor"):
+        store.readv(["x", "y"], digests=wrong(torch.uint64))
+
+
+def test_what_is_told_has_memory_until_the_end(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine) as store:
+        tensors = {f"{i}": numbered(100, i) for i in range(3000)}
+        told = torch.zeros(len(tensors), dtype=torch.bool)
+        written = store.writev(tensors, written=told)
+        told.set_(torch.zeros(1, dtype=torch.bool))  # type: ignore[call-overload]
+        written.wait(timeout=PATIENCE)
+        found = places(len(tensors))
+        read = store.readv(tensors, digests=found)
+        found.set_(places(1))  # type: ignore[call-overload]
+        assert len(read.wait(timeout=PATIENCE)) == len(tensors)
 
 
 def test_a_key_that_is_not_there_has_none(store: Offloader) -> None:

@@ -14,8 +14,15 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, StorageError
-from cudafuture.storage import Offloader
+from cudafuture.errors import (
+    AuthenticationError,
+    ChecksumError,
+    InvalidStateError,
+    NotFoundError,
+    QuotaError,
+    StorageError,
+)
+from cudafuture.storage import Offloader, digest
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._offload_wire import PIECE, Header, pack
@@ -179,6 +186,74 @@ def test_what_is_refused_takes_no_quota(tmp_path: Path, kind: str) -> None:
             assert service.statistics().refused == i + 1
         assert other.keys() == []
         expect_whole_quota(other)
+
+
+CHANGED: dict[str, tuple[list[Header], int]] = {  # headers of 64 zeros each, and which of them has another checksum
+    "alone": ([SMALL], 0),
+    "of two": ([SMALL, SMALL._replace(key="other", at=64)], 1),
+    "of a long key": ([SMALL._replace(key=LONG)], 0),
+    "of a long key and another": ([SMALL, SMALL._replace(key=LONG, at=64)], 1),
+    "empty": ([SMALL, Header("empty", torch.uint8, (0,), at=64)], 1),
+}
+
+
+@needs_a_worker
+@pytest.mark.parametrize(("headers", "changed"), CHANGED.values(), ids=list(CHANGED))
+def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, headers: list[Header], changed: int) -> None:
+    headers = [h._replace(checksum=digest(zeros(h.length)) ^ (i == changed)) for i, h in enumerate(headers)]
+    with (
+        serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
+        RemoteOffloader(ME, namespace="kept") as remote,
+    ):
+        answer = put(remote, headers, zeros(128))
+        assert [i for i, _ in answer.failures] == [changed]
+        assert isinstance(answer.failures[0][1], ChecksumError)
+        assert repr(headers[changed].key) in str(answer.failures[0][1])
+        assert remote.keys() == [h.key for i, h in enumerate(headers) if i != changed]
+        assert service.statistics().refused == 1
+        remote.deletev(remote.keys()).wait(timeout=PATIENCE)
+        expect_whole_quota(remote)
+
+
+@needs_a_worker
+@pytest.mark.parametrize("piece", [0, 1])
+def test_a_piece_that_was_changed_on_the_way_gives_up_all(tmp_path: Path, piece: int) -> None:
+    with (
+        serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
+        RemoteOffloader(ME, namespace="kept") as remote,
+    ):
+        for i, length in enumerate((PIECE, 64)):
+            header = LAST._replace(piece=i, length=length, checksum=digest(zeros(length)) ^ (i == piece))
+            if i > piece:
+                with pytest.raises(InvalidStateError, match="was given up"):
+                    put(remote, [header], zeros(length))
+            else:
+                assert bool(put(remote, [header], zeros(length)).failures) == (i == piece)
+        assert remote.keys() == []
+        assert service.statistics().refused == 1
+        expect_whole_quota(remote)
+
+
+@needs_a_worker
+def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -> None:
+    """They are not written again: there would be no room for each of them alone, on a page of its own."""
+    count, wrong = 3000, 17
+    good = digest(zeros(64))
+    with (
+        serve_offload(tmp_path / "served", capacity=2 << 20, namespace_capacity=64 * count) as service,
+        RemoteOffloader(ME, namespace="kept") as remote,
+    ):
+        for _ in range(3):
+            headers = [SMALL._replace(key=f"{i}", at=64 * i, checksum=good ^ (i == wrong)) for i in range(count)]
+            answer = put(remote, headers, zeros(64 * count))
+            assert [i for i, _ in answer.failures] == [wrong]
+            assert len(remote.keys()) == count - 1
+            remote.deletev(remote.keys()).wait(timeout=PATIENCE)
+        assert service.store.statistics().writes <= 3 * (count + 1)
+        headers = [SMALL._replace(key=f"{i}", at=64 * i, checksum=good) for i in range(count)]
+        assert put(remote, headers, zeros(64 * count)).failures == []
+        with pytest.raises(QuotaError):
+            remote.write("one more", zeros(1)).wait(timeout=PATIENCE)
 
 
 @needs_a_worker

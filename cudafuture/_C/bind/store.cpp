@@ -10,6 +10,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -78,28 +79,53 @@ storage::Shape shape_of(nb::handle object) {
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
 
-// What the bytes of each tensor must have; None: whatever they have.
-void expect_digests(storage::Writes& writes, nb::object digests) {
-  if (digests.is_none()) return;
-  if (nb::len(digests) != writes.size()) throw nb::value_error("not as many digests as keys");
-  for (std::size_t i = 0; i < writes.size(); ++i) {
-    writes[i].digest = nb::cast<std::optional<std::uint64_t>>(digests[i]);
+// What the bytes of each tensor must have, if anything.
+std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const Keys& keys) {
+  std::vector<std::optional<std::uint64_t>> found(keys.size());
+  if (digests.is_none()) return found;
+  if (nb::len(digests) != keys.size()) throw nb::value_error("not as many digests as keys");
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (!nb::try_cast(digests[i], found[i])) {
+      const std::string what = nb::repr(digests[i]).c_str();
+      throw nb::value_error(("key '" + keys[i] + "': a digest is a number of 64 bits, not " + what).c_str());
+    }
   }
+  return found;
 }
 
-nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests) {
+// A tensor on the host that something of each key goes into; what it is called is for who gives another one.
+std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what) {
+  if (object.is_none()) return std::nullopt;
+  at::Tensor tensor = take_on_host(object);
+  if (tensor.scalar_type() == dtype && static_cast<std::size_t>(tensor.numel()) == count) return tensor;
+  const std::string wanted = std::string(what) + " go into a tensor of " + c10::toString(dtype);
+  throw nb::value_error((wanted + " with an element for each key").c_str());
+}
+
+nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,
+                 nb::object written) {
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (names.size() != nb::len(tensors)) throw nb::value_error("not as many tensors as keys");
+  const std::vector<std::optional<std::uint64_t>> expected = digests_from(digests, names);
+  const std::optional<at::Tensor> outcomes = target_of(written, at::kBool, names.size(), "outcomes");
   wait_for_room(self->engine());
   const CallPtr call = new_call(Call::Kind::write, "write", names, priority);
   Tensors taken = take_tensors(tensors, Direction::write, priority);
+  bool* const outcome = outcomes ? outcomes->mutable_data_ptr<bool>() : nullptr;
+  std::fill_n(outcome, outcomes ? names.size() : 0, false);
+  if (outcomes) taken.keep.append(nb::steal(THPVariable_Wrap(outcomes->detach())));
   storage::Writes writes(names.size());
   for (std::size_t i = 0; i < writes.size(); ++i) {
-    writes[i] = {call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory[i])};
+    writes[i] = {call,
+                 std::move(names[i]),
+                 shape_of(tensors[i]),
+                 std::move(taken.memory[i]),
+                 0,
+                 expected[i],
+                 outcome == nullptr ? nullptr : outcome + i};
   }
-  expect_digests(writes, digests);
   names = {};
   taken.memory = {};
   call->device = std::move(taken.device);
@@ -165,25 +191,13 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
   }
 }
 
-// The memory for as many digests; null: none are wanted.
-std::uint64_t* memory_of(nb::object digests, std::size_t count) {
-  if (digests.is_none()) return nullptr;
-  if (!THPVariable_Check(digests.ptr())) throw nb::type_error("digests go into a torch.Tensor");
-  const at::Tensor& tensor = THPVariable_Unpack(digests.ptr());
-  const bool fits = tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == at::kUInt64 &&
-                    tensor.is_contiguous() && static_cast<std::size_t>(tensor.numel()) == count;
-  if (!fits)
-    throw nb::value_error("digests go into a tensor of torch.uint64 on the host, with an element for each key");
-  return static_cast<std::uint64_t*>(tensor.mutable_data_ptr());
-}
-
 nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list, int priority,
                 nb::object digests) {
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
-  std::uint64_t* const digest = memory_of(digests, names.size());
+  const std::optional<at::Tensor> told = target_of(digests, at::kUInt64, names.size(), "digests");
   wait_for_room(self->engine());
   const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
   std::optional<Entries> entries = find(*self, names, call);
@@ -196,6 +210,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
     expect_shapes(*entries, names, tensors);
   }
   Tensors taken = take_tensors(tensors, Direction::read, priority);
+  std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
   storage::Reads reads(names.size());
   for (std::size_t i = 0; i < reads.size(); ++i) {
     reads[i] = {call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory[i]),
@@ -208,7 +223,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   call->device = std::move(taken.device);
   nb::object result = wrap(call->future);
   if (call->device != nullptr) taken.keep.append(result);
-  if (digest != nullptr) taken.keep.append(digests);
+  if (told) taken.keep.append(nb::steal(THPVariable_Wrap(told->detach())));
   call->keep = foreign(taken.kept());
   {
     const WithoutGil released;
@@ -218,21 +233,22 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
 }
 
 // The digests of parts of a tensor's bytes: each from a place on, of a length.
-std::vector<std::uint64_t> digests_of(nb::handle object,
-                                      const std::vector<std::pair<std::size_t, std::size_t>>& parts) {
-  if (!THPVariable_Check(object.ptr())) throw nb::type_error("a torch.Tensor is wanted");
-  const at::Tensor tensor = THPVariable_Unpack(object.ptr());
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
-    throw nb::value_error("the bytes of a contiguous tensor on the host are wanted");
-  }
+std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
+  const at::Tensor tensor = take_on_host(object);
   const std::size_t size = tensor.nbytes();
+  std::vector<std::pair<std::size_t, std::size_t>> places(nb::len(parts));
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    auto& [at, length] = places[i];
+    if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
+      const std::string what = nb::repr(parts[i]).c_str();
+      throw nb::value_error(
+          (what + " is no place and length in a tensor of " + std::to_string(size) + " bytes").c_str());
+    }
+  }
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
   std::vector<std::uint64_t> digests;
   const WithoutGil released;
-  for (const auto& [at, length] : parts) {
-    if (at > size || length > size - at) throw nb::value_error("a part is not in the tensor");
-    digests.push_back(storage::digest_of(data + at, length));
-  }
+  for (const auto& [at, length] : places) digests.push_back(storage::digest_of(data + at, length));
   return digests;
 }
 
@@ -303,7 +319,8 @@ void bind_store(nb::module_& m) {
       nb::arg("function"));
   m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
   nb::class_<Store>(m, "Store")
-      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none())
+      .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none(),
+           nb::arg("written").none())
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"), nb::arg("digests").none())
       .def("erase", erase, nb::arg("keys"))

@@ -77,6 +77,18 @@ struct Owned {
 
 }  // namespace
 
+at::Tensor take_on_host(nb::handle object) {
+  const at::Tensor tensor = expect_tensor(object);
+  expect_memory(tensor, Direction::write);
+  if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg() || tensor.is_quantized()) {
+    throw nb::value_error((described(tensor) + ": a contiguous one on the host is wanted").c_str());
+  }
+  if (tensor.numel() != 0 && tensor.const_data_ptr() == nullptr) {
+    throw nb::type_error((described(tensor) + " has no memory").c_str());
+  }
+  return tensor;
+}
+
 Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
   Tensors taken;
   std::vector<at::Tensor> all;

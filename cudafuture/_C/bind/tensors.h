@@ -1,6 +1,8 @@
 // Tensors that Python gives to be read or written, as memory for the storage engine.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <vector>
 
@@ -18,6 +20,9 @@ struct Tensors {
 
   nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
+
+// A contiguous tensor on the host that has the memory of its elements. Throws TypeError and ValueError.
+at::Tensor take_on_host(nb::handle object);
 
 // Throws TypeError and ValueError. Of a read the tensors are noted as changed.
 Tensors take_tensors(nb::handle tensors, storage::Direction direction, int priority);

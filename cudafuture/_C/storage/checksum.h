@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -47,5 +48,12 @@ class Checksum {
   std::vector<Part> parts_;
   std::vector<std::uint64_t> leaves_;
 };
+
+// Null: neither are they all to be checked, nor is the digest of any of them asked for.
+template <class Part>
+std::shared_ptr<Checksum> checksum_of(const std::vector<Part>& parts, bool is_wanted) {
+  for (const Part& part : parts) is_wanted = is_wanted || part.digest;
+  return is_wanted ? std::make_shared<Checksum>() : nullptr;
+}
 
 }  // namespace cudafuture::storage

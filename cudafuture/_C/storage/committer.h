@@ -31,7 +31,8 @@ struct Change {
   CallPtr call;
   std::string key;
   std::uint64_t turn = 0;
-  EntryPtr entry;  // null: a deletion
+  EntryPtr entry;           // null: a deletion
+  bool* written = nullptr;  // see Write
 };
 
 class Committer final : private ThreadCache::Task {

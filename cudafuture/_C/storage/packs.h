@@ -27,6 +27,7 @@ struct Write {
   Memory memory;
   std::uint64_t turn = 0;
   std::optional<std::uint64_t> digest = std::nullopt;  // that its bytes must have
+  bool* written = nullptr;                             // set when it was written; the call keeps it
 };
 using Writes = std::vector<Write>;
 

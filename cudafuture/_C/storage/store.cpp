@@ -23,13 +23,6 @@ std::exception_ptr error_of(Future& done) noexcept {
   return done.state() == State::failed ? done.value().error : nullptr;
 }
 
-// Null: neither the store nor who asked for a part wants one.
-template <class Part>
-std::shared_ptr<Checksum> checksum_of(const std::vector<Part>& parts, bool is_wanted) {
-  for (const Part& part : parts) is_wanted = is_wanted || part.digest;
-  return is_wanted ? std::make_shared<Checksum>() : nullptr;
-}
-
 }  // namespace
 
 // What the engine is asked to do at once.
@@ -53,7 +46,8 @@ Change Store::change_of(Write&& write, Place&& place, const Checksum* checksum, 
     entry.digest = checksum->digest(part, hash_of(write.key));
   }
   auto known = std::make_shared<const Entry>(std::move(entry));
-  return {write.call, std::move(write.key), write.turn, std::move(known)};  // the call hears of the release, too
+  // The call hears of the release, too.
+  return {write.call, std::move(write.key), write.turn, std::move(known), write.written};
 }
 
 // ---- begin and end
@@ -264,6 +258,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
     }
     change.entry = nullptr;
     dropped = {};
+    if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
   }
 }
@@ -275,7 +270,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
   for (const std::string& key : keys) {
     const Index::Deleted deleted = index_.erase(key);
     if (!deleted.was_there && missing.empty()) missing = key;
-    if (deleted.was_there) changes.push_back({call, key, deleted.turn, nullptr});
+    if (deleted.was_there) changes.push_back({call, key, deleted.turn, nullptr, nullptr});
   }
   if (!missing.empty()) {
     call->note_failure(std::make_exception_ptr(
