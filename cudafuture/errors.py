@@ -13,7 +13,7 @@ The tree::
     |-- AuthenticationError                                  a peer that cannot prove who it is
     |-- AllFailedError                                       collect_any, when no future completed
     |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
-    |   |-- ChecksumError                                    the bytes on disk are not those written
+    |   |-- ChecksumError                                    bytes are not those that were written, or sent
     |   `-- QuotaError                                       the store is full
     `-- NotFoundError       (KeyError)                       no such key in the store
 

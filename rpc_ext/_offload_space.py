@@ -282,15 +282,16 @@ class Space:
             if old.upload != WHOLE:
                 self.drop_pieces(old)
 
-    def drop_pieces(self, header: Header, pieces: Iterable[int] | None = None) -> None:
-        """Remove pieces of a tensor, by default all, as far as they are there."""
+    def drop_pieces(self, header: Header, pieces: Iterable[int] | None = None) -> CUDAFuture[None]:
+        """Remove pieces of a tensor, by default all, as far as they are there. It does not fail."""
         numbers = range(header.pieces) if pieces is None else pieces
-        self._remove([self._piece_name(header.upload, piece) for piece in numbers])
+        return self._remove([self._piece_name(header.upload, piece) for piece in numbers])
 
-    def _remove(self, names: list[str]) -> None:
+    def _remove(self, names: list[str]) -> CUDAFuture[None]:
         """Remove what nobody looks for. Where the disk refuses, the next to open the store does."""
-        if names:
-            self._store.deletev(names).add_done_callback(lambda done: done.exception(), executor=_THREAD)
+        if not names:
+            return CUDAFuture.completed(None)
+        return self._store.deletev(names).then(lambda done: (done.exception(), None)[1], executor=_THREAD)
 
     def _forget_listed(self, key: str) -> str:
         name = self._listed_name(key)
@@ -319,7 +320,7 @@ class Space:
         name = self._forget_listed(key) if is_listed else self._plain_name(key)
         names = [*self._other_names(key, name), name]
 
-        def settle(done: CUDAFuture[None]) -> None:
+        def settle(done: CUDAFuture[None]) -> CUDAFuture[None]:
             if done.exception() is not None and is_listed:
                 with self._lock:
                     self._listed[key] = header
@@ -327,10 +328,9 @@ class Space:
                 raise NotFoundError(f"there is no key {key!r}")
             done.value()
             self.give_back(header.nbytes)
-            if header.upload != WHOLE:
-                self.drop_pieces(header)
+            return self.drop_pieces(header) if is_listed else CUDAFuture.completed(None)  # its room is free then
 
-        return begun(self._store.deletev, names).then(settle, executor=_THREAD)
+        return begun(self._store.deletev, names).then_async(settle, executor=_THREAD)
 
     def _other_names(self, key: str, name: str) -> list[str]:
         """Return what else there is of a key: what it had before, and the disk would not remove."""

@@ -194,11 +194,10 @@ class Offloader:
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        items = list(tensors.items())
+        keys, values = list(tensors.keys()), list(tensors.values())
         if digests is not None and (unknown := digests.keys() - tensors.keys()):
             raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
-        expected = None if digests is None else [digests.get(key) for key, _ in items]
-        keys, values = [key for key, _ in items], [tensor for _, tensor in items]
+        expected = None if digests is None else [digests.get(key) for key in keys]
         return self._native.write(keys, values, priority, expected, written)
 
     def read(

@@ -133,6 +133,14 @@ def test_a_full_disk_takes_again_when_keys_were_deleted(disk: Path, durable: boo
             expect_kept(service, remote, kept)
 
 
+def test_the_room_of_what_was_deleted_is_free_when_the_deletion_is_done(tmp_path: Path) -> None:
+    with serve_offload(tmp_path, durable=True) as service, RemoteOffloader(ME, namespace="kept") as remote:
+        for _ in range(20):
+            remote.write("x", torch.zeros(LARGE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+            remote.delete("x").wait(timeout=PATIENCE)
+            assert service.store.statistics().used == 0
+
+
 def expect_kept(service: OffloadService, remote: RemoteOffloader, kept: dict[str, int]) -> None:
     """See that these keys are there, each of the number that it stands for, and nothing of others."""
     assert {*remote.keys()} == {*kept}
