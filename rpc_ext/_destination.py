@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import errno
+import math
 import threading
 import time
 from typing import Any, Protocol
 
 from cudafuture.errors import InvalidStateError
+from rpc_ext import _naps
 from rpc_ext._codec import DeviceMap
 from rpc_ext._histogram import Histogram
 from rpc_ext._statistics import DestinationStatistics
@@ -75,7 +77,7 @@ class Destination:
                 raise self._ended()
             self._waiters.append(waiter)
         try:
-            admitted = waiter.admitted.wait(timeout or None)
+            admitted = _naps.wait(waiter.admitted.wait, timeout or math.inf)
         except BaseException:
             if not self._give_up(waiter) and not waiter.refused:
                 self._give_back(size)
@@ -165,8 +167,11 @@ class Destination:
             TimeoutError: some still are after `timeout` seconds.
         """
         with self._idle:
-            if not self._idle.wait_for(lambda: self._calls == 0 and not self._waiters, timeout):
+            if not _naps.wait(lambda nap: self._idle.wait_for(self._is_idle, nap), timeout):
                 raise TimeoutError(f"worker '{self.name}' has not answered {self._calls} calls within {timeout:g} s")
+
+    def _is_idle(self) -> bool:
+        return self._calls == 0 and not self._waiters
 
     @property
     def is_closed(self) -> bool:

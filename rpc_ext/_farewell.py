@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import queue
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cudafuture.errors import WorkerLostError
-from rpc_ext import _C, _engine
+from rpc_ext import _C, _engine, _naps
 from rpc_ext._exchange import Exchange
 
 __all__ = ["leave"]
@@ -94,10 +95,16 @@ class _Asker:
 
     def ask(self, question: Callable[[], T], deadline: float) -> T:
         self._asks.put(question)
-        try:
-            value, error = self._answers.get(timeout=max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE)
-        except queue.Empty:
-            raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown") from None
+        answers: list[tuple[Any, BaseException | None]] = []
+
+        def has_come(nap: float) -> bool:
+            with contextlib.suppress(queue.Empty):
+                answers.append(self._answers.get(timeout=nap))
+            return bool(answers)
+
+        if not _naps.wait(has_come, max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE):
+            raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown")
+        value, error = answers[0]
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]

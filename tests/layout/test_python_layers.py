@@ -34,6 +34,7 @@ RPC_EXT = (
         "_failure",
         "_functions",
         "_minder",
+        "_naps",
         "_offload_statistics",
         "_offload_wire",
         "_turns",

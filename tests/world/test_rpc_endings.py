@@ -154,6 +154,21 @@ while (way := hear()) != "over":
 """
 
 
+# A signal that comes just before its thread goes to sleep, or to another thread, does not wake it.
+INTERRUPTED_ASLEEP = "import _thread\n" + INTERRUPTED.replace(
+    'say("waiting")\n    threading', "time.sleep(0.1)\n        _thread.interrupt_main()\n    threading"
+)
+
+
+def test_an_interrupt_that_wakes_nobody_is_noticed(tmp_path: Path) -> None:
+    with Child(INTERRUPTED_ASLEEP, str(tmp_path / "store")) as process:
+        for way in ("room", "shutdown"):
+            process.say(way)
+            assert process.hear() == "interrupted", way
+        process.say("over")
+        assert process.end(LONG) == 0
+
+
 def test_an_interrupt_ends_whatever_waits(tmp_path: Path) -> None:
     with Child(INTERRUPTED, str(tmp_path / "store")) as process:
         for way in ("rpc_sync", "to_here", "room", "shutdown", "init_rpc", "body"):
