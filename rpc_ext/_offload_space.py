@@ -116,7 +116,7 @@ class Space:
         before = list(self._listed)
         names = self._store.keys()
         # Before and after: what was replaced meanwhile had a list in the one, or has one in the other.
-        listed = {self._listed_name(key): key for key in dict.fromkeys([*before, *list(self._listed)])}
+        listed = {self._listed_name(key): key for key in {*before, *list(self._listed)}}
         keys: dict[str, None] = {}
         for name in names:
             key = name[len(plain) :] if name.startswith(plain) else listed.get(name)

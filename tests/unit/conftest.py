@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from cudafuture.storage import Engine
-from unit.storing import BACKENDS, engine_on
+from cudafuture.storage import Engine, Offloader
+from unit.storing import BACKENDS, KINDS, engine_on
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,6 +45,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Give an engine with the smallest blocks that a store takes, on each backend."""
     with engine_on(request.param) as engine:
         yield engine
+
+
+@pytest.fixture(params=KINDS.values(), ids=list(KINDS))
+def store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
+    """Give a store of each kind; modules that need another one have their own."""
+    with Offloader(tmp_path / "store", engine=engine, **request.param) as store:
+        yield store
 
 
 @pytest.fixture(params=[False, True], ids=["ephemeral", "durable"])

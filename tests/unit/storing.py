@@ -17,6 +17,12 @@ PATIENCE = 60.0
 BACKENDS = ["io_uring", "threads"]
 MIB = 1 << 20
 SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
+KINDS: dict[str, dict[str, Any]] = {
+    "ephemeral": {},
+    "durable": {"durable": True},
+    "cached": {"direct": False},
+    "unchecked": {"checksum": False},
+}
 
 
 def contents(size: int, seed: int = 0) -> torch.Tensor:

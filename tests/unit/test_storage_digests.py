@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,6 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 LEAF = 1 << 16
 SIZES = [0, 1, LEAF // 4 - 1, LEAF // 4, LEAF // 4 + 1, 40_000, LARGE]  # of elements of 4 bytes
-KINDS: dict[str, dict[str, Any]] = {
-    "ephemeral": {},
-    "durable": {"durable": True},
-    "cached": {"direct": False},
-    "unchecked": {"checksum": False},
-}
-
-
-@pytest.fixture(params=KINDS.values(), ids=list(KINDS))
-def store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
-    with Offloader(tmp_path / "store", engine=engine, **request.param) as store:
-        yield store
 
 
 def places(count: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +11,9 @@ import torch
 from cudafuture import gather, wait
 from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, Entry, Offloader
-from unit.storing import LARGE, PATIENCE, SMALL, get, held, numbered
+from unit.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "ephemeral": {},
-    "durable": {"durable": True},
-    "cached": {"direct": False},
-    "unchecked": {"checksum": False},
-}
-
-
-@pytest.fixture(params=KINDS.values(), ids=list(KINDS))
-def store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
-    with Offloader(tmp_path / "store", engine=engine, **request.param) as store:
-        yield store
 
 
 @pytest.fixture

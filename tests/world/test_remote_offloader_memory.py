@@ -44,6 +44,26 @@ def cut_off(size: int, left: int, first: int = 0) -> torch.Tensor:
     return tensor
 
 
+def expect_refused(
+    remote: RemoteOffloader, service: OffloadService, size: int, bad: torch.Tensor, error: type[Exception], why: str
+) -> None:
+    """See that a tensor is neither sent nor filled, and that nobody is asked for anything."""
+    remote.write("there", numbered(size)).wait(timeout=PATIENCE)
+    expect_idle(remote)
+    requests, operations = service.statistics().requests, remote.statistics().operations
+    for ask in (
+        lambda: remote.write("bad", bad),
+        lambda: remote.writev({"good": numbered(size), "bad": bad}),
+        lambda: remote.read("there", bad),
+        lambda: remote.readv(["there", "there"], [numbered(size), bad]),
+    ):
+        with pytest.raises(error, match=why):
+            ask()
+    assert (service.statistics().requests, remote.statistics().operations) == (requests, operations)
+    assert remote.statistics().pending == 0
+    assert remote.keys() == ["there"]
+
+
 @SIZES
 @pytest.mark.parametrize("kind", ["nothing", "a part", "all but a byte", "what is before it"])
 def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
@@ -55,20 +75,7 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
         "all but a byte": lambda: cut_off(size, 4 * size - 1),
         "what is before it": lambda: cut_off(size, 4 * size, first=size),
     }[kind]()
-    remote.write("there", numbered(size)).wait(timeout=PATIENCE)
-    expect_idle(remote)
-    requests, operations = service.statistics().requests, remote.statistics().operations
-    for ask in (
-        lambda: remote.write("bad", bad),
-        lambda: remote.writev({"good": numbered(size), "bad": bad}),
-        lambda: remote.read("there", bad),
-        lambda: remote.readv(["there", "there"], [numbered(size), bad]),
-    ):
-        with pytest.raises(ValueError, match="memory"):
-            ask()
-    assert (service.statistics().requests, remote.statistics().operations) == (requests, operations)
-    assert remote.statistics().pending == 0
-    assert remote.keys() == ["there"]
+    expect_refused(remote, service, size, bad, ValueError, "memory")
 
 
 @pytest.mark.parametrize(
@@ -99,18 +106,7 @@ def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteOffloade
 def test_a_fake_tensor_is_refused(remote: RemoteOffloader, service: OffloadService, size: int) -> None:
     with FakeTensorMode():
         fake = torch.ones(size)
-    remote.write("there", numbered(size)).wait(timeout=PATIENCE)
-    expect_idle(remote)
-    requests, operations = service.statistics().requests, remote.statistics().operations
-    for ask in (
-        lambda: remote.write("bad", fake),
-        lambda: remote.writev({"good": numbered(size), "bad": fake}),
-        lambda: remote.read("there", fake),
-        lambda: remote.readv(["there", "there"], [numbered(size), fake]),
-    ):
-        with pytest.raises(TypeError):
-            ask()
-    assert (service.statistics().requests, remote.statistics().operations) == (requests, operations)
+    expect_refused(remote, service, size, fake, TypeError, "memory")
 
 
 @pytest.mark.parametrize("kind", ["fake", "cut off"])
