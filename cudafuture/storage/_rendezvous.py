@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-import xxhash
-
 __all__ = ["Rendezvous"]
 
 _LONGEST_KEY = 1024  # bytes of UTF-8
@@ -24,7 +22,10 @@ class Rendezvous:
     """
 
     def __init__(self, names: Iterable[str], weights: Mapping[str, float]) -> None:
-        self._places = [(name, xxhash.xxh3_64_intdigest(name.encode()), weights.get(name, 1.0)) for name in names]
+        from xxhash import xxh3_64_intdigest  # the rest of the package can be imported without
+
+        self._digest = xxh3_64_intdigest
+        self._places = [(name, self._digest(name.encode()), weights.get(name, 1.0)) for name in names]
         if unknown := weights.keys() - {name for name, _, _ in self._places}:
             raise ValueError(
                 f"weights for {sorted(unknown)}, which are none of {[name for name, _, _ in self._places]}"
@@ -40,7 +41,7 @@ class Rendezvous:
             TypeError, ValueError: no such key can be.
         """
         encoded = _encoded(key)
-        digest, log = xxhash.xxh3_64_intdigest, math.log
+        digest, log = self._digest, math.log
         # 52 bits of the hash and a half: as a float neither 0 nor 1, whose logarithms would be of no use.
         return max(
             (-weight / log(((digest(encoded, seed) >> 12) + 0.5) / (1 << 52)), name)

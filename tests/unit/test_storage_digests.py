@@ -14,6 +14,7 @@ import xxhash
 
 from cudafuture.errors import ChecksumError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, Offloader, digest, digests
+from unit.child import Child
 from unit.storing import LARGE, PATIENCE, get, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -101,6 +102,25 @@ def test_parts_are_of_bytes_that_lie_together(tensor: Callable[[], Any]) -> None
 def test_what_has_no_bytes_at_hand_has_no_digest(tensor: Callable[[], Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         digest(tensor())
+
+
+WITHOUT_XXHASH = """
+import sys
+sys.modules["xxhash"] = None
+import torch, rpc_ext
+from cudafuture.storage import Engine, File, digest
+with Engine("threads") as engine, File(sys.argv[1], "w", engine=engine) as file:
+    say(file.write(torch.ones(3)).wait())
+try: digest(torch.ones(3))
+except ImportError as e: say("xxhash" in str(e))
+"""
+
+
+def test_what_takes_no_digests_needs_no_library_for_them(tmp_path: Path) -> None:
+    with Child(WITHOUT_XXHASH, str(tmp_path / "file")) as process:
+        assert process.hear() == "12"
+        assert process.hear() == "True"
+        assert process.end() == 0
 
 
 # ---- writing
