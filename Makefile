@@ -3,10 +3,13 @@
 #   PYTHON=...  the Python to use (python3). When it can import torch, that torch is used.
 #   VENV=...    where the virtual environment goes (.venv). VENV= means: none, install into PYTHON itself.
 #   JOBS=...    how many processes pytest uses (auto).
+#   UNITY=OFF   compile each C++ file separately, in a build folder of its own: a change of one file is rebuilt in
+#               seconds. The result is slower, so this is not for benchmarks.
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
+UNITY ?= ON
 
 ifeq ($(strip $(VENV)),)
   PY := $(shell command -v $(PYTHON))
@@ -17,6 +20,7 @@ else
 endif
 export PATH := $(dir $(PY)):$(PATH)
 
+BUILD_OPTIONS := $(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files)
 # Folders are listed too: they change when a file is added or taken away.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
@@ -79,5 +83,5 @@ $(STATE)/has-%: $(STATE)/python pyproject.toml tools/environment.py
 	touch $@
 
 $(STATE)/built: $(STATE)/has-build $(BUILD_INPUTS)
-	$(PY) -m pip install --no-build-isolation --no-deps -e .
+	NINJA_STATUS='[%f/%t, %e s] ' $(PY) -m pip install -v $(BUILD_OPTIONS) --no-build-isolation --no-deps -e .
 	touch $@

@@ -8,8 +8,6 @@
 namespace rpc_ext {
 namespace {
 
-using Storages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
-
 struct RefusedReply : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -10,8 +10,6 @@
 namespace rpc_ext {
 namespace {
 
-using Storages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
-
 bool is_ours(const Bytes& payload, std::size_t from) {
   return payload.size() >= from + magic.size() && std::string_view(payload.data() + from, magic.size()) == magic;
 }

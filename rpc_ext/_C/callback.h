@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "python.h"
 #include "reply.h"
@@ -53,6 +54,9 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
   const std::shared_ptr<Refusals> refusals_;
   const Held serve_;
 };
+
+// What a future of torch's holds of a message for its streams.
+using Storages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
 // A copy of a message without its seal.
 c10::intrusive_ptr<rpc::Message> without_seal(const rpc::Message& sealed);

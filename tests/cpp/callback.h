@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <utility>
+#include <vector>
 
 #include "core/continuation.h"
 #include "core/future.h"
@@ -59,10 +60,19 @@ inline Callback* call_inside(Callback::Run run, Executor* executor = nullptr) {
 
 inline FuturePtr pending(int priority = 0) { return c10::make_intrusive<Future>(priority); }
 
+inline std::vector<FuturePtr> many(int count) {  // pending ones
+  std::vector<FuturePtr> futures(static_cast<std::size_t>(count));
+  for (FuturePtr& future : futures) future = pending();
+  return futures;
+}
+
 inline FuturePtr completed(EventSet&& events = {}) {
   FuturePtr future = pending();
   future->complete({}, std::move(events));
   return future;
 }
+
+// The numbers of callbacks, in the order in which they ran.
+using Order = std::vector<int>;
 
 }  // namespace cudafuture::fake

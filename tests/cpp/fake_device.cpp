@@ -39,7 +39,7 @@ struct Step {
 using StreamKey = std::pair<int, c10::StreamId>;
 StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
-struct State {
+struct Machine {
   std::mutex mutex;
   std::condition_variable moved;
   std::map<StreamKey, std::deque<Step>> streams;
@@ -85,13 +85,13 @@ struct State {
   }
 };
 
-State& state() {
-  static auto* const one = new State;  // events may be destroyed until the very end of the process
+Machine& state() {
+  static auto* const one = new Machine;  // events may be destroyed until the very end of the process
   return *one;
 }
 
 thread_local int current_device = 0;
-thread_local c10::StreamId current_streams[kDevices] = {};
+thread_local c10::StreamId current_stream_ids[kDevices] = {};
 
 class Guard final : public DeviceGuardImplInterface {
  public:
@@ -100,7 +100,7 @@ class Guard final : public DeviceGuardImplInterface {
 
   c10::Device getDevice() const override { return device(current_device); }
   c10::Device exchangeDevice(c10::Device d) const override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     if (s.lost.contains(d.index())) throw DeviceFailure("the device is lost");
     return device(std::exchange(current_device, checked(d)));
@@ -108,13 +108,13 @@ class Guard final : public DeviceGuardImplInterface {
   void setDevice(c10::Device d) const override { current_device = checked(d); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { current_device = d.index(); }
 
-  c10::Stream getStream(c10::Device d) const override { return stream(d.index(), current_streams[checked(d)]); }
+  c10::Stream getStream(c10::Device d) const override { return stream(d.index(), current_stream_ids[checked(d)]); }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(d.index(), 0); }
   c10::Stream exchangeStream(c10::Stream s) const override {
-    return stream(s.device_index(), std::exchange(current_streams[checked(s.device())], s.id()));
+    return stream(s.device_index(), std::exchange(current_stream_ids[checked(s.device())], s.id()));
   }
   c10::Stream getNewStream(c10::Device d, int priority) const override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     const c10::Stream made = stream(checked(d), ++s.streams_made);
     note({.call = Call::new_stream, .stream = made.id(), .priority = priority}, d.index());
@@ -122,7 +122,7 @@ class Guard final : public DeviceGuardImplInterface {
   }
 
   void record(void** handle, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     if (*handle == nullptr) {
       ++s.events_alive;
@@ -137,7 +137,7 @@ class Guard final : public DeviceGuardImplInterface {
     s.run();
   }
   void block(void* handle, const c10::Stream& waiting) const override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     const Event& event = *static_cast<const Event*>(handle);
     s.streams[key_of(waiting)].push_back({Step::wait, false, event.last});
@@ -145,7 +145,7 @@ class Guard final : public DeviceGuardImplInterface {
     s.run();
   }
   bool queryEvent(void* handle) const override {
-    State& s = state();
+    Machine& s = state();
     std::unique_lock lock(s.mutex);
     const Event& event = *static_cast<const Event*>(handle);
     note({.call = Call::query, .event = event.number}, event.device);
@@ -158,13 +158,13 @@ class Guard final : public DeviceGuardImplInterface {
     return reached;
   }
   void synchronizeEvent(void* handle) const override {
-    State& s = state();
+    Machine& s = state();
     std::unique_lock lock(s.mutex);
     const RecordingPtr recording = static_cast<const Event*>(handle)->last;
     s.moved.wait(lock, [&] { return recording->reached; });
   }
   void destroyEvent(void* handle, c10::DeviceIndex) const noexcept override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     const std::unique_ptr<Event> event(static_cast<Event*>(handle));
     --s.events_alive;
@@ -172,14 +172,14 @@ class Guard final : public DeviceGuardImplInterface {
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& by) const override {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     note({.call = Call::use, .stream = by.id(), .data = data.get()}, by.device_index());
   }
 
   // No `override`: the interface of older versions of torch does not have it.
   bool isStreamCapturing(const c10::Stream& asked) const {
-    State& s = state();
+    Machine& s = state();
     std::lock_guard lock(s.mutex);
     note({.call = Call::capturing, .stream = asked.id()}, asked.device_index());
     return s.capturing.contains(key_of(asked));
@@ -220,7 +220,7 @@ Accelerator& Accelerator::get() {
 
 void Accelerator::reset() {
   finish_all();
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.notes.clear();
   s.failing_queries.clear();
@@ -229,31 +229,31 @@ void Accelerator::reset() {
   s.capturing.clear();
   s.after_query = nullptr;
   current_device = 0;
-  std::fill(std::begin(current_streams), std::end(current_streams), 0);
+  std::fill(std::begin(current_stream_ids), std::end(current_stream_ids), 0);
 }
 
 void Accelerator::launch(const c10::Stream& stream) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.streams[key_of(stream)].push_back({Step::work, false, nullptr});
 }
 
 void Accelerator::finish(const c10::Stream& stream) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.end_work(s.streams[key_of(stream)]);
   s.run();
 }
 
 void Accelerator::finish_all() {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   for (auto& [key, steps] : s.streams) s.end_work(steps);
   s.run();
 }
 
 void Accelerator::fail_queries(c10::Device device, bool failing) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   if (failing) {
     s.failing_queries.insert(device.index());
@@ -263,7 +263,7 @@ void Accelerator::fail_queries(c10::Device device, bool failing) {
 }
 
 void Accelerator::fail_recordings(c10::Device device, bool failing) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   if (failing) {
     s.failing_recordings.insert(device.index());
@@ -273,25 +273,25 @@ void Accelerator::fail_recordings(c10::Device device, bool failing) {
 }
 
 void Accelerator::lose(c10::Device device) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.lost.insert(device.index());
 }
 
 void Accelerator::capture(const c10::Stream& stream) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.capturing.insert(key_of(stream));
 }
 
 void Accelerator::after_query(std::function<void()> hook) {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   s.after_query = std::move(hook);
 }
 
 std::vector<Note> Accelerator::notes(Call call) const {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   std::vector<Note> found;
   std::copy_if(s.notes.begin(), s.notes.end(), std::back_inserter(found),
@@ -300,7 +300,7 @@ std::vector<Note> Accelerator::notes(Call call) const {
 }
 
 int Accelerator::events_alive() const {
-  State& s = state();
+  Machine& s = state();
   std::lock_guard lock(s.mutex);
   return s.events_alive;
 }

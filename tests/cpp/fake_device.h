@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "rules.h"
+
 namespace cudafuture::fake {
 
 constexpr c10::DeviceIndex kDevices = 3;
@@ -83,5 +85,10 @@ class FreshAccelerator {
   FreshAccelerator() { Accelerator::get().reset(); }
   ~FreshAccelerator() { Accelerator::get().reset(); }
 };
+
+inline Accelerator& accelerator = Accelerator::get();
+
+// The fixture of tests that use the accelerator.
+struct DeviceRules : Rules, FreshAccelerator {};
 
 }  // namespace cudafuture::fake

@@ -19,7 +19,6 @@ void settle(Executor& line);
 // Waits as a callback should: outside the runtime, where others can go on.
 void wait_outside(const Signal& signal);
 
-using Order = std::vector<int>;
 inline Callback::Run mark(Order& order, int number) {
   return [&order, number](Future&) { order.push_back(number); };
 }

@@ -13,8 +13,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-using Order = std::vector<int>;
-
 // Keeps what it is given until the test runs it.
 struct HeldBack final : Executor {
   void post(Continuation* c) noexcept override { held.push_back(c); }

@@ -13,10 +13,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-Accelerator& accelerator = Accelerator::get();
-
-struct DeviceRules : Rules, FreshAccelerator {};
-
 int number_of_last_recording() { return accelerator.notes(Call::record).back().event; }
 
 }  // namespace

@@ -13,10 +13,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-Accelerator& accelerator = Accelerator::get();
-
-struct DeviceRules : Rules, FreshAccelerator {};
-
 // An event on that stream, behind work that has not finished.
 EventSet busy_on(const c10::Stream& on) {
   accelerator.launch(on);

@@ -7,6 +7,7 @@
 #include "folder.h"
 #include "rules.h"
 #include "storage/gate.h"
+#include "storage/page.h"
 
 using namespace cudafuture::storage;
 
@@ -25,7 +26,7 @@ TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers,
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   slabs->reserve(8 * 4096);
   std::vector<Place> places = slabs->take(std::vector<std::uint64_t>(8, 4096));
-  Gate gate(1, 3 * 4096 + Slabs::kPage);  // three side by side fit
+  Gate gate(1, 3 * 4096 + kPage);  // three side by side fit
   const auto add = [&](std::size_t i) {
     return gate.add({nullptr, std::to_string(i), entry_at(std::move(places[i])), {}});
   };

@@ -16,12 +16,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-std::vector<FuturePtr> many(int count) {
-  std::vector<FuturePtr> futures(static_cast<std::size_t>(count));
-  for (FuturePtr& future : futures) future = pending();
-  return futures;
-}
-
 Order ascending(int count) {
   Order order(static_cast<std::size_t>(count));
   std::iota(order.begin(), order.end(), 0);

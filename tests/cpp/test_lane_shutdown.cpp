@@ -12,12 +12,12 @@ using namespace cudafuture::fake;
 
 namespace {
 
-std::atomic<int> abandoned{0};
+std::atomic<int> abandoned_count{0};
 
 // One that is told when nobody will run it.
 Callback* doomed(Executor& line) {
   return new Callback([](Future&) { FAIL_CHECK("ran after the end"); }, Continuation::foreign, &line,
-                      [] { ++abandoned; });
+                      [] { ++abandoned_count; });
 }
 
 }  // namespace
@@ -32,23 +32,23 @@ TEST_CASE("alone: callbacks that are ready in a lane after the end" * doctest::s
   Lane& other = new_lane();
   settle(other);
   shut_down();
-  CHECK(abandoned == 0);
+  CHECK(abandoned_count == 0);
   {
     const Inside inside;
     completed()->attach(doomed(other));
-    CHECK(abandoned == 1);
+    CHECK(abandoned_count == 1);
     first.reset();  // now the one behind it could run
-    CHECK(abandoned == 3);
+    CHECK(abandoned_count == 3);
   }
   CHECK_FALSE(CallbackThread::get().has_lost());
 
   on_engine_thread([&] { completed()->attach(doomed(other)); });
-  CHECK(abandoned == 3);
+  CHECK(abandoned_count == 3);
   CHECK(CallbackThread::get().has_lost());
   {
     const Inside inside;
     completed()->attach(doomed(other));
-    CHECK(abandoned == 5);  // with the one that was lost
+    CHECK(abandoned_count == 5);  // with the one that was lost
   }
   CHECK(Callback::alive == 0);
   CHECK(Runtime::take_broken().empty());

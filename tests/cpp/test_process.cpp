@@ -18,12 +18,6 @@
 using namespace cudafuture;
 using namespace cudafuture::fake;
 
-namespace {
-
-Accelerator& accelerator = Accelerator::get();
-
-}  // namespace
-
 TEST_SUITE_BEGIN("process");
 
 TEST_CASE_FIXTURE(Rules, "the parent of a forked child goes on as before") {

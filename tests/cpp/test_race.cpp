@@ -17,12 +17,6 @@ namespace {
 
 constexpr int kThreads = 8;
 
-std::vector<FuturePtr> many(int count) {
-  std::vector<FuturePtr> futures(static_cast<std::size_t>(count));
-  for (FuturePtr& future : futures) future = pending();
-  return futures;
-}
-
 }  // namespace
 
 TEST_SUITE_BEGIN("race");

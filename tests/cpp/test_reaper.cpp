@@ -11,8 +11,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-using Order = std::vector<int>;
-
 Callback* abandoned(Callback::Abandon then) { return new Callback({}, Continuation::none, nullptr, std::move(then)); }
 
 }  // namespace

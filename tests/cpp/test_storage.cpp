@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "bytes.h"
 #include "callback.h"
 #include "fake_runtime.h"
 #include "folder.h"
@@ -51,8 +52,6 @@ Engine::Options small(BackendKind backend) {
   return options;
 }
 
-using Bytes = std::vector<std::uint8_t>;
-
 // Memory that lives as long as the operation, and no longer: the sanitizer sees who comes too late.
 struct Transfer {
   std::unique_ptr<Bytes> bytes;
@@ -73,12 +72,6 @@ Transfer submit(Engine& engine, const std::shared_ptr<File>& file, Direction dir
 }
 
 void wait_for(const Transfer& transfer) { transfer.future->wait_until(nullptr); }
-
-Bytes numbered(std::size_t size, int seed) {
-  Bytes bytes(size);
-  std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(seed));
-  return bytes;
-}
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bytes.h"
 #include "callback.h"
 #include "fake_runtime.h"
 #include "folder.h"
@@ -35,14 +36,6 @@ std::uint64_t fnv(const void* data, std::size_t size, std::uint64_t seed) {
   return hash;
 }
 [[maybe_unused]] const bool has_hash = (set_hash(fnv), true);
-
-using Bytes = std::vector<std::uint8_t>;
-
-Bytes numbered(std::size_t size, unsigned seed) {
-  Bytes bytes(size);
-  std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(seed));
-  return bytes;
-}
 
 std::shared_ptr<Engine> engine(std::optional<FaultRates> faults = std::nullopt) {
   Engine::Options options;

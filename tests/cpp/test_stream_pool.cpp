@@ -17,10 +17,6 @@ using namespace cudafuture::fake;
 
 namespace {
 
-Accelerator& accelerator = Accelerator::get();
-
-struct DeviceRules : Rules, FreshAccelerator {};
-
 using Streams = std::vector<c10::Stream>;
 
 const c10::impl::VirtualGuardImpl& guard() {

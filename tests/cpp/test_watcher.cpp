@@ -22,8 +22,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-Accelerator& accelerator = Accelerator::get();
-
 // A completed future behind whose event there is work that has not finished.
 FuturePtr busy(int device_index = 0) {
   accelerator.launch(stream(device_index, 0));

@@ -10,8 +10,6 @@
 namespace cudafuture::bind {
 namespace {
 
-using Clock = Future::Clock;
-
 std::mutex& list_mutex() {
   static auto* mutex = new std::mutex;  // leaked: engines go on to the very end of the process
   return *mutex;

@@ -69,7 +69,8 @@ class Imported {
 };
 
 // Seconds from Python. None and very long ones: no deadline. Negative and NaN: ValueError.
-using Deadline = std::optional<Future::Clock::time_point>;
+using Clock = Future::Clock;
+using Deadline = std::optional<Clock::time_point>;
 Deadline deadline_in(nb::handle timeout);
 
 // The same for several arguments. Throws what it raises.

@@ -70,7 +70,7 @@ EngineHandle start_engine(const std::string& backend, std::size_t queue_depth, s
   return EngineHandle(Engine::start(options));
 }
 
-nb::dict statistics_of(const EngineHandle& self) {
+nb::dict engine_statistics(const EngineHandle& self) {
   const Engine::Statistics s = self.engine->statistics();
   nb::dict d;
   d["reads"] = s.reads;
@@ -110,7 +110,7 @@ void bind_storage(nb::module_& m) {
   nb::class_<EngineHandle>(m, "StorageEngine")
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend_name(); })
       .def_prop_ro("why_not_io_uring", [](const EngineHandle& self) { return self.engine->why_not_io_uring(); })
-      .def("statistics", statistics_of)
+      .def("statistics", engine_statistics)
       .def("transfer", transfer, nb::arg("file"), nb::arg("reads"), nb::arg("tensors"), nb::arg("offset"),
            nb::arg("name"), nb::arg("priority"))
       .def("let_go", [](EngineHandle& self) { self.engine->let_go(); })

@@ -281,7 +281,7 @@ Store::Statistics statistics_without_gil(const Store& self) {
   return self.statistics();
 }
 
-nb::dict statistics_of(const Store& self) {
+nb::dict store_statistics(const Store& self) {
   const Store::Statistics s = statistics_without_gil(self);
   nb::dict d;
   d["keys"] = s.keys;
@@ -349,7 +349,7 @@ void bind_store(nb::module_& m) {
              const WithoutGil released;
              return self.trim();
            })
-      .def("statistics", statistics_of)
+      .def("statistics", store_statistics)
       .def("retire",
            [](Store& self) {
              refuse_after_fork();

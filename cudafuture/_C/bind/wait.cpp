@@ -19,7 +19,6 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
-using Clock = Future::Clock;
 
 constexpr milliseconds kSignalInterval{50};  // how long Ctrl-C may have to wait, at most
 constexpr microseconds kSpin{50};            // polling a device without pause pays for about this long

@@ -12,7 +12,7 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::size_t kWorthIt = 4 << 20;  // bytes
+constexpr std::size_t kSmallestAligned = 4 << 20;  // bytes
 constexpr std::size_t kHugePage = 2 << 20;
 
 class Aligned final : public c10::Allocator {
@@ -34,7 +34,7 @@ at::Tensor make_tensor_on_host(const Shape& shape) {
   at::TensorOptions options = at::TensorOptions().dtype(shape.dtype).device(c10::kCPU);
   std::size_t bytes = c10::elementSize(shape.dtype);
   for (const std::int64_t size : shape.sizes) bytes *= static_cast<std::size_t>(size);
-  if (bytes < kWorthIt) return at::empty(shape.sizes, options);
+  if (bytes < kSmallestAligned) return at::empty(shape.sizes, options);
   return at::detail::empty_generic(shape.sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), shape.dtype,
                                    std::nullopt);
 }

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <new>
 
+#include "storage/page.h"
+
 namespace cudafuture::storage {
 namespace {
-
-constexpr std::size_t kPage = 4096;
 
 std::byte* map_memory(std::size_t bytes) {
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

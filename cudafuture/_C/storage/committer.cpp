@@ -10,7 +10,7 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::uint64_t kWorthIt = 1 << 20;  // bytes: no journal is made anew before
+constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: no journal is made anew before
 
 }  // namespace
 
@@ -95,7 +95,7 @@ std::exception_ptr Committer::broken() const noexcept {
 
 void Committer::compact() {
   journal_->replace(store_.index_.records());
-  compact_at_ = std::max(kWorthIt, 4 * journal_->size());
+  compact_at_ = std::max(kSmallestCompaction, 4 * journal_->size());
   journal_bytes_.store(journal_->size(), std::memory_order_relaxed);
 }
 

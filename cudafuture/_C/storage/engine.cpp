@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "core/process.h"
+#include "storage/counter.h"
 #include "storage/failure.h"
 #include "storage/ring.h"
 #include "storage/threads.h"
@@ -23,10 +24,6 @@ struct Running {
 Running& running() {
   static auto* const running = new Running;
   return *running;
-}
-
-void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept {
-  counter.fetch_add(amount, std::memory_order_relaxed);
 }
 
 }  // namespace

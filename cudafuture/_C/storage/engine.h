@@ -37,6 +37,7 @@
 #include "storage/backend.h"
 #include "storage/buffers.h"
 #include "storage/copier.h"
+#include "storage/counter.h"
 #include "storage/faults.h"
 #include "storage/line.h"
 #include "storage/operation.h"
@@ -156,7 +157,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   bool has_ended_ = false;
 
   struct Counters {
-    std::atomic<std::uint64_t> reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0},
+    Counter reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0},
         copied{0};
   };
   Counters counters_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace cudafuture::storage {
@@ -39,6 +40,11 @@ class Failure final : public std::exception {
   std::uint64_t got_;
   FailureKind kind_;
 };
+
+// A system call on `path` that failed with the errno `code`; the message begins with `verb`.
+[[noreturn]] inline void throw_errno(const char* verb, const std::string& path, int code) {
+  throw Failure(std::string(verb) + " " + path + ": " + std::generic_category().message(code), code, path);
+}
 
 // Of a tensor on the disk whose bytes have changed there.
 inline Failure not_as_written(const std::string& key, const std::string& path, std::uint64_t offset,

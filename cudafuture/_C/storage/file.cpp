@@ -12,15 +12,10 @@
 #include <utility>
 
 #include "storage/failure.h"
+#include "storage/page.h"
 
 namespace cudafuture::storage {
 namespace {
-
-constexpr std::size_t kPage = 4096;
-
-[[noreturn]] void fail(const char* verb, const std::string& path, int code) {
-  throw Failure(std::string(verb) + " " + path + ": " + std::generic_category().message(code), code, path);
-}
 
 int flags_of(Access access) {
   switch (access) {
@@ -88,14 +83,14 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Start s
 File::File(std::string path, Access access, Start start, Direct direct)
     : path_(std::move(path)), access_(access), must_be_direct_(direct == Direct::yes) {
   cached_ = open_file(path_, flags_of(access) | flags_of(start));
-  if (cached_ < 0) fail("cannot open", path_, errno);
+  if (cached_ < 0) throw_errno("cannot open", path_, errno);
   if (direct == Direct::no) return;
   const int code = open_past_cache();
   const bool is_refused = code == EINVAL || code == EOPNOTSUPP;  // by the file system
   if (code == 0 || (is_refused && direct != Direct::yes)) return;
   ::close(cached_);
   if (start == Start::fresh) ::unlink(path_.c_str());
-  fail(is_refused ? "no direct I/O for" : "cannot open", path_, code);
+  throw_errno(is_refused ? "no direct I/O for" : "cannot open", path_, code);
 }
 
 // Returns an errno, or 0.
@@ -120,7 +115,7 @@ File::~File() {
 
 std::uint64_t File::size() const {
   struct stat status = {};
-  if (::fstat(cached_, &status) != 0) fail("cannot ask the size of", path_, errno);
+  if (::fstat(cached_, &status) != 0) throw_errno("cannot ask the size of", path_, errno);
   return static_cast<std::uint64_t>(status.st_size);
 }
 
@@ -129,7 +124,7 @@ void File::allocate(std::uint64_t size) const {
   do {
     code = ::posix_fallocate(cached_, 0, static_cast<off_t>(size));
   } while (code == EINTR);
-  if (code != 0) fail("cannot allocate", path_, code);
+  if (code != 0) throw_errno("cannot allocate", path_, code);
 }
 
 void File::truncate(std::uint64_t size) const {
@@ -137,11 +132,11 @@ void File::truncate(std::uint64_t size) const {
   do {
     code = ::ftruncate(cached_, static_cast<off_t>(size));
   } while (code != 0 && errno == EINTR);
-  if (code != 0) fail("cannot truncate", path_, errno);
+  if (code != 0) throw_errno("cannot truncate", path_, errno);
 }
 
 void File::sync() const {
-  if (::fdatasync(cached_) != 0) fail("cannot sync", path_, errno);
+  if (::fdatasync(cached_) != 0) throw_errno("cannot sync", path_, errno);
 }
 
 }  // namespace cudafuture::storage

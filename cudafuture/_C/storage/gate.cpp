@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "storage/page.h"
+
 namespace cudafuture::storage {
 namespace {
 
@@ -23,13 +25,13 @@ std::vector<Reads> Gate::join(Reads&& reads, std::uint64_t size) {
     if (!joined.empty()) {
       const Place& last = joined.back().back().entry->place;
       const std::uint64_t end = last.offset() + last.size();
-      if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < Slabs::kPage &&
-          place.offset() + place.size() + Slabs::kPage - begin <= size) {
+      if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < kPage &&
+          place.offset() + place.size() + kPage - begin <= size) {
         joined.back().push_back(std::move(read));
         continue;
       }
     }
-    begin = place.offset() - place.offset() % Slabs::kPage;
+    begin = place.offset() - place.offset() % kPage;
     joined.emplace_back().push_back(std::move(read));
   }
   return joined;

@@ -38,15 +38,11 @@ struct BatchHeader {
   std::uint64_t digest;  // of that, seeded with the number
 };
 
-[[noreturn]] void fail(const char* verb, const std::string& path, int code) {
-  throw Failure(std::string(verb) + " " + path + ": " + std::generic_category().message(code), code, path);
-}
-
 void write_all(int file, std::string_view bytes, std::uint64_t offset, const std::string& path) {
   while (!bytes.empty()) {
     const ssize_t written = ::pwrite(file, bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("cannot write", path, errno);
+    if (written < 0) throw_errno("cannot write", path, errno);
     bytes.remove_prefix(static_cast<std::size_t>(written));
     offset += static_cast<std::uint64_t>(written);
   }
@@ -54,13 +50,13 @@ void write_all(int file, std::string_view bytes, std::uint64_t offset, const std
 
 std::string read_all(int file, const std::string& path) {
   struct stat status = {};
-  if (::fstat(file, &status) != 0) fail("cannot read", path, errno);
+  if (::fstat(file, &status) != 0) throw_errno("cannot read", path, errno);
   std::string content(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t done = 0;
   while (done < content.size()) {
     const ssize_t got = ::pread(file, content.data() + done, content.size() - done, static_cast<off_t>(done));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) fail("cannot read", path, errno);
+    if (got < 0) throw_errno("cannot read", path, errno);
     if (got == 0) break;
     done += static_cast<std::size_t>(got);
   }
@@ -184,7 +180,7 @@ Journal::Journal(std::string folder, const std::function<void(Record&&)>& show) 
     return;
   }
   file_ = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
-  if (file_ < 0) fail("cannot open", path(), errno);
+  if (file_ < 0) throw_errno("cannot open", path(), errno);
   try {
     replay(read_all(file_, path()), show);
   } catch (...) {
@@ -224,8 +220,8 @@ void Journal::replay(std::string_view content, const std::function<void(Record&&
     ++batches_;
   }
   if (at < content.size()) {  // what a crash has torn
-    if (::ftruncate(file_, static_cast<off_t>(at)) != 0) fail("cannot truncate", path(), errno);
-    if (::fdatasync(file_) != 0) fail("cannot sync", path(), errno);
+    if (::ftruncate(file_, static_cast<off_t>(at)) != 0) throw_errno("cannot truncate", path(), errno);
+    if (::fdatasync(file_) != 0) throw_errno("cannot sync", path(), errno);
   }
   size_ = at;
 }
@@ -249,7 +245,7 @@ void Journal::append(const std::vector<Record>& records) {
   }
   if (::fdatasync(file_) != 0) {  // never tried again: what failed may count as written then
     is_broken_ = true;
-    fail("cannot sync", path(), errno);
+    throw_errno("cannot sync", path(), errno);
   }
   size_ += bytes.size();
   ++batches_;
@@ -262,12 +258,12 @@ void Journal::replace(const std::vector<Record>& records) {
   preamble.digest = preamble.right_digest();
   const std::string fresh = path() + ".new";
   const int file = ::open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (file < 0) fail("cannot open", fresh, errno);
+  if (file < 0) throw_errno("cannot open", fresh, errno);
   try {
     write_all(file, {reinterpret_cast<const char*>(&preamble), sizeof preamble}, 0, fresh);
     write_all(file, bytes, sizeof preamble, fresh);
-    if (::fdatasync(file) != 0) fail("cannot sync", fresh, errno);
-    if (::rename(fresh.c_str(), path().c_str()) != 0) fail("cannot rename", fresh, errno);
+    if (::fdatasync(file) != 0) throw_errno("cannot sync", fresh, errno);
+    if (::rename(fresh.c_str(), path().c_str()) != 0) throw_errno("cannot rename", fresh, errno);
   } catch (...) {
     ::close(file);
     ::unlink(fresh.c_str());

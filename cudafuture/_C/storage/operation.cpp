@@ -9,15 +9,12 @@
 #include "core/edge.h"
 #include "core/error.h"
 #include "storage/failure.h"
+#include "storage/page.h"
 
 namespace cudafuture::storage {
 namespace {
 
 constexpr unsigned kMostInVain = 1000;  // a kernel that goes on like that has a fault
-constexpr std::uint64_t kPage = 4096;
-
-std::uint64_t floor_to(std::uint64_t value, std::uint64_t unit) { return value - value % unit; }
-std::uint64_t ceil_to(std::uint64_t value, std::uint64_t unit) { return floor_to(value + unit - 1, unit); }
 
 }  // namespace
 

@@ -16,6 +16,7 @@
 #include "core/process.h"
 #include "storage/failure.h"
 #include "storage/folder.h"
+#include "storage/page.h"
 
 namespace cudafuture::storage {
 namespace {
@@ -24,10 +25,6 @@ constexpr std::uint64_t kSmallestSlab = 16 << 20;
 constexpr std::uint64_t kLargestSlab = 1 << 30;
 constexpr std::uint64_t kLine = 64;  // what is smaller than a page lies at multiples of this
 constexpr char kPrefix[] = "slab-";
-
-constexpr std::uint64_t kPage = Slabs::kPage;
-
-std::uint64_t ceil_to(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 struct Pages {
   std::uint64_t first;

@@ -72,7 +72,6 @@ class Place {
 
 class Slabs : public std::enable_shared_from_this<Slabs> {
  public:
-  static constexpr std::uint64_t kPage = 4096;
 
   struct Options {
     std::string folder;

@@ -4,18 +4,15 @@
 #include <utility>
 
 #include "core/error.h"
+#include "storage/counter.h"
 #include "storage/failure.h"
+#include "storage/page.h"
 #include "storage/then.h"
 
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::uint64_t kPage = Slabs::kPage;
 constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is written by itself
-
-void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept {
-  counter.fetch_add(amount, std::memory_order_relaxed);
-}
 
 // The error with which a part has ended; null: none.
 std::exception_ptr error_of(Future& done) noexcept {

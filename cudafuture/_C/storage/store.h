@@ -22,6 +22,7 @@
 #include "storage/call.h"
 #include "storage/checksum.h"
 #include "storage/committer.h"
+#include "storage/counter.h"
 #include "storage/engine.h"
 #include "storage/entry.h"
 #include "storage/gate.h"
@@ -117,7 +118,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   std::unique_ptr<Committer> committer_;  // null: nothing survives
 
   struct Counters {
-    std::atomic<std::uint64_t> reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
+    Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
   };
   Counters counters_;
 };

@@ -19,8 +19,6 @@
 namespace sim {
 namespace {
 
-bool is_pinned(const at::Tensor& tensor) { return Accelerator::get().is_pinned(tensor.storage().data()); }
-
 // Does it move bytes as they lie, and convert nothing?
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&

@@ -13,6 +13,7 @@
 #include "device/here.h"
 #include "ops/access_list.h"
 #include "ops/facts.h"
+#include "ops/tensors.h"
 #include "ops/values.h"
 
 namespace sim {
@@ -43,10 +44,6 @@ void leave() {
   Watch& w = watch();
   const std::lock_guard lock(w.mutex);
   if (w.active.exchange(false)) at::disableCallback(w.handle);
-}
-
-bool is_pinned(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.has_storage() && Accelerator::get().is_pinned(tensor.storage().data());
 }
 
 // What a stream does, it says itself: only operators of the host alone are looked at.

@@ -22,6 +22,10 @@ int device_index(std::optional<c10::Device> device) {
   return index;
 }
 
+bool is_pinned(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.has_storage() && Accelerator::get().is_pinned(tensor.storage().data());
+}
+
 at::Tensor new_tensor(int device, c10::IntArrayRef sizes, c10::ScalarType dtype,
                       std::optional<c10::MemoryFormat> format) {
   const DeviceScope scope(device);
