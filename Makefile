@@ -19,8 +19,9 @@ else
   STATE := $(VENV)/.cudafuture
 endif
 export PATH := $(dir $(PY)):$(PATH)
+export NINJA_STATUS := [%f/%t, %e s]$() $()
 
-BUILD_OPTIONS := $(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files)
+BUILD_OPTIONS := $(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files )
 # Folders are listed too: they change when a file is added or taken away.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
@@ -83,5 +84,5 @@ $(STATE)/has-%: $(STATE)/python pyproject.toml tools/environment.py
 	touch $@
 
 $(STATE)/built: $(STATE)/has-build $(BUILD_INPUTS)
-	NINJA_STATUS='[%f/%t, %e s] ' $(PY) -m pip install -v $(BUILD_OPTIONS) --no-build-isolation --no-deps -e .
+	$(PY) -m pip install -v --no-build-isolation --no-deps $(BUILD_OPTIONS)-e .
 	touch $@

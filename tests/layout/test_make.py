@@ -46,8 +46,13 @@ def test_a_fresh_clone_makes_an_environment_and_builds_in_it(checkout: Path) -> 
     assert would_do(checkout, "setup") == [
         "tools/venv.sh python3 .venv",
         f"{python} tools/environment.py build",
-        f"{python} -m pip install --no-build-isolation --no-deps -e .",
+        f"{python} -m pip install -v --no-build-isolation --no-deps -e .",
     ]
+
+
+def test_files_can_be_compiled_separately_in_a_build_folder_of_their_own(checkout: Path) -> None:
+    build = would_do(checkout, "setup", "UNITY=OFF")[-1]
+    assert "-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files -e ." in build
 
 
 def test_the_python_and_the_folder_of_the_environment_can_be_chosen(checkout: Path) -> None:

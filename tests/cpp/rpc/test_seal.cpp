@@ -1,5 +1,6 @@
 // Frames: their bytes, and what is refused.
-#include <ATen/Functions.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <atomic>
 #include <numeric>

@@ -1,7 +1,8 @@
 #include "device/autograd.h"
 
-#include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <thread>

@@ -1,6 +1,6 @@
 #include "device/generator.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GeneratorImpl.h>
 
 #include <array>

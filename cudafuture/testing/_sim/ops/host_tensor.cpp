@@ -1,7 +1,6 @@
 #include "ops/host_tensor.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 

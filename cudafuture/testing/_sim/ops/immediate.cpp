@@ -1,6 +1,5 @@
 #include "ops/immediate.h"
 
-#include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
 #include <utility>

@@ -1,7 +1,8 @@
 // The cells of LSTM and GRU: torch takes it for granted that a device like ours has them in one kernel, as CUDA has,
 // and the host has not. The gates of a cell are side by side in the second dimension.
-#include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <optional>

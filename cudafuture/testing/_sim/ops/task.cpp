@@ -1,6 +1,6 @@
 #include "ops/task.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
