@@ -114,8 +114,6 @@ class Issue(NamedTuple):
         """Return the future of the Work, which has been issued."""
         group = self.group
         future: _Future[T] = _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
-        if self.detour is not None:
-            future = _staged.with_events(self, future, value)
         return self.shown(process_group, future) if _compares_order else future
 
     def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:
@@ -156,7 +154,12 @@ class Issue(NamedTuple):
             finally:
                 _C.set_leavable(False)
 
-        _C.submit(run, group.objects, 0, self.operation)
+        def fail_if_refused(run: _Future[Any]) -> None:
+            error = run.exception()
+            if error is not None:  # the system had no thread for it, or the process is exiting
+                future.set_exception(self.error(error))
+
+        _C.submit(run, group.objects, 0, self.operation).add_done_callback(fail_if_refused, executor=_C.inline_executor)
         return future
 
 

@@ -30,7 +30,7 @@ from cudafuture.distributed._twins import Twins, are_on_host, each, record
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["GLOO", "STAGED", "detour_of", "run", "run_recv", "run_send", "with_events"]
+__all__ = ["STAGED", "detour_of", "run", "run_recv", "run_send"]
 
 T = TypeVar("T")
 Call = Callable[..., Any]
@@ -39,7 +39,6 @@ _HOST = torch.device("cpu")
 _GLOO_ON_CUDA = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single"}
 
 STAGED = "staged"  # through the host, by us
-GLOO = "gloo"  # through the host, by torch's Gloo, whose futures have no events
 
 
 def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, tensors: tuple[Any, ...]) -> str | None:
@@ -53,7 +52,7 @@ def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, te
     kinds = {t.device.type for t in each(tensors)}
     detours = {_detour_of_kind(group, process_group, operation, k) for k in kinds}
     if STAGED not in detours:
-        return GLOO if GLOO in detours else None
+        return None
     if len(kinds) > 1:
         raise ValueError(
             f"{operation}() was given tensors on {' and '.join(sorted(kinds))}: all have to be on devices of one type"
@@ -76,7 +75,7 @@ def _find_detour(process_group: dist.ProcessGroup, operation: str, kind: str) ->
         return None  # there is no way at all: torch says so
     if backend is not None and backend != "gloo":
         return None
-    return GLOO if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
+    return None if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
 
 
 def run(
@@ -104,24 +103,6 @@ def run_recv(
 ) -> CUDAFuture[T]:
     """Issue a recv, at once: there is nothing to copy before it. `value` makes the value out of the Work."""
     return _Operation(issue, process_group, value).start(call, (tensor,), "w", None)
-
-
-def with_events(issue: Issue, host: CUDAFuture[Any], value: T) -> CUDAFuture[T]:
-    """Return a future like `host`, of torch's Gloo, with `value` and events of its devices.
-
-    Gloo's thread has made the default streams wait for its copies, but the futures that it completes know of no device.
-    """
-    future: CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
-
-    def end(host: CUDAFuture[Any]) -> None:
-        error = host.exception()
-        if error is None:
-            future.set_result(value)  # in a thread whose current streams are the default ones
-        else:
-            future.set_exception(error)
-
-    host.add_done_callback(end, executor=_C.callback_thread)
-    return future
 
 
 class _Operation(Generic[T]):

@@ -87,9 +87,9 @@ class Device:
             future.set_result(self.produce(value, index))
         return future
 
-    def capture(self) -> AbstractContextManager[Any] | None:
-        """Return a context in which the current stream captures a graph; None where there are no graphs."""
-        return None
+    def capture(self) -> AbstractContextManager[Any]:
+        """Return a context in which the current stream captures a graph."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Block until all work has run."""
@@ -121,6 +121,11 @@ class Simulated(Accelerator):
 
     def delay(self) -> None:
         self.sim.sleep(1)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        with self.stream(), self.sim.capture():  # never the default stream, as on CUDA
+            yield
 
     def finish(self) -> None:
         self.sim.finish()

@@ -38,6 +38,15 @@ def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
     assert future.ready()
 
 
+def test_a_stream_that_waits_for_what_is_elsewhere(pair: Device) -> None:
+    with pair.on(pair.stream(index=1)):
+        future = pair.completed(1.0, 1)
+        assert torch.accelerator.current_device_index() == 1
+    assert torch.accelerator.current_device_index() == 0
+    future.wait(non_blocking=True)
+    assert pair.read(future.value()) == 1.0
+
+
 def test_waiting_for_what_is_elsewhere(pair: Device) -> None:
     x = pair.completed(1.0, 1).wait()
     assert pair.read(x) == 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, current_streams, pool_stream, use_streams
+from cudafuture import CUDAFuture, current_streams, pool_stream, submit, use_streams
 from device.harness import PRIORITIES, Device
 
 Future = CUDAFuture[torch.Tensor]
@@ -52,6 +52,39 @@ def test_a_device_that_a_callback_made_current_is_not_so_afterwards(pair: Device
     pair.completed(3.0).then(lambda _: torch.accelerator.set_device_index(1))
     event.synchronize()  # whose device must be current
     assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(pair: Device) -> None:
+    event = pair.current(0).record_event()
+    with use_streams(pair.stream()):
+        torch.accelerator.set_device_index(1)
+    event.synchronize()  # whose device must be current
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
+    future: CUDAFuture[None] = CUDAFuture()
+    with torch.accelerator.device_index(1):
+        event: Any = pair.current(1).record_event()
+        child = future.then(lambda _: event.synchronize() or torch.accelerator.current_device_index())
+        submitted = submit(torch.accelerator.current_device_index)
+    thread = threading.Thread(target=future.set_result, args=(None,))  # its current device is 0
+    thread.start()
+    thread.join()
+    assert child.wait() == 1
+    assert submitted.wait() == 1
+    assert torch.accelerator.current_device_index() == 0
+    with torch.accelerator.device_index(1):
+        event = None  # torch's own: whoever drops it sees to the device
+
+
+def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:
+    future: CUDAFuture[None] = CUDAFuture()
+    seen: list[int] = []
+    with torch.accelerator.device_index(1):
+        future.add_done_callback(lambda _: seen.append(torch.accelerator.current_device_index()))
+    future.set_result(None)
+    assert seen == [0]
 
 
 def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 
 from cudafuture import _C, CUDAFuture
 from device.harness import Device
@@ -33,6 +34,17 @@ def test_a_value_of_torch_that_is_there_already_is_ordered_here(device: Device) 
     with device.on(device.stream()):
         source.set_result([device.produce(2.0)])
     future = CUDAFuture.from_torch(source)
+    with device.on(device.stream()):
+        assert device.read(future.wait(non_blocking=True)[0]) == 2.0
+
+
+def test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value(device: Device) -> None:
+    source = TorchFuture[Any]()  # as Gloo's: without devices
+    work = _create_work_from_future(source)
+    future = CUDAFuture.from_torch(work)
+    with device.on(device.stream()):
+        source.set_result([device.produce(2.0)])
+    assert list(future.devices) == ([device.at()] if device.has_streams else [])
     with device.on(device.stream()):
         assert device.read(future.wait(non_blocking=True)[0]) == 2.0
 

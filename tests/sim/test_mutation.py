@@ -149,6 +149,11 @@ SCENARIOS: dict[str, Scenario] = {
         "buffer.fill_(2.0)",
         "device.read(known.wait(non_blocking=True))",
     ),
+    "work.record": race(
+        test_torch_futures.test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value,
+        "source.set_result([device.produce(2.0)])",
+        "device.read(future.wait(non_blocking=True)[0])",
+    ),
     # streams that wait
     "wait.stream": race(
         test_wait.test_each_stream_that_reads_waits_for_itself, "device.completed(2.0)", "device.read(future.wait("
@@ -212,9 +217,13 @@ SCENARIOS: dict[str, Scenario] = {
         "accelerator.read(x.add_(1))",
     ),
     "scope.device": wrong_device(
-        test_scopes.test_a_device_that_a_callback_made_current_is_not_so_afterwards, "event.synchronize()"
+        test_scopes.test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards, "event.synchronize()"
     ),
+    "caller.device": wrong_device(test_scopes.test_a_callback_runs_with_the_callers_device_current, "event.synchronize()"),
     "guard.record": wrong_device(test_guards.test_completing_with_a_value_elsewhere, "future.set_result("),
+    "guard.block": wrong_device(
+        test_guards.test_a_stream_that_waits_for_what_is_elsewhere, "future.wait(non_blocking=True)"
+    ),
     "guard.query": wrong_device(test_guards.test_asking_for_what_is_elsewhere, "future.ready()"),
     "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_what_is_elsewhere, ".synchronize()"),
     "guard.destroy": wrong_device(test_guards.test_more_events_elsewhere_than_are_kept_are_destroyed, "del futures"),

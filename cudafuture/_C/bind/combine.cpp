@@ -212,6 +212,10 @@ class Finish final : public Continuation {
     combined_->finish_whole(core_of(future()), index_, part);
     delete this;
   }
+  bool refuse(const std::exception_ptr& error) noexcept override {
+    core_of(future()).fail(Value::of_error(error));
+    return true;
+  }
   void abandon() noexcept override {
     break_promise(nb::borrow(future()));
     delete this;

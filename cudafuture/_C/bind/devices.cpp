@@ -124,6 +124,13 @@ std::vector<Item> items_of(Future& future) {
 
 }  // namespace
 
+int expect_priority(int priority) {
+  if (priority <= 0) return priority;
+  const std::string message = "priority is 0 (the default) or negative (more urgent, as -1), not " +
+                              std::to_string(priority) + ": lower is more urgent, and stream pools have none above 0";
+  throw nb::value_error(message.c_str());
+}
+
 std::vector<c10::Device> devices_from(nb::handle devices) {
   std::vector<c10::Device> result;
   if (nb::isinstance<nb::str>(devices)) {

@@ -20,6 +20,8 @@ const char* class_of(ErrorKind kind) {
       return "DeviceMismatchError";
     case ErrorKind::cancelled:
       return "CancelledError";
+    case ErrorKind::no_thread:
+      return "CUDAFutureError";
   }
   return "CUDAFutureError";
 }

@@ -49,6 +49,7 @@ nb::object to_torch_event(const EventView& view) {
 
 nb::object events_of(const Future& future) {
   nb::dict views;
+  if (!future.done()) return nb::steal(PyDictProxy_New(views.ptr()));
   for (const DeviceEventPtr& event : future.events().events()) {
     views[device_object(event->device())] = nb::cast(EventView{event});
   }
@@ -75,7 +76,8 @@ void bind_events(nb::module_& m) {
            "Make `stream` (default: the device's current one) wait for the event; the host goes on.")
       .def("to_torch_event", to_torch_event, "A new torch.Event that is reached when this event is.")
       .def("__repr__", [](const EventView& v) {
-        return "<EventView of " + v.event->device().str() + (v.event->query() ? ": reached>" : ": pending>");
+        const char* state = v.event->is_captured() ? "captured" : v.event->query() ? "reached" : "pending";
+        return "<EventView of " + v.event->device().str() + ": " + state + ">";
       });
 }
 

@@ -28,6 +28,11 @@ class Forward final : public Continuation {
     delete this;
   }
 
+  bool refuse(const std::exception_ptr& error) noexcept override {
+    core_of(child_).fail(Value::of_error(error));
+    return true;
+  }
+
   bool is_moot() const noexcept override { return core_of(child_).done(); }
   int visit(ForeignVisitor visitor) const override { return visitor(child_.ptr()); }
 

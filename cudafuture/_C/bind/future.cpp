@@ -71,7 +71,7 @@ void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priorit
           const char* lifetime, nb::handle executor) {
   const Entry entry;
   refuse_after_fork();
-  auto core = c10::make_intrusive<Future>(priority, lifetime_from(lifetime));
+  auto core = c10::make_intrusive<Future>(expect_priority(priority), lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
   if (!name.empty()) core->set_name(name);
   if (!executor.is_none()) {
@@ -115,6 +115,7 @@ nb::object failed(nb::object exc) {
 bool ready(PyFuture& self) {
   const Entry entry;
   Future& future = *self.core;
+  if (future.done()) refuse_captured(future, "ready()");
   if (!future.device_work_finished()) return false;
   raise_late_error(future);
   return true;
@@ -332,7 +333,7 @@ void bind_future(nb::module_& m) {
   c.def(
       "add_done_callback",
       [](nb::handle self, nb::object fn, nb::handle executor) {
-        add_done_callback(self, std::move(fn), executor, false);
+        add_done_callback(self, std::move(fn), executor);
       },
       nb::arg("fn").none(), nb::kw_only(), nb::arg("executor") = nb::none(), docs::add_done_callback);
   c.def("cancel", cancel, docs::cancel);
@@ -359,8 +360,8 @@ void bind_future(nb::module_& m) {
   m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
   m.def(
       "add_ready_callback",
-      [](nb::handle future, nb::object fn) { add_done_callback(future, std::move(fn), nb::none(), true); },
-      nb::arg("future"), nb::arg("fn"));
+      [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); }, nb::arg("future"),
+      nb::arg("fn"));
   m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }

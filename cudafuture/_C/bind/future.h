@@ -55,6 +55,8 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
 // ---- waiting
 bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the time is over
 void wait_until_done(Future& future, const Deadline& deadline);      // TimeoutError
+// Raises InvalidStateError where the host cannot ask about the device work; `what` is the operation that would.
+void refuse_captured(const Future& future, const char* what);
 // Raises what a device or an engine reported after completion. Not of a failed future: that would hide its own error.
 void raise_late_error(Future& future);
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline);
@@ -78,6 +80,7 @@ void raise_kept_interrupt();
 void raise_kept_interrupt_soon() noexcept;
 
 // ---- Python arguments
+int expect_priority(int priority);  // ValueError above 0, which no device's stream pool has
 std::vector<c10::Device> devices_from(nb::handle devices);
 std::vector<c10::Stream> streams_from(nb::handle streams);
 std::vector<c10::Device> devices_of_streams(const std::vector<c10::Stream>& streams);
@@ -100,7 +103,10 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 nb::object as_origin_says(void* origin, nb::object exception);
 // The late error as the Python object that waiting raises; None: there is none.
 nb::object late_error_of(Future& future);
-void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready);
+void add_done_callback(nb::handle future, nb::object fn, nb::handle executor);
+// Runs `fn` when the device work has finished, in no order with the future's other callbacks: for waiting, which takes no
+// place in a serial queue.
+void add_ready_callback(nb::handle future, nb::object fn);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;
 

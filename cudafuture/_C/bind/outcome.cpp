@@ -159,23 +159,20 @@ bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& 
   return future.complete(Value::of_object(foreign(std::move(value))), std::move(events), std::move(named));
 }
 
-// Device work may be pending behind a failure: whoever recovers from it is ordered after that work. A device that
-// cannot even record an event adds a late error, and never hides the failure itself.
+// Device work may be pending behind a failure: a consumer that recovers is ordered after that work. A device that cannot
+// record an event adds a late error, and never hides the failure itself. A device without a context has no work.
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams, Edge record) {
   if (future.done()) return false;
   EventSet events;
   std::exception_ptr late;
-  try {
-    std::vector<c10::Device> devices = devices_of_streams(streams);
-    for (c10::Device device : future.bounding_set()) {
-      const bool listed = std::find(devices.begin(), devices.end(), device) != devices.end();
-      if (!listed && has_streams(device)) devices.push_back(device);
-    }
-    if (stands(record)) events = EventSet::record(devices, streams);
-  } catch (...) {
-    park_if_unwinding();
-    late = std::current_exception();
-  }
+  std::vector<c10::Device> devices;
+  const auto add = [&](c10::Device device) {
+    const bool listed = std::find(devices.begin(), devices.end(), device) != devices.end();
+    if (!listed && has_streams(device) && has_context(device)) devices.push_back(device);
+  };
+  for (const c10::Stream& stream : streams) add(stream.device());
+  for (c10::Device device : future.bounding_set()) add(device);
+  if (stands(record)) events = EventSet::record_possible(devices, streams, late);
   const bool first = fail_after(future, std::move(exception), std::move(events));
   if (first && late != nullptr) future.set_late_error(late);
   return first;

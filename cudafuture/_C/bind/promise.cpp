@@ -26,8 +26,8 @@ Clock::time_point due_after(double timeout) {
 
 }  // namespace
 
-Promise::Promise(FuturePtr future, Foreign value, double timeout)
-    : future_(std::move(future)), value_(std::move(value)), due_(due_after(timeout)) {
+Promise::Promise(FuturePtr future, Foreign value, double timeout, std::vector<c10::Device> devices)
+    : future_(std::move(future)), value_(std::move(value)), devices_(std::move(devices)), due_(due_after(timeout)) {
   if (due_ == Clock::time_point::max()) return;
   std::lock_guard lock(list_mutex());
   next_ = first;

@@ -36,7 +36,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   request.direction = reads ? Direction::read : Direction::write;
   request.file = file;
   request.offset = offset;
-  Tensors taken = take_tensors(tensors, request.direction, priority);
+  Tensors taken = take_tensors(tensors, request.direction, expect_priority(priority));
   for (storage::Memory& memory : taken.memory) request.memory.add(std::move(memory));
   request.device = std::move(taken.device);
   request.future = c10::make_intrusive<Future>(priority);

@@ -67,7 +67,7 @@ Keys keys_of(nb::handle objects) {
 CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
   auto call = std::make_shared<Call>();
   call->kind = kind;
-  call->future = c10::make_intrusive<Future>(priority);
+  call->future = c10::make_intrusive<Future>(expect_priority(priority));
   call->future->set_name(verb + (keys.size() == 1 ? " " + keys.front() : " " + std::to_string(keys.size()) + " keys"));
   if (kind == Call::Kind::write) call->future->promise_release();
   return call;

@@ -3,6 +3,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "core/capture.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {
@@ -33,7 +34,9 @@ c10::Device device_with_streams(nb::handle device) {
 void bind_streams(nb::module_& m) {
   m.def(
       "pool_stream",
-      [](nb::handle device, int priority) { return stream_object(pool_stream(device_with_streams(device), priority)); },
+      [](nb::handle device, int priority) {
+        return stream_object(pool_stream(device_with_streams(device), expect_priority(priority)));
+      },
       nb::arg("device"), nb::arg("priority"));
   m.def(
       "current_streams",
@@ -51,6 +54,13 @@ void bind_streams(nb::module_& m) {
       .def("__exit__", [](UseStreams& self, const nb::args&) {
         if (!self.scopes.empty()) self.scopes.pop_back();
       });
+  // `exchange`: a capsule of the function, as a simulated accelerator has it.
+  m.def(
+      "set_exchange_capture_mode",
+      [](nb::handle device, const nb::capsule& exchange) {
+        set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
+      },
+      nb::arg("device"), nb::arg("exchange"));
   m.def("any_device_with_streams", any_device_with_streams);
 }
 

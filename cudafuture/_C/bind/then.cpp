@@ -96,6 +96,12 @@ class Then final : public Continuation, public Deferred {
 
   void dispose() noexcept override { delete this; }
 
+  bool refuse(const std::exception_ptr& error) noexcept override {
+    if (!child_.is_valid()) return false;
+    core_of(child_).fail(Value::of_error(error));  // natively: this thread may be outside the interpreter
+    return true;
+  }
+
   // Its executor will not run it: it was shut down, or (where an error is given) could not.
   void refuse() noexcept override {
     if (child_.is_valid()) core_of(child_).cancel();
@@ -115,6 +121,11 @@ class Then final : public Continuation, public Deferred {
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
 
   void call(Future& parent, Future* child) {
+    if ((flags & unwatchable) != 0) {
+      raise_error("InvalidStateError",
+                  "non_blocking=False runs a callback when the device work has finished, but this future was completed "
+                  "inside a stream capture, whose events the host cannot query; use non_blocking=True");
+    }
     const CallbackOrder order(order_in(parent));
     std::optional<CallerContext::Scope> caller;
     if (contextvars_.is_valid()) caller.emplace(caller_);
@@ -236,8 +247,10 @@ void choose_executor(Then& then, nb::handle executor, Executor* usual) {
   then.names_executor = true;
 }
 
+// The child does not inherit lifetime="hold". Its callback allocates on pool streams, so the condition under which holding
+// references is enough does not carry over.
 FuturePtr make_child(const Future& parent, int priority) {
-  auto child = c10::make_intrusive<Future>(priority, parent.lifetime());
+  auto child = c10::make_intrusive<Future>(priority);
   if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());
   if (!parent.name().empty()) child->set_name(parent.name());
   return child;
@@ -260,7 +273,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
   Future& parent = expect_future(future, async ? "then_async()" : "then()");
   refuse_after_fork();
   expect_callable(fn, async ? "then_async()" : "then()");
-  nb::object child = wrap(make_child(parent, priority.value_or(parent.priority())));
+  nb::object child = wrap(make_child(parent, expect_priority(priority.value_or(parent.priority()))));
   auto then = std::make_unique<Then>(nb::borrow(fn), child);
   then->choice = stream_choice_from(parent, stream);
   then->async = async;
@@ -276,7 +289,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
   const Entry entry;
   refuse_after_fork();
-  auto parent = c10::make_intrusive<Future>(priority);
+  auto parent = c10::make_intrusive<Future>(expect_priority(priority));
   auto core = c10::make_intrusive<Future>(priority);
   core->set_name(name);
   nb::object child = wrap(std::move(core));
@@ -290,14 +303,24 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
   return child;
 }
 
-void add_done_callback(nb::handle future, nb::object fn, nb::handle executor, bool when_ready) {
+void add_done_callback(nb::handle future, nb::object fn, nb::handle executor) {
   const Entry entry;
   Future& parent = expect_future(future, "add_done_callback()");
   refuse_after_fork();
   expect_callable(fn, "add_done_callback()");
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
   choose_executor(*then, executor, parent.default_executor());
-  if (when_ready) then->flags |= Continuation::when_ready;
+  parent.attach(then.release());
+  raise_kept_interrupt();
+}
+
+void add_ready_callback(nb::handle future, nb::object fn) {
+  const Entry entry;
+  Future& parent = core_of(future);
+  refuse_after_fork();
+  auto then = std::make_unique<Then>(std::move(fn), nb::object());
+  then->executor = &InlineExecutor::get();
+  then->flags |= Continuation::when_ready;
   parent.attach(then.release());
   raise_kept_interrupt();
 }

@@ -7,7 +7,9 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "bind/errors.h"
@@ -68,6 +70,30 @@ EventSet record_devices(const TorchFuture& source) {
   return EventSet::record(source.devices());
 }
 
+void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    tensors.push_back(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toList()) add_tensors(item, tensors);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& item : value.toTupleRef().elements()) add_tensors(item, tensors);
+  }
+}
+
+// A Python object is searched where the thread is inside the interpreter: whoever set it as a result is.
+std::vector<c10::Device> devices_of(const c10::IValue& value) {
+  if (!any_device_with_streams()) return {};
+  if (value.isPyObject() && foreign_runtime().inside()) return devices_in(object_of(value));
+  std::vector<at::Tensor> tensors;
+  add_tensors(value, tensors);
+  return cudafuture::devices_of(tensors);
+}
+
+// Records events on the current streams of devices that a Work's future does not name.
+EventSet record_work(const std::vector<c10::Device>& devices) {
+  return stands(Edge::work_record) ? EventSet::record(devices) : EventSet();
+}
+
 // The value stays as it is in C++; no interpreter is needed.
 void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
   source->addCallback([promise = std::move(promise)](TorchFuture& done) {
@@ -75,6 +101,24 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
       promise->fail(done.exception_ptr(), record_devices(done));
     } else {
       promise->complete(done.constValue(), record_devices(done));
+    }
+  });
+}
+
+// The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made the
+// current streams of its thread wait for its copies. The devices are taken from the value.
+void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
+  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
+    if (done.hasError()) {
+      promise->fail(done.exception_ptr(), {});
+      return;
+    }
+    try {
+      std::vector<c10::Device> devices = devices_of(done.constValue());
+      if (devices.empty()) devices = promise->devices();
+      promise->complete(done.constValue(), record_work(devices));
+    } catch (...) {
+      promise->fail(std::current_exception(), {});
     }
   });
 }
@@ -101,6 +145,10 @@ class Unwrap final : public Continuation {
       fail(future, exception_of(std::current_exception()));
     }
     delete this;
+  }
+  bool refuse(const std::exception_ptr& error) noexcept override {
+    parent->fail(Value::of_error(error));
+    return true;
   }
   void abandon() noexcept override {
     break_promise(wrap(parent));
@@ -137,22 +185,37 @@ void follow_wrapper(PythonFutureWrapper& wrapper, FuturePtr future, std::shared_
   });
 }
 
+std::vector<at::Tensor> output_of(c10d::Work& work) {
+  try {
+    return work.result();
+  } catch (const c10::Error&) {  // it has none to show
+    return {};
+  }
+}
+
+// Blocks until the Work is done, and completes the promise with its result.
+void wait_for(c10d::Work& work, Promise& promise) noexcept {
+  try {
+    std::vector<at::Tensor> result = output_of(work);  // the tensors are known before their contents
+    std::vector<c10::Device> devices = any_device_with_streams() ? cudafuture::devices_of(result) : std::vector<c10::Device>();
+    if (devices.empty()) devices = promise.devices();
+    const StreamScope scope(pool_streams(devices, 0));
+    work.wait();  // makes the current streams wait
+    result = output_of(work);
+    promise.complete(c10::IValue(std::move(result)), record_work(devices));
+  } catch (...) {
+    promise.fail(std::current_exception(), {});
+  }
+}
+
 // A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
-// thread of its own, since a bounded pool would deadlock; it is detached, since nobody can wake it.
+// thread of its own, since a bounded pool would deadlock; it is detached, since nothing can wake it.
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
-  std::thread([work = std::move(work), promise = std::move(promise)] {
-    try {
-      work->wait();
-      std::vector<at::Tensor> result;
-      try {
-        result = work->result();
-      } catch (const c10::Error&) {  // it has none to show
-      }
-      promise->complete(c10::IValue(std::move(result)), {});
-    } catch (...) {
-      promise->fail(std::current_exception(), {});
-    }
-  }).detach();
+  try {
+    std::thread([work, promise] { wait_for(*work, *promise); }).detach();
+  } catch (const std::system_error&) {
+    promise->fail(std::make_exception_ptr(no_thread("following a send or recv")), {});
+  }
 }
 
 // NCCL's futures are complete when the work is enqueued; what goes wrong with it later, only the Work learns.
@@ -175,9 +238,12 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, doubl
   if (native != nullptr && !native->devices().empty()) {
     future->set_aftermath(std::make_unique<WorkAftermath>(owned));
   }
-  auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout);
+  auto devices = value ? devices_in(nb::handle(static_cast<PyObject*>(value.get()))) : std::vector<c10::Device>();
+  auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout, std::move(devices));
   if (native == nullptr) {
     follow_by_waiting(std::move(owned), std::move(promise));
+  } else if (native->devices().empty()) {
+    follow_without_devices(native, std::move(promise));
   } else {
     follow_natively(native, std::move(promise));
   }
@@ -207,6 +273,11 @@ class Deliver final : public Continuation {
 
   void run(Future& source) noexcept override {
     try {
+      if (has_to_wait_for_devices(source)) {
+        flags |= when_ready;
+        source.attach(this);
+        return;
+      }
       deliver(source);
     } catch (...) {
       fail_target(exception_of(std::current_exception()));
@@ -227,6 +298,12 @@ class Deliver final : public Continuation {
   int visit(ForeignVisitor visitor) const override { return visitor(target_.ptr()); }
 
  private:
+  bool has_to_wait_for_devices(Future& source) {
+    if (source.state() != State::completed || has_waited_ || is_known_to_torch(source)) return false;
+    refuse_captured(source, "to_torch() of a pending future without devices");
+    return has_waited_ = true;
+  }
+
   void deliver(Future& source) {
     const CallbackOrder order(CallbackOrder::by_completion());  // of the callbacks that torch's future has
     if (source.state() != State::completed) {                   // torch's future can have no events then
@@ -236,7 +313,34 @@ class Deliver final : public Continuation {
     // Torch records its events here, and tells the allocator itself who waits for the value.
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
     if (stands(Edge::to_torch_stream)) source.events().block_current_streams();
-    target_.attr("set_result")(result_of(source));
+    if (is_known_to_torch(source)) {
+      target_.attr("set_result")(result_of(source));
+    } else {
+      set_result_on_known_devices(source);
+    }
+  }
+
+  bool is_known_to_torch(const Future& source) const {
+    const std::vector<c10::Device>& known = behind<PythonFutureWrapper>(target_)->fut->devices();
+    const std::vector<c10::Device> used = source.events().devices();
+    return std::all_of(used.begin(), used.end(),
+                       [&](c10::Device d) { return std::find(known.begin(), known.end(), d) != known.end(); });
+  }
+
+  // A device got its context after torch's future was made, which therefore does not know it. Torch refuses such a value,
+  // unless it is given the storages that it has to order: those on the other devices, because here the host has waited.
+  void set_result_on_known_devices(Future& source) {
+    const TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
+    const std::vector<c10::Device>& known = native->devices();
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+    for (const at::Tensor& tensor : tensors_of(source)) {
+      if (std::find(known.begin(), known.end(), tensor.device()) != known.end() && tensor.has_storage()) {
+        storages.emplace_back(tensor.storage().getWeakStorageImpl());
+      }
+    }
+    c10::IValue value = torch::jit::toIValue(result_of(source).ptr(), c10::PyObjectType::get());
+    const WithoutGil released;
+    native->markCompleted(std::move(value), std::move(storages));
   }
 
   void fail_target(const nb::object& exception) noexcept {
@@ -254,6 +358,7 @@ class Deliver final : public Continuation {
   }
 
   nb::object target_;
+  bool has_waited_ = false;
 };
 
 // Completes a future with a value that was known before, when the Work behind `parent`, written in Python, is done.
@@ -331,10 +436,17 @@ nb::object to_torch(nb::handle future) {
   const Entry entry;
   refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
+  // Torch takes a stream of every device that it is given, which would make a context there: so it gets the devices that
+  // are in use, and those that are current.
   nb::list devices;
-  const bool known = core.done() || core.is_bounded();
-  for (c10::Device device : known ? core.devices() : all_devices_with_streams()) {
-    if (has_streams(device)) devices.append(device_object(device));
+  if (core.done()) {
+    for (c10::Device device : core.events().devices()) devices.append(device_object(device));
+  } else {
+    const std::vector<c10::Device> current = current_devices();
+    for (c10::Device device : core.is_bounded() ? core.bounding_set() : all_devices_with_streams()) {
+      const bool is_current = std::find(current.begin(), current.end(), device) != current.end();
+      if (has_streams(device) && (is_current || has_context(device))) devices.append(device_object(device));
+    }
   }
   nb::object target = future_class()(nb::arg("devices") = devices);
   core.attach(new Deliver(target));

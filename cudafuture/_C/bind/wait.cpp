@@ -68,6 +68,7 @@ bool block(Future& future, const Deadline& deadline) {
     check_signals();
     if (done) return true;
     if (expired(deadline)) return false;
+    CallbackThread::get().retry();
     if (CallbackThread::get().has_lost()) {
       raise_error("InvalidStateError",
                   "the process is exiting: what would have completed this future, or another, came too late");
@@ -133,6 +134,20 @@ void poll_devices(Future& future, const Deadline& deadline) {
   }
 }
 
+// Order the current streams after the future's events. A failed future raises its own error: what a broken device reports
+// here becomes the late error.
+void order_streams(Future& future) {
+  if (future.state() == State::completed) {
+    order_current_streams(future, memory_of(future));
+    return;
+  }
+  try {
+    order_current_streams(future, {});
+  } catch (const std::exception&) {
+    future.set_late_error(std::current_exception());
+  }
+}
+
 }  // namespace
 
 RunningChild::RunningChild(const Future& child) noexcept : child_(child), outer_(innermost) { innermost = this; }
@@ -173,11 +188,20 @@ void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadlin
   if (!future.events().empty()) {
     if (!non_blocking) {
       for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
+      refuse_captured(future, "a blocking wait()");
       poll_devices(future, deadline);
     }
-    order_current_streams(future, memory_of(future));
+    order_streams(future);
   }
   if (!non_blocking) raise_late_error(future);
+}
+
+void refuse_captured(const Future& future, const char* what) {
+  if (!future.events().is_captured()) return;
+  raise_error("InvalidStateError",
+              std::string(what) + " needs to know whether the device work has finished, but this future was completed "
+                                  "inside a stream capture, whose events the host cannot query; use "
+                                  "wait(non_blocking=True), which only orders the streams");
 }
 
 void raise_late_error(Future& future) {

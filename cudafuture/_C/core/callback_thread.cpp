@@ -2,10 +2,12 @@
 
 #include <pthread.h>
 
+#include <system_error>
 #include <utility>
 
 #include "core/completion_queue.h"
 #include "core/ending.h"
+#include "core/error.h"
 #include "core/future.h"
 #include "core/process.h"
 #include "core/reaper.h"
@@ -34,17 +36,33 @@ bool CallbackThread::is_current() const noexcept {
   return id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
+CallbackThread::Run CallbackThread::start() noexcept {
+  if (is_forked_child()) return Run::stopped;  // its lock may be held by a thread that is gone
+  std::lock_guard lock(mutex_);
+  return start_locked();
+}
+
+CallbackThread::Run CallbackThread::start_locked() noexcept {
+  if (stopping_) return Run::stopped;  // what is posted from now on would keep the process from ending
+  if (thread_.joinable()) return Run::begun;
+  mark_used();
+  try {
+    thread_ = std::thread([this] { loop(); });
+  } catch (const std::system_error&) {
+    is_starved_ = true;
+    return Run::no_thread;
+  }
+  is_starved_ = false;
+  return Run::begun;
+}
+
 template <class Put>
 bool CallbackThread::put(Put&& put) noexcept {
-  if (is_forked_child()) return false;  // its lock may be held for ever
+  if (is_forked_child()) return false;
   {
     std::lock_guard lock(mutex_);
-    if (stopping_) return false;  // what is posted from now on would keep the process from ending
+    if (start_locked() == Run::stopped) return false;
     put(inbox_);
-    if (!thread_.joinable()) {
-      mark_used();
-      thread_ = std::thread([this] { loop(); });
-    }
   }
   wake_.notify_one();
   return true;
@@ -52,11 +70,31 @@ bool CallbackThread::put(Put&& put) noexcept {
 
 // What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
 void CallbackThread::post(Continuation* c) noexcept {
-  if (put([c](Inbox& inbox) { inbox.due.push(c); })) return;
+  bool is_refused = false;
+  const auto put_or_refuse = [&](Inbox& inbox) {
+    if (thread_.joinable()) {
+      inbox.due.push(c);
+    } else {
+      is_refused = true;
+    }
+  };
+  if (put(put_or_refuse)) {
+    if (is_refused) refuse(c);
+    return;
+  }
   if (foreign_runtime().inside()) {
     c->abandon();
   } else {
     lose();
+  }
+}
+
+// The system had no thread to run `c`.
+void CallbackThread::refuse(Continuation* c) noexcept {
+  if (c->refuse(std::make_exception_ptr(no_thread("the library's callbacks")))) {
+    post_abandon(c);
+  } else {
+    put([c](Inbox& inbox) { inbox.due.push(c); });
   }
 }
 

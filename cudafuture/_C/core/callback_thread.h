@@ -1,6 +1,8 @@
 // The one thread that runs Python callbacks of futures which C++ threads complete.
 //
-// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down().
+// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down(). Where the system
+// refuses to start it, the post fails what it was to complete; whatever else was posted stays in the inbox, and the next
+// post or the main thread's next wait tries again.
 // Lock: mutex_ guards the inbox and the state; nothing else is taken under it.
 #pragma once
 
@@ -25,6 +27,11 @@ class CallbackThread final : public Executor {
   void post_abandon(Continuation* list) noexcept;  // abandon continuations there
 
   bool is_current() const noexcept;
+
+  // Starts the thread if something waits for it that was posted while the system had no thread.
+  void retry() noexcept {
+    if (is_starved_.load(std::memory_order_relaxed)) start();
+  }
 
   // For a callback that waits on this very thread: runs others until `awaited` is done, the deadline has come (null:
   // none) or the process is going away. Called, and returns, inside the interpreter. Does nothing at the deepest of the
@@ -52,8 +59,13 @@ class CallbackThread final : public Executor {
 
   class Waker;
 
+  enum class Run { begun, no_thread, stopped };
+
+  Run start() noexcept;
+  Run start_locked() noexcept;
   template <class Put>
   bool put(Put&& put) noexcept;
+  void refuse(Continuation* c) noexcept;
   void loop() noexcept;
   void accept(Inbox&& inbox) noexcept;
   void run_one() noexcept;
@@ -66,6 +78,7 @@ class CallbackThread final : public Executor {
   bool stopping_ = false;
   bool ended_ = false;
   std::atomic<bool> lost_{false};
+  std::atomic<bool> is_starved_{false};  // posted to, and not started
   std::atomic<std::thread::id> id_{};
   std::atomic<std::uint64_t> callbacks_run_{0};
 };

@@ -1,5 +1,7 @@
 #include "core/completion_queue.h"
 
+#include <utility>
+
 #include "core/callback_thread.h"
 #include "core/edge.h"
 #include "core/executor.h"
@@ -26,6 +28,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
     c->parent = FuturePtr::unsafe_reclaim_from_nonowning(&parent);
     if ((c->flags & Continuation::when_ready) != 0) {
       c->flags &= static_cast<std::uint8_t>(~Continuation::when_ready);
+      if (parent.events().is_captured()) c->flags |= Continuation::unwatchable;
       // Those behind one that is watched are watched too, lest they overtake it.
       watching = watching || (stands(Edge::then_when_ready) && !parent.device_work_finished());
       if (watching) {
@@ -45,23 +48,33 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
   if (!queue.draining()) queue.drain();
 }
 
+// A continuation can enter the interpreter for a moment, complete a future there, and leave again. The callbacks of that
+// future are then in the queue of a thread that is outside: they run on the callback thread.
 void CompletionQueue::run_one() noexcept {
   Continuation* c = queue_.pop();
+  if (!is_inside_ && (c->flags & Continuation::foreign) != 0) {
+    CallbackThread::get().post(c);
+    return;
+  }
   FuturePtr parent = std::move(c->parent);
   c->run(*parent);
 }
 
 void CompletionQueue::drain() noexcept {
+  const bool was_inside = std::exchange(is_inside_, foreign_runtime().inside());
   ++depth_;
   while (!queue_.empty()) run_one();
   --depth_;
+  is_inside_ = was_inside;
 }
 
 void CompletionQueue::help(const Future& awaited) noexcept {
   if (is_deepest()) return;
+  const bool was_inside = std::exchange(is_inside_, true);
   ++depth_;
   while (!awaited.done() && !queue_.empty()) run_one();
   --depth_;
+  is_inside_ = was_inside;
 }
 
 }  // namespace cudafuture

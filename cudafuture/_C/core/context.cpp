@@ -3,8 +3,12 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
+
+#include "core/edge.h"
+#include "core/stream_pool.h"
 
 namespace cudafuture {
 namespace {
@@ -58,6 +62,7 @@ CallerContext CallerContext::capture() {
   context.fw_grad_mode_ = autograd.get_fw_grad_mode();
   context.inference_mode_ = autograd.get_inference_mode();
   if (!autocast_is_off()) context.autocast_ = capture_autocast();
+  if (any_device_with_streams()) context.devices_ = current_devices();
   return context;
 }
 
@@ -68,6 +73,12 @@ CallerContext::Scope::Scope(const CallerContext& context) {
   if (autograd.get_inference_mode() != context.inference_mode_) inference_mode_.emplace(context.inference_mode_);
   autograd.set_grad_mode(context.grad_mode_);
   autograd.set_fw_grad_mode(context.fw_grad_mode_);
+  for (c10::Device device : context.devices_) {
+    if (!stands(Edge::caller_device)) break;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    devices_before_.push_back(guard.getDevice());
+    guard.uncheckedSetDevice(device);  // creates no context
+  }
   if (context.autocast_ == nullptr && autocast_is_off()) return;
   autocast_before_ = capture_autocast();
   apply_autocast(context.autocast_.get());
@@ -75,6 +86,7 @@ CallerContext::Scope::Scope(const CallerContext& context) {
 }
 
 CallerContext::Scope::~Scope() {
+  for (c10::Device device : devices_before_) c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
   if (autocast_before_ != nullptr) {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     apply_autocast(autocast_before_.get());

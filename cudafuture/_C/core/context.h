@@ -1,10 +1,13 @@
-// What a callback finds as its caller left it: grad mode, inference mode and autocast.
+// The settings of the calling thread that its callbacks run with: the current device of each type, grad mode, inference
+// mode and autocast.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/InferenceMode.h>
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace cudafuture {
 
@@ -27,6 +30,7 @@ class CallerContext {
     bool grad_mode_before_;
     bool fw_grad_mode_before_;
     std::shared_ptr<const AutocastState> autocast_before_;  // null: it was not touched
+    std::vector<c10::Device> devices_before_;
   };
 
  private:
@@ -34,6 +38,7 @@ class CallerContext {
   bool fw_grad_mode_ = true;
   bool inference_mode_ = false;
   std::shared_ptr<const AutocastState> autocast_;
+  std::vector<c10::Device> devices_;  // the current device of each type that has streams
 };
 
 }  // namespace cudafuture

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 
 #include "core/foreign.h"
 
@@ -20,6 +21,7 @@ class Continuation {
     none = 0,
     foreign = 1,     // runs code of the embedding language: never on a thread that is outside the interpreter
     when_ready = 2,  // runs when the device work behind the parent's events has finished, not when the parent is done
+    unwatchable = 4,  // should have run when_ready, but the host cannot query the parent's events
   };
 
   explicit Continuation(std::uint8_t flags = none, Executor* executor = nullptr) noexcept;
@@ -29,6 +31,10 @@ class Continuation {
   // Exactly one of the two is called, once, and is the last call: the continuation then owns itself no longer.
   virtual void run(Future& parent) noexcept = 0;
   virtual void abandon() noexcept = 0;  // the parent was dropped while pending, or the process is going away
+
+  // Fails what running it would complete, because no thread can be started to run it; abandon() follows. Any thread may
+  // call this. False: it completes nothing that waits for it.
+  virtual bool refuse(const std::exception_ptr&) noexcept { return false; }
 
   // Would running it change nothing any more? Asked under the parent's lock.
   virtual bool is_moot() const noexcept { return false; }

@@ -33,6 +33,7 @@ enum class Edge : std::uint8_t {
   any_failure_events,
   from_torch_record,
   work_events,
+  work_record,  // after a Work whose future knows no devices
 
   // streams that wait
   wait_stream,
@@ -53,9 +54,11 @@ enum class Edge : std::uint8_t {
   scope_enter,
   scope_leave,
   scope_device,
+  caller_device,
 
   // the event's own device is current
   guard_record,
+  guard_block,
   guard_query,
   guard_synchronize,
   guard_destroy,

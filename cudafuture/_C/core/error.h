@@ -7,7 +7,7 @@
 
 namespace cudafuture {
 
-enum class ErrorKind { invalid_state, device_mismatch, cancelled };
+enum class ErrorKind { invalid_state, device_mismatch, cancelled, no_thread };
 
 class Error final : public std::exception {
  public:
@@ -19,5 +19,12 @@ class Error final : public std::exception {
   ErrorKind kind_;
   std::string message_;
 };
+
+// The system refused to start a thread. It may not refuse the next one.
+inline Error no_thread(const std::string& what) {
+  return {ErrorKind::no_thread, "no thread could be started for " + what +
+                                    ": the system, the user or the container has as many threads as it may (see "
+                                    "ulimit -u and pids.max). This operation failed; a later one can succeed"};
+}
 
 }  // namespace cudafuture

@@ -8,6 +8,7 @@
 
 #include "core/capture.h"
 #include "core/edge.h"
+#include "core/error.h"
 #include "core/process.h"
 
 namespace cudafuture {
@@ -29,19 +30,38 @@ DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const Current guard(device, Edge::guard_record);  // also while the event dies, should recording fail
   c10::Event event = EventPool::get().acquire(device);
   event.record(stream);
-  return c10::make_intrusive<DeviceEvent>(std::move(event), device);
+  return c10::make_intrusive<DeviceEvent>(std::move(event), device, is_capturing(stream));
 }
 
 DeviceEvent::~DeviceEvent() { EventPool::get().give_back(std::move(event_), device_); }
 
+void DeviceEvent::refuse_captured() const {
+  if (!is_captured_) return;
+  throw Error(ErrorKind::invalid_state,
+              "the event on " + device_.str() +
+                  " was recorded inside a stream capture: the host cannot query it or wait for it, since that would end "
+                  "the capture. Use wait(non_blocking=True), which only orders streams, and synchronize after the "
+                  "graph's replay");
+}
+
+// torch's guards select the stream's device for the call and the thread's own device afterwards. Where the thread never
+// selected one, that is device 0, and from CUDA 12 on selecting it creates a context there (pytorch#94864).
+void DeviceEvent::block(const c10::Stream& stream) const {
+  const Current guard(stream.device(), Edge::guard_block);
+  event_.block(stream);
+}
+
 bool DeviceEvent::query() const {
+  refuse_captured();
   const Current guard(device_, Edge::guard_query);
   const BesideCaptures relaxed(device_.type());
   return event_.query();
 }
 
 void DeviceEvent::synchronize() const {
+  refuse_captured();
   const Current guard(device_, Edge::guard_synchronize);
+  const BesideCaptures relaxed(device_.type());
   event_.synchronize();
 }
 

@@ -7,13 +7,32 @@
 
 namespace cudafuture {
 
+namespace {
+
+DeviceEventPtr record_on(c10::Device device, c10::ArrayRef<c10::Stream> streams) {
+  const auto given =
+      std::find_if(streams.begin(), streams.end(), [&](const c10::Stream& s) { return s.device() == device; });
+  return DeviceEvent::record(given != streams.end() ? *given : current_stream(device));
+}
+
+}  // namespace
+
 EventSet EventSet::record(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams) {
   EventSet set;
   set.events_.reserve(devices.size());
+  for (c10::Device device : devices) set.events_.push_back(record_on(device, streams));
+  return set;
+}
+
+EventSet EventSet::record_possible(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams,
+                                   std::exception_ptr& error) noexcept {
+  EventSet set;
   for (c10::Device device : devices) {
-    const auto given =
-        std::find_if(streams.begin(), streams.end(), [&](const c10::Stream& s) { return s.device() == device; });
-    set.events_.push_back(DeviceEvent::record(given != streams.end() ? *given : current_stream(device)));
+    try {
+      set.events_.push_back(record_on(device, streams));
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
   }
   return set;
 }
@@ -61,6 +80,10 @@ void EventSet::block(const c10::Stream& stream) const {
 
 void EventSet::block_current_streams() const {
   for (const DeviceEventPtr& event : events_) event->block(current_stream(event->device()));
+}
+
+bool EventSet::is_captured() const noexcept {
+  return std::any_of(events_.begin(), events_.end(), [](const DeviceEventPtr& event) { return event->is_captured(); });
 }
 
 bool EventSet::query() const {

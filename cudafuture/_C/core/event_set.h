@@ -3,6 +3,7 @@
 
 #include <c10/util/ArrayRef.h>
 
+#include <exception>
 #include <vector>
 
 #include "core/edge.h"
@@ -15,11 +16,17 @@ class EventSet {
   // Records one event per device: on the stream of `streams` that lives there, else on the device's current stream.
   static EventSet record(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams = {});
 
+  // The same, of the devices on which recording works; `error` becomes what the first of the others reports. For work that
+  // has failed: whoever recovers is ordered after the part of it that can be known.
+  static EventSet record_possible(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams,
+                                  std::exception_ptr& error) noexcept;
+
   // One set that is ordered after all of `parts`: where several have an event on a device, they are joined on one pool
   // stream of the priority and one event is recorded there.
   static EventSet join(c10::ArrayRef<const EventSet*> parts, int priority);
 
   bool empty() const noexcept { return events_.empty(); }
+  bool is_captured() const noexcept;  // the host can neither query the events nor wait for them
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
 

@@ -245,7 +245,10 @@ bool Future::detach(const Continuation* c) noexcept {
 
 // ---- once done
 
-std::vector<c10::Device> Future::devices() const { return is_bounded() ? bounding_set() : events_.devices(); }
+std::vector<c10::Device> Future::devices() const {
+  if (is_bounded()) return bounding_set();
+  return done() ? events_.devices() : std::vector<c10::Device>();
+}
 
 const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   static const std::vector<at::Tensor> none;
@@ -262,7 +265,7 @@ void Future::look_at_aftermath() noexcept {
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
   look_at_aftermath();
-  if (events_.empty() || !stands(Edge::host_query) || has_late_error_.load(std::memory_order_acquire)) return true;
+  if (events_.empty() || events_.is_captured() || !stands(Edge::host_query) || has_late_error_.load(std::memory_order_acquire)) return true;
   try {
     return events_.query();
   } catch (...) {

@@ -120,16 +120,18 @@ class Future final : public c10::intrusive_ptr_target {
     return continuations_.remove_if(predicate);
   }
 
-  // ---- once done
+  // ---- once done; before that, the thread that completes the future may be writing what these return
   Value& value() noexcept { return value_; }
   const Value& value() const noexcept { return value_; }
   const EventSet& events() const noexcept { return events_; }
-  // The devices that the value uses or may use: the bounding set, else those of the events.
+  // The devices that the value uses or may use: the bounding set, else those of the events. Empty while the future is
+  // pending and has no bounding set; any thread may call this at any time.
   std::vector<c10::Device> devices() const;
   // Tensors that the producer named because they cannot be found in the value.
   const std::vector<at::Tensor>& named_tensors() const noexcept;
   // Has the device work behind every event finished? What a device reports instead becomes the late error, and counts
-  // as finished: nothing more will come. False while pending.
+  // as finished: nothing more will come. False while pending. Work of a stream capture counts as finished, because the
+  // host cannot query it: a caller that needs it to be finished looks at events().is_captured() first.
   bool device_work_finished() noexcept;
   std::exception_ptr late_error();
   void set_late_error(std::exception_ptr error) noexcept;

@@ -4,8 +4,10 @@
 
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/error.h"
 #include "core/future.h"
 #include "core/process.h"
+#include "core/reaper.h"
 
 namespace cudafuture {
 namespace {
@@ -33,7 +35,32 @@ void Lane::change(Change&& change) noexcept {
     if (running_ || !head_is_ready()) return;
     running_ = true;
   }
-  if (!ThreadCache::get().run(this)) give_up();
+  switch (ThreadCache::get().run(this)) {
+    case ThreadCache::Run::begun:
+      break;
+    case ThreadCache::Run::no_thread:
+      refuse_ready();
+      break;
+    case ThreadCache::Run::stopped:
+      give_up();
+      break;
+  }
+}
+
+// Fails the callbacks that are ready, since no thread can be started to run them. Callbacks that come later can run.
+void Lane::refuse_ready() noexcept {
+  const std::exception_ptr error = std::make_exception_ptr(no_thread("the callbacks of '" + name_ + "'"));
+  ContinuationList refused;
+  while (Continuation* ready = take_head()) {
+    ready->refuse(error);
+    refused.push(ready);
+  }
+  if (refused.empty()) return;
+  if (foreign_runtime().inside()) {
+    reap_continuations(refused.take_all());
+  } else {
+    CallbackThread::get().post_abandon(refused.take_all());
+  }
 }
 
 // The process is going away, and no thread comes any more. What is ready is told where that can be done; elsewhere it

@@ -43,6 +43,7 @@ class Lane final : public Executor, private ThreadCache::Task {
   template <class Change>
   void change(Change&& change) noexcept;
   void give_up() noexcept;
+  void refuse_ready() noexcept;
   bool head_is_ready() noexcept;
   Continuation* take_head() noexcept;
   void perform() noexcept override;

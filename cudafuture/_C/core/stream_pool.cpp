@@ -1,5 +1,6 @@
 #include "core/stream_pool.h"
 
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -23,19 +24,6 @@ constexpr c10::DeviceType kTypes[] = {c10::DeviceType::CUDA,        c10::DeviceT
 
 const DeviceGuardImplInterface* guard_of(c10::DeviceType type) noexcept {
   return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
-}
-
-// `isStreamCapturing` is not in the guard interface of every torch that is supported.
-template <class Guard>
-bool is_capturing(const Guard& guard, const c10::Stream& stream) {
-  if constexpr (requires { guard.isStreamCapturing(stream); }) {
-    return guard.isStreamCapturing(stream);
-  } else if constexpr (requires { guard.getStreamNativeHandle(stream); }) {
-    return stream.device_type() == c10::DeviceType::CUDA &&
-           is_cuda_stream_capturing(guard.getStreamNativeHandle(stream));
-  } else {
-    return false;
-  }
 }
 
 }  // namespace
@@ -69,6 +57,14 @@ std::vector<c10::Device> all_devices_with_streams() {
   return devices;
 }
 
+bool has_context(c10::Device device) {
+  try {
+    return at::globalContext().getAcceleratorHooksInterface(device.type()).hasPrimaryContext(device.index());
+  } catch (const c10::Error&) {  // the type of device does not tell
+    return true;
+  }
+}
+
 std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
   std::vector<c10::Device> devices;
   for (const at::Tensor& tensor : tensors) {
@@ -91,6 +87,15 @@ std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int pr
   return streams;
 }
 
+std::vector<c10::Device> current_devices() {
+  std::vector<c10::Device> devices;
+  for (c10::DeviceType type : kTypes) {
+    const DeviceGuardImplInterface* guard = guard_of(type);
+    if (guard != nullptr && guard->deviceCount() > 0) devices.push_back(guard->getDevice());
+  }
+  return devices;
+}
+
 c10::Stream current_stream(c10::Device device) { return VirtualGuardImpl(device.type()).getStream(device); }
 
 std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices) {
@@ -102,8 +107,7 @@ std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices) {
 
 void refuse_while_capturing(c10::Device device) {
   c10::DeviceGuard guard(device);
-  const DeviceGuardImplInterface* impl = c10::impl::getDeviceGuardImpl(device.type());
-  if (!is_capturing(*impl, current_stream(device))) return;
+  if (!is_capturing(current_stream(device))) return;
   throw Error(ErrorKind::invalid_state,
               "a blocking wait() inside the stream capture of " + device.str() +
                   " would break the graph; use wait(non_blocking=True), which only orders the streams");

@@ -18,6 +18,10 @@ bool has_streams(c10::Device device) noexcept;
 bool any_device_with_streams() noexcept;
 std::vector<c10::Device> all_devices_with_streams();
 
+// True where this process has a context. A device without one has no pending work, and using it would create the context:
+// on CUDA about half a gigabyte of the device's memory.
+bool has_context(c10::Device device);
+
 // The devices of `tensors` that have streams, without duplicates.
 std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 
@@ -25,6 +29,9 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 // round-robin, so two callers can share one: never hold one for good.
 c10::Stream pool_stream(c10::Device device, int priority);
 std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority);
+
+// The calling thread's current device of each type that has streams.
+std::vector<c10::Device> current_devices();
 
 c10::Stream current_stream(c10::Device device);
 std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices);

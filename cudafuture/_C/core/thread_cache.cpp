@@ -25,16 +25,16 @@ ThreadCache& ThreadCache::get() noexcept {
   return *cache;
 }
 
-bool ThreadCache::run(Task* task) noexcept {
-  if (is_forked_child()) return false;  // its lock may be held for ever
+ThreadCache::Run ThreadCache::run(Task* task) noexcept {
+  if (is_forked_child()) return Run::stopped;  // its lock may be held by a thread that is gone
   std::lock_guard lock(mutex_);
-  if (stopping_) return false;
+  if (stopping_) return Run::stopped;
   if (!idle_.empty()) {
     Worker* const worker = idle_.back();
     idle_.pop_back();
     worker->task = task;
     worker->wake.notify_one();
-    return true;
+    return Run::begun;
   }
   join_ended();
   mark_used();
@@ -42,11 +42,11 @@ bool ThreadCache::run(Task* task) noexcept {
   self->task = task;
   try {
     self->thread = std::thread([this, self] { loop(self); });
-  } catch (const std::system_error&) {  // the system has no more threads
+  } catch (const std::system_error&) {
     workers_.erase(self);
-    return false;
+    return Run::no_thread;
   }
-  return true;
+  return Run::begun;
 }
 
 void ThreadCache::set_leavable(bool leavable) noexcept {

@@ -1,4 +1,4 @@
-// Threads that are never refused: one that is idle, or a new one.
+// Threads for tasks: an idle one, or a new one. There is no bound but the system's.
 //
 // For work that may block for long and must not wait behind other work that does. A thread that is done stays for the
 // next task; what is more than a few of them ends.
@@ -27,8 +27,14 @@ class ThreadCache {
 
   static ThreadCache& get() noexcept;
 
-  // Runs `task`, which must live until then, on a thread of its own. False after stop(), or in a forked child.
-  bool run(Task* task) noexcept;
+  enum class Run {
+    begun,
+    no_thread,  // the system refused to start one
+    stopped,    // after stop(), or in a forked child
+  };
+
+  // Runs `task`, which must live until then, on a thread of its own.
+  Run run(Task* task) noexcept;
 
   // From here on, and until it is taken back, stop() does not wait for the calling thread: it blocks in an engine that
   // nobody can interrupt. Does nothing in a thread of others.

@@ -4,11 +4,13 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <system_error>
 #include <unordered_map>
 
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/ending.h"
+#include "core/error.h"
 #include "core/future.h"
 #include "core/process.h"
 
@@ -19,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr unsigned long kTimerSlack = 1000;  // nanoseconds; the usual 50 us would make every short pause a long one
 
-void abandon_all(const std::vector<Continuation*>& list) noexcept {
+void abandon_watched(const std::vector<Continuation*>& list) noexcept {
   ContinuationList doomed;
   for (Continuation* c : list) doomed.push(c);
   if (!doomed.empty()) CallbackThread::get().post_abandon(doomed.take_all());
@@ -34,31 +36,37 @@ Watcher& Watcher::get() noexcept {
 
 // What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
 void Watcher::watch(Continuation* c) noexcept {
-  if (is_forked_child() || try_watch(c)) return;
+  if (is_forked_child()) return;
+  const Run run = put(c);
+  if (run == Run::begun) return;
+  if (run == Run::no_thread) c->refuse(std::make_exception_ptr(no_thread("watching devices")));
   if (foreign_runtime().inside()) {
     c->abandon();
+  } else if (run == Run::no_thread) {
+    CallbackThread::get().post_abandon(c);
   } else {
     CallbackThread::get().lose();
   }
 }
 
-bool Watcher::try_watch(Continuation* c) noexcept {
-  if (!put(c)) return false;
-  wake_.notify_one();
-  return true;
-}
+bool Watcher::try_watch(Continuation* c) noexcept { return put(c) == Run::begun; }
 
-bool Watcher::put(Continuation* c) noexcept {
+Watcher::Run Watcher::put(Continuation* c) noexcept {
   std::lock_guard lock(mutex_);
-  if (stopping_) return false;
+  if (stopping_) return Run::stopped;
+  if (!thread_.joinable()) {
+    mark_used();
+    try {
+      thread_ = std::thread([this] { loop(); });
+    } catch (const std::system_error&) {
+      return Run::no_thread;
+    }
+  }
   inbox_.push_back(c);
   ++statistics_.watched;
   ++statistics_.pending;
-  if (!thread_.joinable()) {
-    mark_used();
-    thread_ = std::thread([this] { loop(); });
-  }
-  return true;
+  wake_.notify_one();
+  return Run::begun;
 }
 
 void Watcher::set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept {
@@ -119,7 +127,7 @@ void Watcher::loop() noexcept {
       FuturePtr parent = c->parent;
       CompletionQueue::dispatch(*parent, c);
     }
-    if (last) abandon_all(watched);
+    if (last) abandon_watched(watched);
 
     lock.lock();
     ++statistics_.polls;

@@ -36,7 +36,8 @@ class Watcher {
   // Runs `c` (its parent is done) as soon as the device work behind the parent's events has finished. An error that the
   // device reports instead becomes the late error of the parent; `c` runs all the same.
   void watch(Continuation* c) noexcept;
-  bool try_watch(Continuation* c) noexcept;  // false: the process goes away, and nothing is watched any more
+  // False: the process goes away, or the system has no thread for the watcher.
+  bool try_watch(Continuation* c) noexcept;
 
   // First and longest pause between two polls.
   void set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept;
@@ -50,7 +51,9 @@ class Watcher {
  private:
   using List = std::vector<Continuation*>;
 
-  bool put(Continuation* c) noexcept;
+  enum class Run { begun, no_thread, stopped };
+
+  Run put(Continuation* c) noexcept;
   void loop() noexcept;
   void sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexcept;
   static List take_due(List& watched) noexcept;

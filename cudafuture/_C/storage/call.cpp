@@ -23,12 +23,9 @@ Value Call::value() {
 void Call::finish() noexcept {
   EventSet events;
   if (kind == Kind::read && device != nullptr) {
-    try {
-      if (failure() == nullptr) device->fill_targets();
-      events = device->events(failure() == nullptr ? Edge::storage_read_record : Edge::storage_failure_record);
-    } catch (...) {
-      note_failure(std::current_exception());
-    }
+    std::exception_ptr error = failure();
+    events = device->end_read(error);
+    if (error != nullptr) note_failure(std::move(error));
   }
   future->release();
   if (std::exception_ptr error = failure()) {

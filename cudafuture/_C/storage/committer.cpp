@@ -21,7 +21,7 @@ void Committer::commit(std::vector<Change>&& changes) noexcept {
     if (working_for_ != nullptr) return;
     working_for_ = store_.shared_from_this();
   }
-  if (!ThreadCache::get().run(this)) perform();  // the process goes away
+  if (ThreadCache::get().run(this) != ThreadCache::Run::begun) perform();
 }
 
 void Committer::perform() noexcept {

@@ -96,8 +96,16 @@ void DeviceSide::fill_targets() const {
   for (const auto& [target, dense] : scattered_) target.copy_(dense, /*non_blocking=*/true);
 }
 
-EventSet DeviceSide::events(Edge edge) const {
-  return stands(edge) ? EventSet::record(devices_, streams_) : EventSet();
+EventSet DeviceSide::end_read(std::exception_ptr& failure) const noexcept {
+  if (failure == nullptr) {
+    try {
+      fill_targets();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (!stands(failure == nullptr ? Edge::storage_read_record : Edge::storage_failure_record)) return {};
+  return EventSet::record_possible(devices_, streams_, failure);
 }
 
 }  // namespace cudafuture::storage

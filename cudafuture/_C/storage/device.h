@@ -11,6 +11,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstddef>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -38,14 +39,16 @@ class DeviceSide {
   FuturePtr gather(const Memory& memory, const Block& block) const;
   FuturePtr scatter(const Memory& memory, const Block& block) const;
 
-  void fill_targets() const;  // those that are not dense; after the last copy of a read
-  EventSet events(Edge edge) const;
+  // Ends a read after its last copy: fills the targets that are not dense unless the read has failed, and records the
+  // events of all that was enqueued, also after a failure. `failure` becomes what fails here, if nothing has before.
+  EventSet end_read(std::exception_ptr& failure) const noexcept;
   std::vector<at::Tensor> targets() const { return targets_; }
 
  private:
   template <class Enqueue>
   FuturePtr copy(Enqueue&& enqueue) const;
   void finish_what_was_enqueued() const noexcept;
+  void fill_targets() const;
 
   Direction direction_;
   std::vector<c10::Device> devices_;

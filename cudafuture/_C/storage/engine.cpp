@@ -42,9 +42,11 @@ std::shared_ptr<Engine> Engine::start(const Options& options) {
     all.engines.push_back(engine);
   }
   at_shut_down(close_all);
-  if (!ThreadCache::get().run(engine.get())) {
+  const ThreadCache::Run run = ThreadCache::get().run(engine.get());
+  if (run != ThreadCache::Run::begun) {
     engine->self_ = nullptr;
-    throw Error(ErrorKind::invalid_state, "the process is going away: no storage engine begins any more");
+    if (run == ThreadCache::Run::no_thread) throw no_thread("a storage engine");
+    throw Error(ErrorKind::invalid_state, "the process is exiting: no storage engine can be started");
   }
   std::unique_lock lock(engine->mutex_);
   engine->changed_.wait(lock, [&] { return engine->is_set_up_ || engine->has_ended_; });

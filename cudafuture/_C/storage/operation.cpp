@@ -249,13 +249,8 @@ void Operation::finish() noexcept {
   EventSet events;
   std::vector<at::Tensor> targets;
   if (request_.device != nullptr && request_.direction == Direction::read && !request_.is_part) {
-    try {
-      if (failure_ == nullptr) request_.device->fill_targets();
-      events = request_.device->events(failure_ == nullptr ? Edge::storage_read_record : Edge::storage_failure_record);
-      targets = request_.device->targets();
-    } catch (...) {
-      if (failure_ == nullptr) failure_ = std::current_exception();
-    }
+    events = request_.device->end_read(failure_);
+    targets = request_.device->targets();
   }
   // Who hears of the end may want the room of the file; and what owns the tensors is to be the last to drop them.
   request_.file = nullptr;

@@ -9,15 +9,19 @@
 namespace cudafuture::storage {
 namespace {
 
-// Blocks until the device work behind a future has finished: for when the process goes away, and nothing is watched any
-// more. Returns what the device has to say.
+// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher when
+// the process exits or the system has no thread for it. The device work may need the interpreter, so the wait is outside.
 std::exception_ptr synchronize(const Future& done) noexcept {
+  const ForeignRuntime& runtime = foreign_runtime();
+  void* const state = runtime.step_out();
+  std::exception_ptr error;
   try {
     for (const DeviceEventPtr& event : done.events().events()) event->synchronize();
-    return nullptr;
   } catch (...) {
-    return std::current_exception();
+    error = std::current_exception();
   }
+  runtime.step_in(state);
+  return error;
 }
 
 // Of a write: its device has done what was enqueued before.

@@ -40,6 +40,7 @@ from cudafuture.testing.sim._accelerator import (
     Settings,
     Statistics,
     clear_error,
+    contexts,
     disable,
     enable,
     is_enabled,
@@ -49,7 +50,7 @@ from cudafuture.testing.sim._accelerator import (
 )
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._report import RaceError, Report, Site, detect_races, races
-from cudafuture.testing.sim._streams import Hold, fail, finish, hold, release, sleep
+from cudafuture.testing.sim._streams import Hold, capture, fail, finish, hold, release, sleep
 from cudafuture.testing.sim._virtual_time import Speeds, clock, set_speeds, spend
 
 __all__ = [
@@ -62,8 +63,10 @@ __all__ = [
     "Site",
     "Speeds",
     "Statistics",
+    "capture",
     "clear_error",
     "clock",
+    "contexts",
     "detect_races",
     "disable",
     "enable",

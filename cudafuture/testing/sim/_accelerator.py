@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from cudafuture import _C
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._virtual_time import Speeds
@@ -18,6 +19,7 @@ __all__ = [
     "Settings",
     "Statistics",
     "clear_error",
+    "contexts",
     "disable",
     "enable",
     "is_enabled",
@@ -102,6 +104,7 @@ def enable(
     seed = operator.index(seed)
     prepare()
     wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
+    _C.set_exchange_capture_mode(torch.device("sim", 0), _native.exchange_capture_mode())
     _native.start(devices, schedule, seed % 2**64, detect, poison, memory, strict_devices, wanted.speeds._native())
     _settings = wanted
 
@@ -169,6 +172,20 @@ def clear_error(device: torch.device | str | int = 0) -> None:
     >>> sim.synchronize()
     """
     _native.clear_error(index_of(device))
+
+
+def contexts() -> list[torch.device]:
+    """Return the devices that have a context: those that were used, or made current, since ``enable()``.
+
+    On CUDA a context takes about half a gigabyte of its device. A process that should use one device only, as each rank of
+    a job does, has one.
+
+    >>> sim.enable(devices=2)
+    >>> x = torch.ones(2, device="sim:1")
+    >>> sim.contexts()
+    [device(type='sim', index=1)]
+    """
+    return [torch.device("sim", i) for i in range(settings().devices) if _native.has_context(i)]
 
 
 def statistics() -> Statistics:

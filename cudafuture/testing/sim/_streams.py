@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +15,7 @@ from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._accelerator import synchronize
 from cudafuture.testing.sim._virtual_time import name_of, seconds
 
-__all__ = ["Hold", "fail", "finish", "hold", "release", "sleep"]
+__all__ = ["Hold", "capture", "fail", "finish", "hold", "release", "sleep"]
 
 
 class Hold:
@@ -100,6 +102,39 @@ def hold(stream: torch.Stream | None = None) -> Hold:
     False
     """
     return Hold(_native.hold(name_of(stream)))
+
+
+@contextlib.contextmanager
+def capture(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Capture a stream (default: the current one) for a scope, as far as host calls can break a capture.
+
+    Work that is enqueued on the stream is recorded and never runs: there are no graphs to launch. A stream that waits for
+    an event of the capture joins it. As on CUDA, in its default capture mode (global), these end the capture: a query of,
+    or a synchronization with, an event that was recorded inside it; the same with any other event, by a thread that is not
+    in relaxed capture mode; a wait of a capturing stream for work outside of the capture.
+
+    Raises:
+        RuntimeError: at the end of the scope, if a host call has ended the capture; it names the call. At the call itself,
+            too.
+
+    >>> sim.enable()
+    >>> event = torch.Event("sim")
+    >>> with sim.capture():
+    ...     event.record()
+    ...     event.query()
+    Traceback (most recent call last):
+        ...
+    RuntimeError: a query of an event that was recorded inside a stream capture: CUDA refuses it ...
+    """
+    captured = name_of(stream)
+    _native.begin_capture(captured)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the call that broke the capture has said so
+            _native.end_capture(captured)
+        raise
+    _native.end_capture(captured)
 
 
 def fail(message: str, stream: torch.Stream | None = None) -> None:

@@ -152,6 +152,17 @@ void bind_streams(nb::module_& m) {
   m.def("synchronize", synchronize, "device"_a.none());
   m.def("sleep", sleep);
   m.def("fail", fail);
+  m.def("begin_capture", [](const NamedStream& stream) { Accelerator::get().begin_capture(named(stream)); });
+  m.def("end_capture", [](const NamedStream& stream) { Accelerator::get().end_capture(named(stream)); });
+  m.def("has_context", [](int device) { return Accelerator::get().has_context(device); });
+  // The signature of cudaThreadExchangeStreamCaptureMode, for cudafuture's core.
+  m.def("exchange_capture_mode", [] {
+    int (*const exchange)(int*) = [](int* mode) {
+      *mode = static_cast<int>(std::exchange(capture_mode, static_cast<CaptureMode>(*mode)));
+      return 0;
+    };
+    return nb::capsule(reinterpret_cast<void*>(exchange), "exchange_capture_mode");
+  });
   m.def("hold", [](const NamedStream& stream) {
     auto* const gate = new GatePtr(Accelerator::get().hold(named(stream)));
     return nb::capsule(gate, [](void* p) noexcept { delete static_cast<GatePtr*>(p); });

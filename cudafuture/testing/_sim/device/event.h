@@ -12,7 +12,7 @@ struct Event {
 
 // An event is made, asked, waited for and destroyed with its own device current: elsewhere a CUDA driver would make a
 // context on the device that happens to be. Reported when the check is on.
-void check_device(const Event& event, const char* call) noexcept;
+void check_device(int device, const char* call) noexcept;
 void set_strict_devices(bool strict) noexcept;
 
 }  // namespace sim

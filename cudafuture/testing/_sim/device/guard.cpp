@@ -33,6 +33,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override {
     expect_device(device);
     set_current_device(index_of(device));
+    Accelerator::get().make_context(current_device());  // as cudaSetDevice does from CUDA 12 on
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(index_of(device)); }
   c10::DeviceIndex deviceCount() const noexcept override {
@@ -70,29 +71,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
                   " cannot be recorded on a stream of ", stream.device());
     }
     Event recorded{Accelerator::get().record(stream_name(stream)), stream.device_index()};
-    check_device(recorded, "record()");
+    check_device(recorded.device, "record()");
     if (box == nullptr) {
       *event = new Event(std::move(recorded));
     } else {
       box->recording = std::move(recorded.recording);
     }
   }
+  bool isStreamCapturing(const c10::Stream& stream) const { return Accelerator::get().is_capturing(stream_name(stream)); }
+
+  // CUDA's guard selects the stream's device for this call, and the thread's own device afterwards.
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) Accelerator::get().wait(stream_name(stream), static_cast<Event*>(event)->recording);
+    if (event == nullptr) return;
+    check_device(stream.device_index(), "block()");
+    Accelerator::get().wait(stream_name(stream), static_cast<Event*>(event)->recording);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    check_device(*static_cast<Event*>(event), "query()");
+    check_device(static_cast<Event*>(event)->device, "query()");
     return Accelerator::get().query(static_cast<Event*>(event)->recording);
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    check_device(*static_cast<Event*>(event), "synchronize()");
+    check_device(static_cast<Event*>(event)->device, "synchronize()");
     Accelerator::get().synchronize(static_cast<Event*>(event)->recording);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     if (event == nullptr) return;
-    check_device(*static_cast<Event*>(event), "the destruction");
+    check_device(static_cast<Event*>(event)->device, "the destruction");
     delete static_cast<Event*>(event);
   }
   // In milliseconds of virtual time.

@@ -18,17 +18,16 @@ namespace {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return Accelerator::get().device_count() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex device) const override {
-    return device >= 0 && device < Accelerator::get().device_count();
-  }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return Accelerator::get().has_context(device); }
   void init() const override {}
 
   c10::DeviceIndex deviceCount() const override {
     return static_cast<c10::DeviceIndex>(Accelerator::get().device_count());
   }
   void setCurrentDevice(c10::DeviceIndex device) const override {
-    TORCH_CHECK_INDEX(hasPrimaryContext(device), "there is no sim:", static_cast<int>(device));
+    TORCH_CHECK_INDEX(device >= 0 && device < deviceCount(), "there is no sim:", static_cast<int>(device));
     set_current_device(device);
+    Accelerator::get().make_context(device);
   }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device()); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {

@@ -44,10 +44,14 @@ int Accelerator::device_count() const noexcept { return state_->device_count.loa
 
 StreamName Accelerator::new_stream(int device, int priority) {
   const Entry entry(*state_);
-  const int level = kLowestPriority - std::clamp(priority, kHighestPriority, kLowestPriority);
+  if (priority > kLowestPriority) {
+    throw std::invalid_argument("the priority of a stream is 0 or negative (more urgent), not " + std::to_string(priority));
+  }
+  const int level = kLowestPriority - std::max(priority, kHighestPriority);
   int& next = state_->device(device).next[static_cast<std::size_t>(level)];
   const int index = next;
   next = (next + 1) % kStreamsPerPriority;
+  make_context(device);
   return {device, 1 + level * kStreamsPerPriority + index};
 }
 
@@ -59,12 +63,37 @@ int Accelerator::priority_of(StreamName stream) const noexcept {
   return stream.id <= 0 ? kLowestPriority : kLowestPriority - static_cast<int>((stream.id - 1) / kStreamsPerPriority);
 }
 
+void Accelerator::begin_capture(StreamName stream) {
+  const Entry entry(*state_);
+  state_->begin_capture(state_->stream(stream));
+}
+
+void Accelerator::end_capture(StreamName stream) {
+  const Entry entry(*state_);
+  state_->end_capture(state_->stream(stream));
+}
+
+bool Accelerator::is_capturing(StreamName stream) const {
+  const Entry entry(*state_);
+  return state_->stream(stream).capture != nullptr;
+}
+
+void Accelerator::make_context(int device) noexcept {
+  if (device >= 0 && device < device_count()) state_->devices[static_cast<std::size_t>(device)].has_context = true;
+}
+
+bool Accelerator::has_context(int device) const noexcept {
+  return device >= 0 && device < device_count() && state_->devices[static_cast<std::size_t>(device)].has_context;
+}
+
 void Accelerator::submit(StreamName stream, Work&& work) {
+  make_context(stream.device);
   Entry entry(*state_);
   state_->submit(entry.lock, state_->stream(stream), std::move(work));
 }
 
 RecordingPtr Accelerator::record(StreamName stream) {
+  make_context(stream.device);
   Entry entry(*state_);
   ++state_->counts.recorded;
   RecordingPtr recording = state_->stream(stream).record(state_->now);
@@ -73,6 +102,7 @@ RecordingPtr Accelerator::record(StreamName stream) {
 }
 
 void Accelerator::wait(StreamName stream, const RecordingPtr& recording) {
+  make_context(stream.device);
   Entry entry(*state_);
   state_->wait(entry.lock, state_->stream(stream), recording);
 }
@@ -100,6 +130,7 @@ void Accelerator::synchronize(StreamName stream) {
 }
 
 void Accelerator::synchronize(int device) {
+  make_context(device);
   Entry entry(*state_);
   state_->synchronize_device(entry.lock, device);
 }
@@ -149,6 +180,7 @@ void Accelerator::set_speeds(std::optional<StreamName> stream, const Speeds& spe
 // ---- device memory
 
 void* Accelerator::allocate(int device, std::size_t bytes, StreamName stream, SitePtr site) {
+  make_context(device);
   Entry entry(*state_);
   if (stream.device != device) {
     throw std::invalid_argument("memory of " + name_of_device(device) + " cannot be allocated on " + name_of(stream));

@@ -40,8 +40,8 @@ namespace sim {
 
 constexpr int kMaxDevices = 8;
 constexpr int kStreamsPerPriority = 32;
-constexpr int kHighestPriority = -3;  // lower is more urgent; what lies outside is clamped
-constexpr int kLowestPriority = 0;
+constexpr int kHighestPriority = -3;  // lower is more urgent; what is more urgent than this is clamped
+constexpr int kLowestPriority = 0;    // what is less urgent is refused, as CUDA's pool does
 
 enum class Schedule : std::uint8_t { free, jitter, lazy };
 
@@ -82,6 +82,15 @@ using GatePtr = std::shared_ptr<Gate>;
 struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// A host call that a stream capture does not allow. The capture has ended then, as CUDA's does.
+struct CaptureError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What other host calls of a thread do to captures in progress: cudaStreamCaptureMode, with its values.
+enum class CaptureMode : int { global = 0, thread_local_ = 1, relaxed = 2 };
+extern thread_local CaptureMode capture_mode;
 
 // A finding, ready to be shown. Stacks are in `earlier` and `later`; either may be null.
 struct Report {
@@ -129,6 +138,15 @@ class Accelerator {
   void synchronize(const RecordingPtr& recording);
   void synchronize(StreamName stream);
   void synchronize(int device);
+
+  // ---- stream captures, as far as host calls can break them: what is enqueued in one never runs
+  void begin_capture(StreamName stream);
+  void end_capture(StreamName stream);  // throws CaptureError if a host call has broken it
+  bool is_capturing(StreamName stream) const;
+
+  // ---- contexts: a device has one from its first use on. CUDA's cost about half a gigabyte each.
+  void make_context(int device) noexcept;
+  bool has_context(int device) const noexcept;
 
   // ---- tests hold streams back
   GatePtr hold(StreamName stream);

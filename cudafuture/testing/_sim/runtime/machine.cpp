@@ -7,6 +7,12 @@
 
 #include "runtime/process.h"
 
+namespace sim {
+
+thread_local CaptureMode capture_mode = CaptureMode::global;
+
+}  // namespace sim
+
 namespace sim::runtime {
 namespace {
 
@@ -50,6 +56,7 @@ void Machine::stop(Lock& lock) {
 
 void Machine::drop_everything() {
   ++generation_;
+  captures_.clear();
   agents_.resize(1);
   host_ = {};
   host_version_ = 0;
@@ -61,6 +68,7 @@ void Machine::drop_everything() {
     }
     device.next = {};
     device.engines.reset();
+    device.has_context = false;
     trash.errors.push_back(std::exchange(device.error, nullptr));
   }
   for (Device& device : devices) {
@@ -101,6 +109,7 @@ Memory& Machine::memory(int index) {
 
 void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
   Device& device = device_of(stream);
+  if (stream.capture != nullptr) return;  // a node of a graph that is not launched
   ++counts.submitted;
   if (device.error != nullptr) {  // `work` is left to the caller, who destroys it without the lock
     ++runner.dropped_tasks;
@@ -119,7 +128,14 @@ void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
 
 void Machine::wait(Lock& lock, Stream& stream, const RecordingPtr& recording) {
   ++counts.waited;
-  if (recording != nullptr && recording->is_of(generation_)) {
+  const bool is_recorded = recording != nullptr && recording->is_of(generation_);
+  if (is_recorded && recording->capture != nullptr && !recording->capture->has_ended) {
+    stream.capture = recording->capture;  // the stream joins the capture
+  } else if (is_recorded && stream.capture != nullptr) {
+    stream.capture->broken_by = "a wait for work outside of the capture (cudaErrorStreamCaptureIsolation)";
+    throw CaptureError("a capturing stream cannot wait for an event that was recorded outside of the capture: CUDA ends "
+                       "the capture with cudaErrorStreamCaptureIsolation");
+  } else if (is_recorded) {
     stream.join(*recording);
     stream.time = std::max(stream.time, recording->time);
     if (!recording->reached() && recording->stream != &stream) runner.push(stream, RecordingPtr(recording));
@@ -129,6 +145,7 @@ void Machine::wait(Lock& lock, Stream& stream, const RecordingPtr& recording) {
 
 bool Machine::query(Lock& lock, const RecordingPtr& recording) {
   if (recording == nullptr || !recording->is_of(generation_)) return true;
+  refuse_in_captures("a query of an event", recording->capture);
   throw_error_of(recording->stream->name.device);
   const bool reached = recording->reached();
   if (reached) host_saw(*recording);
@@ -138,6 +155,7 @@ bool Machine::query(Lock& lock, const RecordingPtr& recording) {
 
 void Machine::synchronize(Lock& lock, const RecordingPtr& recording) {
   if (recording == nullptr || !recording->is_of(generation_)) return;
+  refuse_in_captures("a synchronization with an event", recording->capture);
   throw_error_of(recording->stream->name.device);
   runner.run_until(lock, {recording});
   throw_error_of(recording->stream->name.device);
@@ -145,11 +163,44 @@ void Machine::synchronize(Lock& lock, const RecordingPtr& recording) {
 }
 
 void Machine::synchronize_device(Lock& lock, int index) {
+  refuse_in_captures("a synchronization with a device", nullptr);
   const std::vector<RecordingPtr> all = record_all(device(index));
   throw_error_of(index);
   runner.run_until(lock, all);
   throw_error_of(index);
   for (const RecordingPtr& recording : all) host_saw(*recording);
+}
+
+void Machine::begin_capture(Stream& stream) {
+  if (stream.capture != nullptr) throw CaptureError(name_of(stream.name) + " is in a capture already");
+  stream.capture = captures_.emplace_back(std::make_shared<Capture>());
+}
+
+void Machine::end_capture(Stream& stream) {
+  const CapturePtr capture = stream.capture;
+  if (capture == nullptr) throw CaptureError(name_of(stream.name) + " is in no capture");
+  capture->has_ended = true;
+  std::erase(captures_, capture);
+  for (Device& device : devices) {
+    for (const auto& each : device.streams) {
+      if (each != nullptr && each->capture == capture) each->capture.reset();
+    }
+  }
+  if (!capture->broken_by.empty()) throw CaptureError("the capture has ended with an error, by " + capture->broken_by);
+}
+
+// An event that a capture recorded cannot be asked about. Any other can, but a capture in the default mode (global) ends
+// when a thread does so that is not in relaxed mode.
+void Machine::refuse_in_captures(const char* call, const CapturePtr& capture) {
+  if (capture != nullptr) {
+    capture->broken_by = std::string(call) + " that was recorded inside it (cudaErrorCapturedEvent)";
+    throw CaptureError(std::string(call) + " that was recorded inside a stream capture: CUDA refuses it with "
+                                           "cudaErrorCapturedEvent, and ends the capture");
+  }
+  if (captures_.empty() || capture_mode == CaptureMode::relaxed) return;
+  for (const CapturePtr& other : captures_) other->broken_by = std::string(call) + " (cudaErrorStreamCaptureUnsupported)";
+  throw CaptureError(std::string(call) + " during a stream capture, by a thread that is not in relaxed capture mode: CUDA "
+                                         "refuses it with cudaErrorStreamCaptureUnsupported, and ends the capture");
 }
 
 void Machine::throw_error_of(int index) const {

@@ -36,6 +36,7 @@ struct Device {
   CopyEngines engines;
   std::optional<Memory> memory;
   std::exception_ptr error;
+  std::atomic<bool> has_context{false};
 };
 
 class Machine {
@@ -56,6 +57,10 @@ class Machine {
   void synchronize(Lock& lock, const RecordingPtr& recording);
   void synchronize_device(Lock& lock, int index);
   void throw_error_of(int index) const;
+
+  void begin_capture(Stream& stream);
+  void end_capture(Stream& stream);                          // throws if a host call has broken it
+  void refuse_in_captures(const char* call, const CapturePtr& capture);  // of what the host asks about; null: in none
   void clear_error(int index);
 
   void* allocate(Lock& lock, int index, std::size_t bytes, Stream& stream, const SitePtr& site);
@@ -85,6 +90,7 @@ class Machine {
   void reclaim(Lock& lock, int index);
   void poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes);
 
+  std::vector<CapturePtr> captures_;              // in progress
   std::uint64_t generation_ = 0;                  // of start() and stop()
   std::vector<StreamName> agents_{StreamName{}};  // by agent; the first is the host
   VectorClock host_;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "runtime/vector_clock.h"
 
@@ -12,7 +13,14 @@ namespace sim {
 
 namespace runtime {
 class Stream;
-}
+
+// A stream capture in progress. The streams that are in it, and the events that were recorded there, share it.
+struct Capture {
+  bool has_ended = false;
+  std::string broken_by;  // the host call that ended it with an error; empty: none
+};
+using CapturePtr = std::shared_ptr<Capture>;
+}  // namespace runtime
 
 // Constant once made.
 class Recording {
@@ -26,6 +34,7 @@ class Recording {
   Epoch epoch;                               // of the stream; who has seen it has seen all of `clock`
   std::shared_ptr<const VectorClock> clock;  // null while the stream has done nothing
   double time = 0;
+  runtime::CapturePtr capture;  // of an event that was recorded inside one
 };
 
 class Gate {

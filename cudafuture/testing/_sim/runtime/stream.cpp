@@ -24,6 +24,7 @@ void Stream::reset(std::uint64_t generation) {
   host_version_ = 0;
   time = 0;
   speeds.reset();
+  capture.reset();
 }
 
 Epoch Stream::tick(const VectorClock& host, std::uint64_t host_version) {
@@ -51,6 +52,7 @@ RecordingPtr Stream::record(double now) {
   recording->position = enqueued_;
   recording->epoch = {agent, clock_.of(agent)};
   recording->time = time;
+  recording->capture = capture;
   if (recording->epoch.time != 0) {
     if (snapshot_ == nullptr) snapshot_ = std::make_shared<const VectorClock>(clock_);
     recording->clock = snapshot_;

@@ -63,6 +63,7 @@ class Stream {
   Agent agent = kHost;  // given when it is first used
   double time = 0;      // when its last piece of work ends
   std::optional<Speeds> speeds;
+  CapturePtr capture;   // null: what is enqueued runs
   bool listed = false;  // by the runner, as one that has something to do
 
  private:
