@@ -81,8 +81,8 @@ def test_cancelling_a_gather(cancel_parts):
 
 
 def test_gather_has_the_priority_of_its_most_urgent_part():
-    assert gather(CUDAFuture(priority=1), CUDAFuture(priority=-1), CUDAFuture()).priority == -1
-    assert gather(CUDAFuture(priority=2)).priority == 2
+    assert gather(CUDAFuture(priority=-1), CUDAFuture(priority=-2), CUDAFuture()).priority == -2
+    assert gather(CUDAFuture(priority=-3)).priority == -3
 
 
 def test_a_pending_gather_does_not_keep_its_parts_from_being_collected():

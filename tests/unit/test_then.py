@@ -128,7 +128,7 @@ def test_a_child_inherits_priority_name_and_bounding_set():
     parent = CUDAFuture(devices=["cuda:0"], priority=-1, name="parent")
     child = parent.then(lambda f: f)
     assert (child.priority, child.name, child.devices) == (-1, "parent", (torch.device("cuda:0"),))
-    assert parent.then(lambda f: f, priority=2).priority == 2
+    assert parent.then(lambda f: f, priority=-2).priority == -2
 
 
 @pytest.mark.parametrize("stream", ["pool", "caller", []])

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -80,10 +81,26 @@ void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
   }
 }
 
-// A Python object is searched where the thread is inside the interpreter: whoever set it as a result is.
+// The thread has just left the interpreter to complete torch's future with an object of Python's.
+std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
+  if (is_finalizing()) return {};
+  const Entry entry;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  std::vector<c10::Device> devices;
+  std::exception_ptr error;
+  try {
+    devices = devices_in(object_of(value));
+  } catch (...) {
+    error = std::make_exception_ptr(std::runtime_error(std::string(nb::str(exception_of(std::current_exception())).c_str())));
+  }
+  PyGILState_Release(state);
+  if (error != nullptr) std::rethrow_exception(error);
+  return devices;
+}
+
 std::vector<c10::Device> devices_of(const c10::IValue& value) {
   if (!any_device_with_streams()) return {};
-  if (value.isPyObject() && foreign_runtime().inside()) return devices_in(object_of(value));
+  if (value.isPyObject()) return devices_of_object(value);
   std::vector<at::Tensor> tensors;
   add_tensors(value, tensors);
   return cudafuture::devices_of(tensors);
