@@ -5,6 +5,7 @@
     program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
     callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
     object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
+    monitored barrier, in a line ───► keys in the group's store   what only that line enters
     staged collective, in a line ───► companion "g/g/staged.0"    what only that line issues
 
 Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
 from cudafuture.distributed._companion import make_companion, timeout_of
+from cudafuture.distributed._monitored_barrier import MonitoredBarrier
 from cudafuture.errors import CollectiveError, InvalidStateError
 
 __all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
@@ -56,6 +58,7 @@ class Group:
         self.timeout = timeout_of(process_group).total_seconds()
         self.callbacks = _C.ordered_executor(self.name)
         self.objects = _C.ordered_executor(f"{self.name}/objects")
+        self.barriers = _C.ordered_executor(f"{self.name}/barriers")
         self.staged = _C.ordered_executor(f"{self.name}/staged")
         self.sends = _C.ordered_executor(f"{self.name}/sends")
         self.sends_waiting = 0  # in that line; guarded by _lock
@@ -66,6 +69,7 @@ class Group:
         self.detours: dict[tuple[str, str], str | None] = {}  # of an operation on a type of device
         self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
         self._companions: dict[str, Issuer] = {}
+        self._barriers: dict[str, MonitoredBarrier] = {}  # by lane, each used by the lane's thread only
         self._lock = threading.Lock()  # guards _companions and sends_waiting
 
     def companion(self, process_group: dist.ProcessGroup, lane: str, *, connected: bool = True) -> Issuer:
@@ -91,6 +95,17 @@ class Group:
             self._companions[lane] = issuer
         return issuer
 
+    def monitored_barrier(self, process_group: dist.ProcessGroup, lane: str) -> MonitoredBarrier:
+        """Return the monitored barriers of a lane; called by the thread that runs the lane.
+
+        Raises:
+            InvalidStateError: some rank of this group has no such lane.
+        """
+        if lane not in self._barriers:
+            self._require_everywhere(lane)
+            self._barriers[lane] = MonitoredBarrier(process_group, lane)
+        return self._barriers[lane]
+
     def companions(self) -> list[dist.ProcessGroup]:
         """Return those that have been made so far."""
         with self._lock:
@@ -103,7 +118,7 @@ class Group:
 
     def _require_everywhere(self, lane: str) -> None:
         lines = [step.rpartition(".")[0] for step in lane.split(">")]
-        attachers = [line.removesuffix("/objects").removesuffix("/staged") for line in lines]
+        attachers = [line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged") for line in lines]
         of_name = {state.name: state for _, state in list(groups.values())}
         for name in attachers:
             if name != self.name and not (name in of_name and self.ranks <= of_name[name].ranks):

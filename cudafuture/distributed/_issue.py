@@ -20,6 +20,7 @@ from cudafuture._staging import are_dense
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
+from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.errors import CollectiveError
 
 __all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
@@ -135,18 +136,41 @@ class Issue(NamedTuple):
     ) -> _Future[T]:
         """Issue one that blocks: `call` runs on a thread of the library, behind those that were issued before it."""
         group = self.group
+
+        def call_on_side_group(lane: str) -> None:
+            side_group = group.companion(process_group, lane).process_group
+            assert side_group is not None
+            call(side_group)
+
+        return self._run_behind(group.objects, call_on_side_group, value)
+
+    def run_monitored_barrier(
+        self, process_group: dist.ProcessGroup, deadline: Deadline, wait_all_ranks: bool
+    ) -> _Future[None]:
+        """Enter the group's next monitored barrier on a thread of the library.
+
+        Nothing but other monitored barriers can delay it, and each of those ends at its own deadline.
+        """
+        group = self.group
+
+        def enter(lane: str) -> None:
+            group.monitored_barrier(process_group, lane).enter(deadline, wait_all_ranks)
+
+        return self._run_behind(group.barriers, enter, None)
+
+    def _run_behind(self, line: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
+        """Run `call`, which blocks, with the name of its lane, behind the operations that are in the line already."""
+        group = self.group
         future: _Future[T] = _C.issued(self.operation, group.callbacks, self)
 
         def run() -> None:
             try:
-                lane = _C.issuing_lane(group.objects)
+                lane = _C.issuing_lane(line)
                 assert lane is not None
-                companion = group.companion(process_group, lane).process_group
-                assert companion is not None
                 if group.is_broken:
                     raise RuntimeError("the group's thread has ended")
                 _C.set_leavable(True)  # nobody can interrupt what blocks in there
-                call(companion)
+                call(lane)
             except BaseException as e:
                 future.set_exception(self.error(e))
             else:
@@ -154,12 +178,12 @@ class Issue(NamedTuple):
             finally:
                 _C.set_leavable(False)
 
-        def fail_if_refused(run: _Future[Any]) -> None:
+        def fail_if_not_run(run: _Future[Any]) -> None:
             error = run.exception()
-            if error is not None:  # the system had no thread for it, or the process is exiting
+            if error is not None and not future.done():  # the system had no thread, say, or the process is exiting
                 future.set_exception(self.error(error))
 
-        _C.submit(run, group.objects, 0, self.operation).add_done_callback(fail_if_refused, executor=_C.inline_executor)
+        _C.submit(run, line, 0, self.operation).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
         return future
 
 

@@ -1,8 +1,10 @@
-"""Collectives on Python objects, and the barrier that says who is missing: several steps each, one after the other.
+"""Collectives on Python objects, and the barrier that names the missing ranks: several steps each.
 
-They block while they run, so they run on a thread of the library, first in, first out, on connections of their own:
-nothing that is issued meanwhile can get between their steps. What is sent is pickled: unpickling runs code that the
-other ranks choose, so every rank must be trusted.
+They block while they run, so they run on threads of the library: object collectives on one, first in, first out, on
+connections of their own; monitored barriers on another. So nothing that is issued meanwhile gets between their steps,
+and an object collective that hangs does not delay a monitored barrier.
+
+Objects are pickled: unpickling runs code that the other ranks choose, so every rank must be trusted.
 
 An object that cannot be pickled fails the future of its rank with the error of pickle; the others wait for it until
 their timeout.
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed._companion import timeout_of
 from cudafuture.distributed._issue import begin_in_line, nothing
+from cudafuture.distributed._monitored_barrier import Deadline
 
 __all__ = [
     "all_gather_object",
@@ -113,15 +116,19 @@ def gather_object(
 
 
 def monitored_barrier(
-    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> CUDAFuture[None]:
-    """Complete when every rank has come here; fail with the rank that has not after `timeout`.
+    """Complete when every rank has entered; fail on every rank that has when some rank does not enter in time.
 
-    `timeout`: None: that of the group. `wait_all_ranks`: name every rank that is missing, not the first one only.
-    Gloo only.
+    Rank 0 fails with the first missing rank, in the order of ranks. The ranks meet in the group's store: the timeout
+    holds for the first call on a group too, and a barrier that has failed leaves the group usable. A rank that enters
+    a failed barrier late fails at once. A rank that has died is missing when the timeout is over.
+
+    `timeout`: a timedelta, or seconds, from the call; None: that of the group. `wait_all_ranks`: name every missing
+    rank, not the first one only. Gloo only.
 
     Raises:
-        ValueError: the group's backend is another.
+        ValueError: the group's backend is not Gloo.
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
@@ -132,6 +139,9 @@ def monitored_barrier(
     backend = dist.get_backend(pg)
     if backend != dist.Backend.GLOO:
         raise ValueError(f"monitored_barrier() is for Gloo, and the group's backend is {backend}")
-    limit = timeout_of(pg) if timeout is None else timeout
-    meet: Any = dist.ProcessGroup.monitored_barrier  # type: ignore[attr-defined]
-    return issue.run_in_line(pg, lambda g: meet(g, limit, wait_all_ranks), None)
+    limit: timedelta
+    if timeout is None:
+        limit = timeout_of(pg)
+    else:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return issue.run_monitored_barrier(pg, Deadline(limit), wait_all_ranks)

@@ -267,7 +267,9 @@ class ProcessGroup:
     ) -> CUDAFuture[list[Any] | None]:
         return objects.gather_object(obj, object_gather_list, dst, self.group, group_dst)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> CUDAFuture[None]:
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> CUDAFuture[None]:
         return objects.monitored_barrier(self.group, timeout, wait_all_ranks)
 
 
