@@ -104,9 +104,12 @@ def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def copy_between(target: torch.Tensor, source: torch.Tensor) -> None:
     """Enqueue a copy on the current streams, where it is one transfer of plain bytes: nothing blocks the host.
 
-    What is a transposed part, say, or a conjugate, is written out on its own device first.
+    A source that is a transposed part, say, or a conjugate, is written out on its own device first. A target with gaps
+    is filled from such a tensor on its own device.
     """
-    source = source.detach()
+    source, target = source.detach(), target.detach()
     if not are_dense(source) or source.is_conj() or source.is_neg():
         source = torch.empty_like(source).copy_(source)
-    target.detach().copy_(source, non_blocking=True)
+    if not are_dense(target):
+        source = torch.empty_like(target).copy_(source, non_blocking=True)
+    target.copy_(source, non_blocking=True)

@@ -213,7 +213,7 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
         facts: Any = ((first.shape, first.dtype),)  # no call of a function: this is the way of nearly all
         detour = None
     else:
-        facts = tuple([_facts(t, operation) for t in tensors])
+        facts = tuple([_facts(t, operation, process_group) for t in tensors])
         detour = _staged.detour_of(state, process_group, operation, tensors)
     connected = detour != _staged.STAGED
     issuer = state.program if lane is None else state.companion(process_group, lane, connected=connected)
@@ -237,7 +237,7 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     if process_group is None:
         return None
     state = group_of(process_group)
-    facts = tuple([_facts(t, operation) for t in tensors])
+    facts = tuple([_facts(t, operation, process_group) for t in tensors])
     detour = _staged.detour_of(state, process_group, operation, tensors)
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
@@ -258,28 +258,33 @@ def nothing() -> _Future[Any]:
 
 # They work on memory, element by element: any layout without gaps does that is the same on every rank.
 _ELEMENTWISE = {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"}
+# Gloo reads and writes their tensors through contiguous copies of its own: any layout does, and ranks may differ.
+_COPIED_BY_GLOO = {"all_gather", "gather"}
 
 
-def _facts(tensors: Any, operation: str) -> Any:
+def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> Any:
     """Return shape and dtype of each tensor; None for what is none, which torch will complain of.
 
     Raises:
-        ValueError: a tensor that is not contiguous: the backends take its memory as if it were.
+        ValueError: a tensor that is not contiguous, and the backend would take its memory as if it were.
     """
     if isinstance(tensors, torch.Tensor):
-        if tensors.layout is torch.strided and not (tensors.is_contiguous() or _is_fit(tensors, operation)):
+        is_plain = tensors.layout is not torch.strided or tensors.is_contiguous()
+        if not (is_plain or _is_fit(tensors, operation, process_group)):
             raise ValueError(
                 f"{operation}() takes contiguous tensors, and one of shape {list(tensors.shape)} has the strides "
                 f"{list(tensors.stride())}; give it tensor.contiguous(), and copy the result back"
             )
         return tensors.shape, tensors.dtype
     if isinstance(tensors, (list, tuple)):
-        return [_facts(t, operation) for t in tensors]
+        return [_facts(t, operation, process_group) for t in tensors]
     return None
 
 
-def _is_fit(tensor: torch.Tensor, operation: str) -> bool:
-    """Say whether the memory of a tensor that is not contiguous has no gaps, and the operation does not mind."""
+def _is_fit(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> bool:
+    """Return True if the operation gives the right values for a tensor that is not contiguous."""
+    if operation in _COPIED_BY_GLOO:
+        return _staged.is_over_gloo(process_group, tensor.device)
     return operation in _ELEMENTWISE and are_dense(tensor)
 
 

@@ -30,7 +30,7 @@ from cudafuture.distributed._twins import Twins, are_on_host, each, record
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["STAGED", "detour_of", "run", "run_recv", "run_send"]
+__all__ = ["STAGED", "detour_of", "is_over_gloo", "run", "run_recv", "run_send"]
 
 T = TypeVar("T")
 Call = Callable[..., Any]
@@ -76,6 +76,11 @@ def _find_detour(process_group: dist.ProcessGroup, operation: str, kind: str) ->
     if backend is not None and backend != "gloo":
         return None
     return None if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
+
+
+def is_over_gloo(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if Gloo carries tensors of the device, directly or through the host."""
+    return (kind_of(process_group, device) or kind_of(process_group, _HOST)) == "gloo"
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -236,3 +237,42 @@ def expect_common(taken: Taken, makes: Iterable[Make], dtypes: Iterable[torch.dt
     """See that a comparison did compare something."""
     missing = {(make.__name__, dtype) for make in makes if make not in NEWER for dtype in dtypes} - taken
     assert not missing, f"torch refuses {missing}"
+
+
+# ---- layouts of tensors that are gathered
+
+# Views of the values, and of negative numbers around them.
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: torch.clone(t)[:],
+    "transposed": lambda t: torch.clone(t.t(), memory_format=torch.contiguous_format).t(),
+    "with gaps": lambda t: torch.stack([t, -t - 1], -1)[..., 0],
+    "transposed with gaps": lambda t: torch.stack([t.t(), -t.t() - 1], 1)[:, 0].t(),
+}
+
+
+def expect_gathered_layouts(name: str, device: str) -> None:
+    """Compare what a gathering function of ours and torch's own on the host write into outputs of every layout."""
+    place = Place(root=1)
+    source = torch.arange(8.0).view(4, 2) + 100 * place.rank
+    for read, written in itertools.product(STRIDED, STRIDED):
+        # The layouts differ between the ranks: what is sent does not depend on them.
+        mine = STRIDED["contiguous" if place.rank == 2 else read](source)
+        theirs, there = ([STRIDED[written](torch.zeros(4, 2)) for _ in range(place.size)] for _ in range(2))
+        ours = [_moved(t, device) for t in there]
+        if name == "all_gather":
+            dist.all_gather(theirs, mine)
+            future: CUDAFuture[Any] = cfd.all_gather(ours, _moved(mine, device))
+        else:
+            dist.gather(mine, theirs if place.at_root else None, **place.root("dst"))
+            future = cfd.gather(_moved(mine, device), ours if place.at_root else None, **place.root("dst"))
+        future.wait(timeout=TIMEOUT)
+        for wanted, output in zip(theirs, ours, strict=True):
+            assert output._base is not None
+            assert wanted._base is not None
+            assert torch.equal(output._base.cpu(), wanted._base), f"{name}, {read} into {written}"
+
+
+def _moved(tensor: Tensor, device: str) -> Tensor:
+    """Return the same view of a copy on the device."""
+    assert tensor._base is not None
+    return tensor._base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -29,6 +29,7 @@ from world.comparison import (
     by_torch,
     compare,
     expect_common,
+    expect_gathered_layouts,
     values,
 )
 
@@ -141,10 +142,7 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
                 ("all_reduce_coalesced", [t, gaps]),
                 ("broadcast", gaps, 0),
                 ("reduce", gaps, 0),
-                ("all_gather", two, gaps),
-                ("all_gather", [t, gaps], t),
                 ("all_gather_into_tensor", both, gaps),
-                ("gather", gaps, two if dist.get_rank() == 0 else None, 0),
                 ("scatter", gaps, two if dist.get_rank() == 0 else None, 0),
                 ("reduce_scatter", gaps, two),
                 ("reduce_scatter_tensor", gaps, both),
@@ -155,6 +153,15 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
             for f, *args in calls:
                 with pytest.raises(ValueError, match="contiguous"):
                     getattr(cfd, f)(*args)
+
+    world.run(run)
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("name", ["all_gather", "gather"])
+def test_tensors_of_any_layout_are_gathered(world: World, name: str) -> None:
+    def run() -> None:
+        expect_gathered_layouts(name, "cpu")
 
     world.run(run)
 

@@ -20,7 +20,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.distributed import CollectiveError, Received, _issue
 from cudafuture.testing import World
-from world.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours
+from world.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, expect_gathered_layouts
 from world.ranks import run_ranks, short_group
 from world.simulated import SCHEDULES, onto, simulated
 
@@ -184,6 +184,34 @@ def test_layouts_that_have_no_gaps_are_taken(ranks: World, name: str) -> None:
                 getattr(cfd, name)(layout(here), **root).wait(timeout=LONG)
                 future.wait(timeout=LONG)
                 assert torch.equal(here, there.cpu()) or (name == "reduce" and rank == 1)
+
+    ranks.run(run)
+
+
+@on_each_schedule
+@pytest.mark.parametrize("name", ["all_gather", "gather"])
+def test_tensors_of_any_layout_are_gathered(three_ranks: World, name: str, schedule: str) -> None:
+    def run() -> None:
+        with simulated(schedule):
+            expect_gathered_layouts(name, "sim:1")
+
+    three_ranks.run(run)
+
+
+@on_each_schedule
+def test_a_gathered_view_is_read_and_written_in_the_order_of_the_streams(ranks: World, schedule: str) -> None:
+    def run() -> None:
+        with simulated(schedule) as sim:
+            with torch.Stream("sim:0"), sim.hold():
+                x = filled(dist.get_rank() + 1.0, size=128)
+                outputs = [filled(7.0, size=128)[::2] for _ in range(2)]
+                future = cfd.all_gather(outputs, x[::2])
+                del x
+                torch.empty(128, device="sim:0").fill_(100.0)
+                assert not future.done()
+            with torch.Stream("sim:0"):
+                first, second = future.wait(non_blocking=True, timeout=LONG)
+                assert (only(first), only(second)) == (1.0, 2.0)
 
     ranks.run(run)
 

@@ -180,8 +180,8 @@ def refuse_gaps(rank: int) -> None:
     issues: list[Callable[[], object]] = [
         lambda: cfd.all_reduce(columns),
         lambda: cfd.broadcast(columns, 0),
-        lambda: cfd.all_gather([columns], columns),
-        lambda: cfd.all_gather([ones(4, 4)], ones(4, 4).t()),
+        lambda: cfd.scatter(columns, [ones(4, 3)], 0),
+        lambda: cfd.all_gather_into_tensor(ones(4, 4), ones(4, 4).t()),
         lambda: cfd.send(columns, 0),
     ]
     for issue in issues:
