@@ -38,8 +38,8 @@ from rpc_ext._codec import (
     kind_of,
     targets_of,
 )
+from rpc_ext._device_order import DeviceOrder
 from rpc_ext._expiry import expire
-from rpc_ext._functions import call_function
 from rpc_ext._later import Later
 from rpc_ext._promises import Promises
 
@@ -88,6 +88,7 @@ class Server:
         self._later: Later[Answer] = Later()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
+        self.order = DeviceOrder()
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._begun = self._blocked = 0
         self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
@@ -95,6 +96,7 @@ class Server:
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
         """Say which of the callers' devices the tensors of answers go to."""
         self._devices = devices
+        self.order.set_devices(device for of in devices.values() for device in (*of.native, *of.staged))
 
     @property
     def served(self) -> int:
@@ -145,7 +147,7 @@ class Server:
             with self._in_this_thread():
                 number = self._begin()
                 try:
-                    _, outcome, is_future = call_function((-1, fn, args, kwargs))
+                    _, outcome, is_future = self.order.call((-1, fn, args, kwargs))
                 except BaseException:
                     self._open.discard(number)
                     raise
@@ -196,12 +198,12 @@ class Server:
     def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Return the caller, and what the function has returned: a value, or a future."""
         if is_plain(payload):
-            return call_function(decode(payload, tensors))
+            return self.order.call(decode(payload, tensors))
         targets = targets_of(payload)
         if targets is not None:
             tensors = _staging.to_devices(tensors, targets)
         if not has_rrefs(payload):
-            return call_function(decode(payload, tensors))
+            return self.order.call(decode(payload, tensors))
         return self._run_when_confirmed(payload, tensors)
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
@@ -221,7 +223,7 @@ class Server:
             try:
                 done.value()  # raises where an owner has not
                 with self._in_this_thread(), use_streams(*streams):
-                    _, outcome, is_future = call_function(call)
+                    _, outcome, is_future = self.order.call(call)
                     return outcome if is_future else CUDAFuture.completed(outcome)
             finally:
                 begun.set_result(None)
@@ -246,6 +248,7 @@ class Server:
         return confirmed
 
     def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
+        self.order.add_future(caller, outcome)
         try:
             answer = self._packed(outcome.value(), caller)
         except BaseException as e:
@@ -337,7 +340,7 @@ class Server:
             fn = functions.get(place)
             if fn is None:
                 fn = functions[place] = decode(table[place], [])
-            _, outcome, is_future = call_function((caller, fn, args, {}))
+            _, outcome, is_future = self.order.call((caller, fn, args, {}))
             if type(outcome) in ATOMS:
                 self._open.discard(number)
                 return outcome

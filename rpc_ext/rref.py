@@ -341,7 +341,7 @@ def _invoke(rref: RRef[Any], method: str, args: Sequence[Any], kwargs: Mapping[s
     def call(both: CUDAFuture[list[Any]]) -> CUDAFuture[Any]:
         return _outcome(getattr(both.value()[0], method), args, kwargs)
 
-    return gather(rref._value(), given).then_async(call)
+    return gather(rref._value(), given).then_async(current().server.order.part_of_call(call))
 
 
 def _outcome(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:

@@ -121,6 +121,7 @@ class Session:
             for destination in self.destinations:
                 destination.close()
             self.awaited.close()
+            self.server.order.close()
             if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:

@@ -47,6 +47,7 @@ RPC_EXT = (
     ),
     (
         "_codec",
+        "_device_order",
         "_expiry",
         "_farewell",
         "_meeting",

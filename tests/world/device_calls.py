@@ -160,6 +160,63 @@ class Register:
     def add_later(self, x: Tensor) -> CUDAFuture[Tensor]:
         return CUDAFuture.completed(self.add(x)).then(lambda done: done.value() * 1)
 
+    def set(self, x: Tensor) -> None:
+        self.total.copy_(x)
+
+
+_held: list[Tensor] = []  # on a device of this worker, between calls
+
+
+def hold(x: Tensor) -> None:
+    _held[:] = [x.clone()]
+
+
+def fill_held(x: Tensor) -> None:
+    """Change the tensor on the device, and return nothing that says when the device has done so."""
+    with torch.accelerator.device_index(x.device.index):
+        sim.sleep(1)
+    _held[0].copy_(x)
+
+
+def fill_held_by_number(value: float) -> None:
+    _held[0].fill_(value)
+
+
+def fill_held_and_fail(x: Tensor) -> None:
+    fill_held(x)
+    raise LookupError("after the device was given work")
+
+
+def fill_held_elsewhere(x: Tensor) -> None:
+    """Leave another stream current than the one that has the work."""
+    fill_held(x)
+    torch.accelerator.set_stream(torch.Stream(x.device))
+
+
+@rpc_ext.async_execution
+def fill_held_later(x: Tensor) -> CUDAFuture[None]:
+    """Complete with None, and with events of the tensor."""
+    filled_later: CUDAFuture[None] = CUDAFuture()
+
+    def fill(done: CUDAFuture[list[Any]]) -> None:
+        fill_held(done.value()[0])
+        filled_later.set_result(None, tensors=[_held[0]])
+
+    gather(CUDAFuture.completed(x), submit(int, 2)).then(fill)
+    return filled_later
+
+
+def held() -> Tensor:
+    return _held[0]
+
+
+def held_plus(x: Tensor) -> Tensor:
+    return _held[0] + x
+
+
+def release_held() -> None:
+    _held.clear()
+
 
 # ---- scenarios
 
@@ -339,6 +396,38 @@ def methods_of_references(to: str) -> None:
     with torch.Stream("sim:0"):
         assert only(register.rpc_sync().add_later(filled(3.0))) == 6.0
         assert only(register.remote().add(filled(4.0)).to_here()) == 10.0
+    later = remote(to, doubled_later, (filled(5.0),))
+    assert later.rpc_sync().sum().item() == 10.0 * SIZE
+
+
+def state_that_calls_change(to: str) -> None:
+    """A call is ordered after the device work of the same caller's earlier calls, which have returned no tensor."""
+    rpc_sync(to, hold, (filled(1.0),))
+    for value, fill in enumerate([fill_held, fill_held_elsewhere, fill_held_later, fill_held], 2):
+        rpc_sync(to, fill, (filled(float(value)),))
+        assert only(rpc_sync(to, held)) == value
+        rpc_sync(to, fill_held_by_number, (10.0 * value,))
+        assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 10.0 * value + 1
+    assert isinstance(rpc_async(to, fill_held_and_fail, (filled(6.0),)).exception(timeout=LONG), LookupError)
+    assert only(rpc_sync(to, held)) == 6.0
+    kept = remote(to, fill_held, (filled(7.0),))
+    assert kept.to_here() is None
+    assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 8.0
+    with rpc_ext.batch(to):
+        rpc_async(to, fill_held, (filled(8.0),))
+        first = rpc_async(to, held_plus, (filled(1.0),))
+        rpc_async(to, fill_held_by_number, (9.0,))
+        second = rpc_async(to, held_plus, (filled(1.0),))
+    assert (only(first.wait(timeout=LONG)), only(second.wait(timeout=LONG))) == (9.0, 10.0)
+    rpc_sync(to, release_held)
+
+
+def objects_that_methods_change(to: str) -> None:
+    """The methods of an object are ordered like functions, where none returns a tensor."""
+    register = remote(to, Register, (filled(1.0),))
+    for value in (2.0, 3.0, 4.0):
+        register.rpc_sync().set(filled(value))
+        assert only(register.rpc_sync().add(filled(1.0))) == value + 1
 
 
 def what_is_current(to: str) -> None:
@@ -392,6 +481,8 @@ SCENARIOS: tuple[Callable[[str], None], ...] = (
     messages_of_a_batch,
     references,
     methods_of_references,
+    state_that_calls_change,
+    objects_that_methods_change,
     what_is_current,
     failures,
     copies_of_their_own,

@@ -1,0 +1,108 @@
+"""The device work that calls have left behind on the callee, by caller.
+
+::
+
+    call 1 of a caller ──► fill a tensor that stays here ──► events ─┐   reply: None
+    call 2 of a caller ◄── its streams wait for the events ◄─────────┘
+
+A reply without tensors carries no events, so nothing on the caller can order its next call after such work. The callee
+does: a call runs on streams that wait for all calls of the same caller that were answered before it began. No thread
+waits for a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from cudafuture import CUDAFuture, current_streams
+from rpc_ext._functions import call_function
+
+__all__ = ["DeviceOrder"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class _Thread(threading.local):
+    caller = -1  # of the function that this thread runs; -1: not known
+
+
+_thread = _Thread()
+
+
+class DeviceOrder:
+    """Orders the calls of each caller on the devices that calls may use."""
+
+    def __init__(self) -> None:
+        self._devices: tuple[torch.device, ...] = ()
+        self._lock = threading.Lock()  # guards _work; a leaf
+        self._work: dict[int, tuple[CUDAFuture[None], ...]] = {}  # by caller: completed, with events
+
+    def set_devices(self, devices: Iterable[torch.device]) -> None:
+        """Set the devices on which calls are ordered."""
+        self._devices = tuple(dict.fromkeys(devices))
+
+    def close(self) -> None:
+        """Release the events, and order nothing any more."""
+        self._devices = ()
+        with self._lock:
+            self._work.clear()
+
+    def call(self, call: Any) -> tuple[int, Any, bool]:
+        """Call the function on streams that wait for the earlier calls of its caller; see ``call_function``."""
+        if not self._devices:
+            return call_function(call)
+        outer, _thread.caller = _thread.caller, call[0]
+        try:
+            with self._after_earlier_calls(call[0]):
+                return call_function(call)
+        finally:
+            _thread.caller = outer
+
+    def part_of_call(self, callback: Callable[[T], S]) -> Callable[[T], S]:
+        """Return a callback that is ordered like the call that this thread runs, of which it is a part."""
+        caller = _thread.caller
+
+        def run(value: T) -> S:
+            with self._after_earlier_calls(caller):
+                return callback(value)
+
+        return run if self._devices else callback
+
+    def add_future(self, caller: int, future: CUDAFuture[Any]) -> None:
+        """Order later calls of the caller after a future's events; called in a callback of the future."""
+        if self._devices and future.devices:
+            self._add(caller, [current_streams(future.devices)], ())
+
+    @contextlib.contextmanager
+    def _after_earlier_calls(self, caller: int) -> Iterator[None]:
+        """Run a call of the caller: its current streams wait for the earlier calls, and later calls for them."""
+        with self._lock:
+            earlier = self._work.get(caller, ())
+        for work in earlier:
+            with contextlib.suppress(RuntimeError):  # of a device that is broken: the call itself will find that
+                work.wait(non_blocking=True)
+        before = current_streams(self._devices)
+        try:
+            yield
+        finally:
+            after = current_streams(self._devices)
+            self._add(caller, [before] if after == before else [before, after], earlier)
+
+    def _add(self, caller: int, recorded: list[list[torch.Stream]], superseded: tuple[CUDAFuture[None], ...]) -> None:
+        added: list[CUDAFuture[None]] = []
+        for streams in recorded:
+            work: CUDAFuture[None] = CUDAFuture()
+            with contextlib.suppress(RuntimeError):  # of a device that is broken
+                work.set_result(None, stream=streams)
+                added.append(work)
+        with self._lock:
+            if not self._devices:
+                return  # the session has ended
+            kept = [work for work in self._work.get(caller, ()) if not any(work is old for old in superseded)]
+            self._work[caller] = (*kept, *added)
