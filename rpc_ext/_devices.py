@@ -102,6 +102,11 @@ def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: i
 def _device(text: str, worker: str, counts: dict[str, int]) -> torch.device:
     device = torch.device(text)
     index = 0 if device.index is None else device.index
-    if device.type == "cpu" or index >= counts.get(device.type, 0):
+    if device.type == "cpu":
+        raise ValueError(
+            f"device_maps: the host ({text}) of worker '{worker}' cannot be mapped. Leave it out: a tensor on the host "
+            "arrives on the host, and one on a device on a device; move it with Tensor.to() before or in the function"
+        )
+    if index >= counts.get(device.type, 0):
         raise ValueError(f"device_maps: worker '{worker}' has no device {text}; it has {counts or 'the host only'}")
     return torch.device(device.type, index)
