@@ -152,6 +152,25 @@ def test_gradients_go_back_through_calls() -> None:
     assert torch.allclose(gradients[b], (2 * a * b).detach())
 
 
+def test_gradients_go_back_through_references() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        loss = rpc_ext.remote(ME, torch.dot, (weight, weight)).to_here()
+        dist_autograd.backward(context, [loss])
+        gradients = dist_autograd.get_gradients(context)
+    assert torch.allclose(gradients[weight], (2 * weight).detach())
+
+
+def test_a_function_that_raises_writes_nothing_on_the_callee(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(KeyError, match="expected") as caught:
+        rpc_sync(ME, raises, (KeyError("expected"),))
+    assert "expected" in caught.value.remote_traceback  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == ""
+    assert not caplog.records
+
+
 def test_calls_that_autograd_records_fail_as_others_do(gate: Gate) -> None:
     with dist_autograd.context():
         with pytest.raises(KeyError, match="expected") as caught:
