@@ -5,7 +5,7 @@
     program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
     callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
     object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
-    monitored barrier, in a line ───► keys in the group's store   what only that line enters
+    monitored barrier, in a queue ──► keys in the group's store   the barriers of that queue
     staged collective, in a line ───► companion "g/g/staged.0"    what only that line issues
 
 Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
@@ -69,7 +69,7 @@ class Group:
         self.detours: dict[tuple[str, str], str | None] = {}  # of an operation on a type of device
         self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
         self._companions: dict[str, Issuer] = {}
-        self._barriers: dict[str, MonitoredBarrier] = {}  # by lane, each used by the lane's thread only
+        self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
         self._lock = threading.Lock()  # guards _companions and sends_waiting
 
     def companion(self, process_group: dist.ProcessGroup, lane: str, *, connected: bool = True) -> Issuer:
@@ -95,16 +95,16 @@ class Group:
             self._companions[lane] = issuer
         return issuer
 
-    def monitored_barrier(self, process_group: dist.ProcessGroup, lane: str) -> MonitoredBarrier:
-        """Return the monitored barriers of a lane; called by the thread that runs the lane.
+    def monitored_barrier(self, process_group: dist.ProcessGroup, queue: str) -> MonitoredBarrier:
+        """Return the monitored barriers of a serial queue; called by the thread that runs the queue.
 
         Raises:
-            InvalidStateError: some rank of this group has no such lane.
+            InvalidStateError: some rank of this group has no such queue.
         """
-        if lane not in self._barriers:
-            self._require_everywhere(lane)
-            self._barriers[lane] = MonitoredBarrier(process_group, lane)
-        return self._barriers[lane]
+        if queue not in self._barriers:
+            self._require_everywhere(queue)
+            self._barriers[queue] = MonitoredBarrier(process_group, queue)
+        return self._barriers[queue]
 
     def companions(self) -> list[dist.ProcessGroup]:
         """Return those that have been made so far."""

@@ -137,8 +137,8 @@ class Issue(NamedTuple):
         """Issue one that blocks: `call` runs on a thread of the library, behind those that were issued before it."""
         group = self.group
 
-        def call_on_side_group(lane: str) -> None:
-            side_group = group.companion(process_group, lane).process_group
+        def call_on_side_group(queue: str) -> None:
+            side_group = group.companion(process_group, queue).process_group
             assert side_group is not None
             call(side_group)
 
@@ -153,24 +153,24 @@ class Issue(NamedTuple):
         """
         group = self.group
 
-        def enter(lane: str) -> None:
-            group.monitored_barrier(process_group, lane).enter(deadline, wait_all_ranks)
+        def enter(queue: str) -> None:
+            group.monitored_barrier(process_group, queue).enter(deadline, wait_all_ranks)
 
         return self._run_behind(group.barriers, enter, None)
 
-    def _run_behind(self, line: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
-        """Run `call`, which blocks, with the name of its lane, behind the operations that are in the line already."""
+    def _run_behind(self, queue: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
+        """Run `call`, which blocks and takes the name of its serial queue, behind the operations in that queue."""
         group = self.group
         future: _Future[T] = _C.issued(self.operation, group.callbacks, self)
 
         def run() -> None:
             try:
-                lane = _C.issuing_lane(line)
-                assert lane is not None
+                name = _C.issuing_lane(queue)
+                assert name is not None
                 if group.is_broken:
                     raise RuntimeError("the group's thread has ended")
                 _C.set_leavable(True)  # nobody can interrupt what blocks in there
-                call(lane)
+                call(name)
             except BaseException as e:
                 future.set_exception(self.error(e))
             else:
@@ -183,7 +183,7 @@ class Issue(NamedTuple):
             if error is not None and not future.done():  # the system had no thread, say, or the process is exiting
                 future.set_exception(self.error(error))
 
-        _C.submit(run, line, 0, self.operation).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
+        _C.submit(run, queue, 0, self.operation).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
         return future
 
 

@@ -9,7 +9,7 @@
 It needs no connections between the ranks, so its timeout holds for the first barrier of a group too. A barrier that has
 failed breaks nothing: the next one has other keys. A rank that arrives late finds the verdict and fails at once.
 
-Each line of barriers has its own keys. All ranks enter the barriers of a line in the same order.
+The barriers of each serial queue have their own keys. All ranks enter the barriers of a queue in the same order.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Deadline:
 
 
 class MonitoredBarrier:
-    """The barriers of one line on one rank, entered one after the other."""
+    """The barriers of one serial queue on one rank, entered one after the other."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: str) -> None:
-        self._store: Store = store_of(group, f"monitored_barrier/{lane}")
+    def __init__(self, group: dist.ProcessGroup, queue: str) -> None:
+        self._store: Store = store_of(group, f"monitored_barrier/{queue}")
         self._rank, self._size = group.rank(), group.size()
         self._sequence = 0
         self._written: list[str] = []  # keys that this rank deletes when all ranks have passed a later barrier
