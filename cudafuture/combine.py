@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
@@ -135,10 +133,9 @@ def wait(
             if not _C.wait_done(future, left()):
                 break
     elif return_when == "FIRST_EXCEPTION" or not any(f.done() for f in waiting):
-        with _Arrivals(waiting, left) as arrivals:
-            for future in arrivals:
-                if return_when == "FIRST_COMPLETED" or not _succeeded(future):
-                    break
+        for future in _in_order_of_completion(waiting, left):
+            if return_when == "FIRST_COMPLETED" or not _succeeded(future):
+                break
     done = {future for future in waiting if future.done()}
     return done, set(waiting) - done
 
@@ -167,10 +164,10 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
     def __init__(self, futures: Iterable[CUDAFuture[T]], timeout: float | None) -> None:
         self._futures = _distinct(futures)
         self._left = _Countdown(timeout)
-        self._in_turn = _in_turn(self._futures, self._left)
+        self._until_timeout = _until_timeout(self._futures, self._left)
 
     def __next__(self) -> CUDAFuture[T]:
-        return next(self._in_turn)
+        return next(self._until_timeout)
 
     async def __aiter__(self) -> AsyncIterator[CUDAFuture[T]]:
         loop = asyncio.get_running_loop()
@@ -199,59 +196,26 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
                 _C.remove_done_callback(future, arrive)
 
 
-def _in_turn(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
-    with _Arrivals(futures, left) as arrivals:
-        yield from arrivals
-        if not arrivals.complete:
-            raise _time_is_over(futures)
+def _until_timeout(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
+    count = 0
+    for future in _in_order_of_completion(futures, left):
+        yield future
+        count += 1
+    if count < len(futures):
+        raise _time_is_over(futures)
 
 
-class _Arrivals(Generic[T]):
-    """Futures as they come to be done, while there is time. Leaving the scope detaches from the rest."""
-
-    def __init__(self, futures: Collection[CUDAFuture[T]], left: _Countdown) -> None:
-        self._futures = futures
-        self._left = left
-        self._arrived: deque[CUDAFuture[T]] = deque()
-        self._signals: deque[CUDAFuture[None]] = deque()  # one, while somebody waits
-        self._arrive = self._on_done  # one object, so that it can be removed
-        self.complete = False
-
-    def __enter__(self) -> _Arrivals[T]:
-        for future in self._futures:
-            if future.done():
-                self._arrived.append(future)
-            else:
-                future.add_done_callback(self._arrive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for future in self._futures:
-            _C.remove_done_callback(future, self._arrive)
-        del self._arrive  # a bound method of this very object
-
-    def __iter__(self) -> Iterator[CUDAFuture[T]]:
-        for _ in self._futures:
-            if not self._arrived and not self._wait():
+def _in_order_of_completion(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
+    """Yield each future when it is done, whatever its callbacks do, and end early when the time is over."""
+    arrivals = _C.Arrivals(tuple(futures))
+    try:
+        for _ in futures:
+            future = arrivals.next(left())
+            if future is None:
                 return
-            yield self._arrived.popleft()
-        self.complete = True
-
-    def _on_done(self, future: CUDAFuture[T]) -> None:
-        self._arrived.append(future)
-        with contextlib.suppress(IndexError):  # nobody waits, or another arrival was quicker
-            self._signals.pop().set_result(None)
-
-    def _wait(self) -> bool:
-        """Wait for an arrival. Through a future, whose wait runs the callbacks that stand behind the caller's own."""
-        while not self._arrived:
-            signal: CUDAFuture[None] = CUDAFuture()
-            self._signals.append(signal)
-            if not self._arrived and not _C.wait_done(signal, self._left()):
-                break
-            # An arrival that was taken already may have set the signal only now: look again.
-        self._signals.clear()
-        return bool(self._arrived)
+            yield future
+    finally:
+        arrivals.close()
 
 
 class _Countdown:

@@ -44,9 +44,15 @@ def test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value(device: De
     future = CUDAFuture.from_torch(work)
     with device.on(device.stream()):
         source.set_result([device.produce(2.0)])
-    assert list(future.devices) == ([device.at()] if device.has_streams else [])
     with device.on(device.stream()):
         assert device.read(future.wait(non_blocking=True)[0]) == 2.0
+
+
+def test_a_work_whose_future_knows_no_devices_has_those_of_its_value(device: Device) -> None:
+    source = TorchFuture[Any]()
+    future = CUDAFuture.from_torch(_create_work_from_future(source))
+    source.set_result([device.produce(2.0)])
+    assert list(future.devices) == ([device.at()] if device.has_streams else [])
 
 
 def test_what_comes_from_torch_is_bounded_by_torchs_devices(device: Device) -> None:

@@ -309,42 +309,6 @@ def test_a_whole_that_an_early_part_decides_is_not_attached_to_the_later_ones(ho
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_an_arrival_that_is_taken_before_it_has_signalled_does_not_end_the_next_wait():
-    first, second = CUDAFuture(), CUDAFuture()
-    appended, go_on = threading.Event(), threading.Event()
-
-    def stop_after_append(frame, event, argument):  # stands for the GIL going to another thread there
-        def stop(frame, event, argument):
-            if event == "line" and frame.f_locals["self"]._arrived and not appended.is_set():
-                appended.set()
-                go_on.wait()
-            return stop
-
-        return stop if frame.f_code.co_name == "_on_done" else None
-
-    def complete():
-        sys.settrace(stop_after_append)
-        first.set_result(1)
-
-    completer = threading.Thread(target=complete)
-
-    class Signals(deque):
-        def append(self, signal):
-            super().append(signal)
-            if completer.is_alive():  # this wait is ended by the arrival that was taken before
-                go_on.set()
-                completer.join()
-            else:
-                threading.Thread(target=second.set_result, args=(2,)).start()
-
-    iterator = as_completed([CUDAFuture.completed(0), first, second], timeout=60)
-    next(iterator)
-    iterator._in_turn.gi_frame.f_locals["arrivals"]._signals = Signals()
-    completer.start()
-    appended.wait()
-    assert [next(iterator), next(iterator)] == [first, second]
-
-
 def test_a_gather_that_is_cancelled_inside_a_callback_of_a_cancellation_cancels_at_once():
     outer, inner, seen = CUDAFuture(), CUDAFuture(), []
     whole, nested = gather(outer, cancel_parts=True), gather(inner, cancel_parts=True)

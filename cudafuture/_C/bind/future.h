@@ -53,7 +53,7 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
 [[noreturn]] void raise_done_already(const Future& future, const char* verb);
 
 // ---- waiting
-bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the time is over
+bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the deadline has passed
 void wait_until_done(Future& future, const Deadline& deadline);      // TimeoutError
 // Raises InvalidStateError where the host cannot ask about the device work; `what` is the operation that would.
 void refuse_captured(const Future& future, const char* what);
@@ -118,6 +118,7 @@ void bind_order(nb::module_& m);
 void bind_collective(nb::module_& m);
 void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
+void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);
 void bind_edges(nb::module_& m);
 void bind_storage(nb::module_& m);

@@ -58,6 +58,7 @@ NB_MODULE(_C, m) {
   bind_executors(m);
   bind_order(m);
   bind_combine(m);
+  bind_arrivals(m);
   bind_await(m);
   bind_collective(m);
   bind_gloo(m);

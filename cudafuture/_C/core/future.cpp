@@ -187,18 +187,20 @@ std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nano
 bool Future::wait_until(const Clock::time_point* deadline) {
   if (done()) return true;
   Waiter waiter;
-  {
-    std::lock_guard lock(mutex_);
-    if (done()) return true;
-    waiter.next = waiters_;
-    waiters_ = &waiter;
-  }
-  if (waiter.wait(deadline)) return true;
-  unlink(waiter);
+  if (!add(waiter) || waiter.wait(deadline)) return true;
+  remove(waiter);
   return done();
 }
 
-void Future::unlink(Waiter& waiter) noexcept {
+bool Future::add(Waiter& waiter) {
+  std::lock_guard lock(mutex_);
+  if (done()) return false;
+  waiter.next = waiters_;
+  waiters_ = &waiter;
+  return true;
+}
+
+void Future::remove(Waiter& waiter) noexcept {
   {
     std::lock_guard lock(mutex_);
     for (Waiter** link = &waiters_; *link != nullptr; link = &(*link)->next) {
@@ -208,7 +210,7 @@ void Future::unlink(Waiter& waiter) noexcept {
       }
     }
   }
-  // Whoever completes the future has the waiter in hand: it must be signalled before its stack may go.
+  // The completing thread has the waiter in hand: it must have been released before its memory may go.
   waiter.wait(nullptr);
 }
 

@@ -110,6 +110,11 @@ class Future final : public c10::intrusive_ptr_target {
   // Blocks until the future is done or the deadline (null: none) has come. Returns done().
   bool wait_until(const Clock::time_point* deadline);
 
+  // Has `waiter` released when the future is done. False: it is done, and the waiter was not added.
+  bool add(Waiter& waiter);
+  // Afterwards nothing uses the waiter any more: it was taken back, or its release has ended.
+  void remove(Waiter& waiter) noexcept;
+
   // Runs `c` once the future is done: now, if it is.
   void attach(Continuation* c);
   // Takes back a continuation that has not been handed out. True: it belongs to the caller again.
@@ -166,7 +171,6 @@ class Future final : public c10::intrusive_ptr_target {
   void leak_tensors() noexcept;
   void look_at_aftermath() noexcept;
   ContinuationList sweep() noexcept;
-  void unlink(Waiter& waiter) noexcept;
 
   mutable std::mutex mutex_;
   std::atomic<State> state_{State::pending};
