@@ -12,6 +12,7 @@ from cudafuture.errors import (
     CUDAFutureError,
     DeviceMismatchError,
     InvalidStateError,
+    TensorSearchError,
 )
 from cudafuture.future import copy, submit
 from cudafuture.streams import current_streams, pool_stream, use_streams
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceMismatchError",
     "EventView",
     "InvalidStateError",
+    "TensorSearchError",
     "as_completed",
     "collect_all",
     "collect_any",

@@ -6,6 +6,7 @@ The tree::
     |-- InvalidStateError                                    asked of a future in the wrong state
     |-- CancelledError      (concurrent.futures.CancelledError)
     |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
+    |-- TensorSearchError   (ValueError)                     a value too large to be searched for tensors
     |-- CollectiveError                                      a collective failed: a dead peer, a timeout
     |-- RemoteError                                          an exception of another worker, of an unknown type
     |   `-- WorkerLostError (ConnectionError)                a worker that cannot be reached any more
@@ -41,6 +42,7 @@ __all__ = [
     "QuotaError",
     "RemoteError",
     "StorageError",
+    "TensorSearchError",
     "WorkerLostError",
 ]
 
@@ -65,6 +67,14 @@ class DeviceMismatchError(CUDAFutureError, ValueError):
     """A value, a stream or a set of devices does not fit the future's bounding set.
 
     The message names both sets. Give the future all the devices that its values may use, or leave ``devices`` out.
+    """
+
+
+class TensorSearchError(CUDAFutureError, ValueError):
+    """A value has more objects than the search for its tensors visits.
+
+    The future fails, because tensors that the search did not reach would have no event. Name the tensors that the value
+    uses: ``set_result(value, tensors=[...])``. Then a search that cannot finish is no error.
     """
 
 

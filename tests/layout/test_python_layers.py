@@ -13,8 +13,8 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
-    ("errors", "config", "_build_info", "_log", "_tensors"),
-    ("_native",),
+    ("errors", "config", "_build_info", "_log"),
+    ("_native", "_tensors"),
     ("_C",),
     ("streams", "executors", "_await", "_work", "_staging"),
     ("_transfer",),

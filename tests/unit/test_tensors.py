@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cudafuture._tensors import find_tensors
+from cudafuture import _tensors
+from cudafuture._tensors import find_tensors, search_objects
+from cudafuture.errors import TensorSearchError
 
 
 @dataclasses.dataclass
@@ -89,12 +91,38 @@ def test_cycles_are_harmless():
     assert same(find_tensors([ring, node]), [a])
 
 
-def test_depth_is_bounded_and_deep_nesting_does_not_recurse():
+def test_deep_nesting_is_searched_without_recursion():
     (a,) = tensors(1)
     nested = a
     for _ in range(100_000):
         nested = [nested]
-    assert find_tensors(nested) == []
+    assert same(find_tensors(nested), [a])
+
+
+def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch):
+    monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
+    a, b = tensors(2)
+    value = Attributes(a=a, b=Data(b))
+    with pytest.raises(TensorSearchError, match=r"test_tensors\.Attributes' gave up after 2 objects.*tensors=\["):
+        find_tensors(value)
+    assert same(search_objects([value], value, True), [a])
+
+
+def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch):
+    class Endless:
+        @property
+        def __dict__(self):
+            return {"next": Endless()}
+
+    monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 1000)
+    with pytest.raises(TensorSearchError, match="Endless"):
+        find_tensors(Endless())
+
+
+def test_plain_data_does_not_count_as_objects(monkeypatch):
+    monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
+    (a,) = tensors(1)
+    assert same(find_tensors([*range(1000), *map(str, range(1000)), None, 1.5, torch, a]), [a])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")

@@ -163,8 +163,10 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       named.insert(named.end(), more.begin(), more.end());
     }
     if (!stands(Edge::gather_tensors)) named.clear();
-    whole.complete(Value::of_parts(foreign(parts)), kept(joined(whole.priority()), Edge::gather_events),
-                   std::move(named));
+    Value values = Value::of_parts(foreign(parts));
+    EventSet events = kept(joined(whole.priority()), Edge::gather_events);
+    if (!events.empty()) values.native = searches_of(parts_);
+    whole.complete(std::move(values), std::move(events), std::move(named));
   }
 
   // Who waits for the whole may use the values of the parts.
@@ -183,8 +185,9 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   void finish_any(Future& whole, std::size_t index, Future& part) {
     if (part.state() == State::completed) {
-      const nb::object value = result_of(part);
-      whole.complete(Value::of_object(foreign(nb::make_tuple(index, value))), kept(part.events(), Edge::any_events),
+      Value value = Value::of_object(foreign(nb::make_tuple(index, result_of(part))));
+      if (part.value().form == Value::Form::object) value.native = part.value().native;
+      whole.complete(std::move(value), kept(part.events(), Edge::any_events),
                      std::vector<at::Tensor>(part.named_tensors()));
       return;
     }

@@ -4,7 +4,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <unordered_set>
+#include <utility>
 
 #include "bind/errors.h"
 #include "bind/future.h"
@@ -13,7 +16,7 @@
 namespace cudafuture::bind {
 namespace {
 
-constexpr int kMaxNativeDepth = 8;
+constexpr int kMaxNativeDepth = 64;
 
 // An index for a device that was named by its type alone.
 c10::Device with_index(c10::Device device) {
@@ -34,37 +37,62 @@ c10::Stream stream_from(nb::handle object) {
 
 bool is_plain_data(PyObject* o) noexcept {
   return o == Py_None || PyLong_CheckExact(o) || PyBool_Check(o) || PyFloat_CheckExact(o) || PyUnicode_CheckExact(o) ||
-         PyBytes_CheckExact(o);
+         PyBytes_CheckExact(o) || PyComplex_CheckExact(o);
 }
 
-// Shows the tensors of the commonest shapes without leaving C++. False when the value holds something else.
+// Shows the tensors of lists, tuples and dicts without leaving C++, and lists the objects that only Python can search.
+// Runs no Python.
 template <class Show>
-bool show_natively(PyObject* o, Show& show, int depth) {
-  if (is_plain_data(o)) return true;
-  if (depth == 0) return false;
-  if (THPVariable_CheckExact(o)) {
-    const at::Tensor& tensor = THPVariable_Unpack(o);
-    if (tensor.layout() != at::kStrided) return false;
-    show(tensor);
-    return true;
-  }
-  if (PyList_CheckExact(o) || PyTuple_CheckExact(o)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) {
-      if (!show_natively(PySequence_Fast_GET_ITEM(o, i), show, depth - 1)) return false;
+class Walk {
+ public:
+  Walk(PyObject* value, Show& show) : show_(show) { visit(value, 0); }
+
+  std::vector<PyObject*> objects;  // borrowed: take references before Python runs
+
+ private:
+  void visit(PyObject* o, int depth) {
+    if (is_plain_data(o)) return;
+    if (THPVariable_CheckExact(o)) {
+      const at::Tensor& tensor = THPVariable_Unpack(o);
+      if (tensor.layout() != at::kStrided) {
+        objects.push_back(o);
+      } else {
+        show_(tensor);
+      }
+    } else if (PyList_CheckExact(o) || PyTuple_CheckExact(o)) {
+      if (!enter(o, depth)) return;
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) visit(PySequence_Fast_GET_ITEM(o, i), depth + 1);
+    } else if (PyDict_CheckExact(o)) {
+      if (!enter(o, depth)) return;
+      Py_ssize_t position = 0;
+      PyObject* key;
+      PyObject* value;
+      while (PyDict_Next(o, &position, &key, &value) != 0) {
+        visit(key, depth + 1);
+        visit(value, depth + 1);
+      }
+    } else if (core_of_or_null(o) == nullptr) {  // a future has events of its own
+      objects.push_back(o);
     }
-    return true;
   }
-  if (PyDict_CheckExact(o)) {
-    Py_ssize_t position = 0;
-    PyObject* key;
-    PyObject* value;
-    while (PyDict_Next(o, &position, &key, &value) != 0) {
-      if (!is_plain_data(key) || !show_natively(value, show, depth - 1)) return false;
+
+  // A container with one reference cannot be met twice. The first that have more are not noted: the commonest values
+  // have few, and noting them allocates.
+  bool enter(PyObject* o, int depth) {
+    constexpr int kUnnoted = 16;
+    if (depth == kMaxNativeDepth) {
+      objects.push_back(o);
+      return false;
     }
-    return true;
+    if (Py_REFCNT(o) == 1 || ++shared_ <= kUnnoted) return true;
+    if (seen_ == nullptr) seen_ = std::make_unique<std::unordered_set<PyObject*>>();
+    return seen_->insert(o).second;
   }
-  return false;
-}
+
+  Show& show_;
+  int shared_ = 0;
+  std::unique_ptr<std::unordered_set<PyObject*>> seen_;
+};
 
 // Notes the devices that have streams, in the order in which they come.
 class DeviceList {
@@ -100,22 +128,103 @@ class ItemList {
   bool has_streams_ = false;
 };
 
-template <class List>
-auto found_in(nb::handle value) {
-  List list;
-  if (is_plain_data(value.ptr()) || !any_device_with_streams()) return std::move(list.found);
-  if (show_natively(value.ptr(), list, kMaxNativeDepth)) return std::move(list.found);
-  list = {};
-  static Imported find{"cudafuture._tensors", "find_tensors"};
-  for (nb::handle tensor : call(find(), value)) list(THPVariable_Unpack(tensor.ptr()));
+void add_item(std::vector<DeviceMemory>& items, c10::Device device, c10::Storage storage) {
+  items.emplace_back(device, std::move(storage));
+}
+
+// A tensor that stands for its memory.
+void add_item(std::vector<at::Tensor>& items, c10::Device, c10::Storage storage) {
+  items.push_back(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(),
+                                                           caffe2::TypeMeta::Make<std::uint8_t>()));
+}
+
+// The outcome of a search through Python objects, kept with the value because the search is slow. The references are
+// weak: a storage that has died belonged to a tensor that was replaced or dropped since, and the value is searched
+// again.
+class KeptSearch final : public torch::CustomClassHolder {
+ public:
+  KeptSearch(std::vector<PyObject*> objects, const std::vector<at::Tensor>& tensors, bool may_stop)
+      : may_stop(may_stop), objects_(std::move(objects)) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.has_storage()) continue;
+      uses_.emplace_back(tensor.device(), tensor.storage().getWeakStorageImpl());
+    }
+  }
+
+  // Adds what was found. False when that no longer stands for these objects.
+  template <class Item>
+  bool add_to(std::vector<Item>& items, const std::vector<PyObject*>& objects) const {
+    if (objects != objects_) return false;
+    const std::size_t before = items.size();
+    for (const auto& [device, weak] : uses_) {
+      auto storage = weak.lock();
+      if (!storage) {
+        items.erase(items.begin() + static_cast<std::ptrdiff_t>(before), items.end());
+        return false;
+      }
+      add_item(items, device, c10::Storage(std::move(storage)));
+    }
+    return true;
+  }
+
+  // What is kept for a list of the values.
+  void append(const KeptSearch& other) {
+    may_stop |= other.may_stop;
+    objects_.insert(objects_.end(), other.objects_.begin(), other.objects_.end());
+    uses_.insert(uses_.end(), other.uses_.begin(), other.uses_.end());
+  }
+
+  bool may_stop = false;
+
+  KeptSearch() = default;
+
+ private:
+  std::vector<PyObject*> objects_;  // addresses, compared and never followed
+  std::vector<std::pair<c10::Device, c10::weak_intrusive_ptr<c10::StorageImpl>>> uses_;
+};
+
+c10::intrusive_ptr<KeptSearch> kept_search(const Value& value) {
+  if (value.form == Value::Form::native || !value.native.isCapsule()) return {};
+  return c10::dynamic_intrusive_pointer_cast<KeptSearch>(value.native.toCapsule());
+}
+
+// Searches parts of the value in Python, for tensors on devices with streams.
+std::vector<at::Tensor> search_in_python(const std::vector<PyObject*>& parts, nb::handle value, bool may_stop) {
+  std::vector<nb::object> owned;
+  for (PyObject* part : parts) owned.push_back(nb::borrow(nb::handle(part)));
+  nb::list objects;
+  for (const nb::object& part : owned) objects.append(part);
+  static Imported search{"cudafuture._tensors", "search_objects"};
+  ItemList<at::Tensor> list;
+  for (nb::handle tensor : call(search(), objects, value, nb::bool_(may_stop))) list(THPVariable_Unpack(tensor.ptr()));
+  return std::move(list.found);
+}
+
+// Containers are walked each time, so that changes of them are followed. Objects are searched once.
+template <class Item>
+std::vector<Item> items_in_value(Future& future) {
+  const nb::object object = result_of(future);
+  if (!may_use_devices(object)) return {};
+  ItemList<Item> list;
+  Walk walk(object.ptr(), list);
+  if (walk.objects.empty()) return std::move(list.found);
+  const auto kept = kept_search(future.value());
+  if (kept != nullptr && kept->add_to(list.found, walk.objects)) return std::move(list.found);
+  const bool may_stop = kept != nullptr ? kept->may_stop : !future.named_tensors().empty();
+  const std::vector<at::Tensor> tensors = search_in_python(walk.objects, object, may_stop);
+  for (const at::Tensor& tensor : tensors) list(tensor);
+  Value& value = future.value();
+  if (value.form == Value::Form::object) {
+    value.native =
+        c10::IValue::make_capsule(c10::make_intrusive<KeptSearch>(std::move(walk.objects), tensors, may_stop));
+  }
   return std::move(list.found);
 }
 
 template <class Item>
 std::vector<Item> items_of(Future& future) {
   std::vector<Item> items;
-  if (!future.events().empty() && future.state() == State::completed)
-    items = found_in<ItemList<Item>>(result_of(future));
+  if (!future.events().empty() && future.state() == State::completed) items = items_in_value<Item>(future);
   if (!stands(Edge::result_tensors)) return items;
   const std::vector<at::Tensor>& named = future.named_tensors();
   items.insert(items.end(), named.begin(), named.end());
@@ -204,8 +313,35 @@ std::string device_set(c10::ArrayRef<c10::Device> devices) {
   return text + "}";
 }
 
-std::vector<c10::Device> devices_in(nb::handle value) { return found_in<DeviceList>(value); }
+bool may_use_devices(nb::handle value) { return !is_plain_data(value.ptr()) && any_device_with_streams(); }
+
+FoundTensors find_tensors(nb::handle value, bool may_stop) {
+  if (!may_use_devices(value)) return {};
+  DeviceList list;
+  Walk walk(value.ptr(), list);
+  if (walk.objects.empty()) return {std::move(list.found), {}};
+  const std::vector<at::Tensor> tensors = search_in_python(walk.objects, value, may_stop);
+  for (const at::Tensor& tensor : tensors) list(tensor);
+  auto kept = c10::make_intrusive<KeptSearch>(std::move(walk.objects), tensors, may_stop);
+  return {std::move(list.found), c10::IValue::make_capsule(std::move(kept))};
+}
+
+c10::IValue searches_of(c10::ArrayRef<PyObject*> parts) {
+  auto all = c10::make_intrusive<KeptSearch>();
+  bool any = false;
+  for (PyObject* part : parts) {
+    const auto kept = kept_search(core_of(part).value());
+    if (kept == nullptr) continue;
+    all->append(*kept);
+    any = true;
+  }
+  return any ? c10::IValue::make_capsule(std::move(all)) : c10::IValue();
+}
+
 std::vector<at::Tensor> tensors_of(Future& future) { return items_of<at::Tensor>(future); }
-std::vector<DeviceMemory> memory_of(Future& future) { return items_of<DeviceMemory>(future); }
+std::vector<DeviceMemory> memory_of(Future& future) {
+  if (future.lifetime() == Lifetime::hold) return {};  // the allocator is told nothing
+  return items_of<DeviceMemory>(future);
+}
 
 }  // namespace cudafuture::bind

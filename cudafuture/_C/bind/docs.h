@@ -257,12 +257,16 @@ inline constexpr const char* set_result = R"(Complete the future, release who wa
 
 Args:
     value: anything. Its tensors are found in lists, tuples, dicts, dataclasses, classes registered with
-        torch.utils._pytree, and in the attributes of other objects.
+        torch.utils._pytree, and in the attributes of other objects. Modules are not searched.
     stream: a torch.Stream or several: the events are recorded on them. None (default): on the streams that are current
         in this thread. A producer whose work was enqueued elsewhere must say where.
-    tensors: the tensors of a value in which they cannot be found.
+    tensors: the tensors of a value in which they cannot be found. Where they are given, also as an empty list, a search
+        that cannot finish is no error.
 
-A value with tensors outside the bounding set fails the future with DeviceMismatchError, so that nobody hangs.
+A value that cannot be ordered fails the future, so that its consumers do not hang: with DeviceMismatchError where it has
+tensors outside the bounding set; with TensorSearchError where it has more than a million objects to search; with
+the exception itself where an attribute raises one during the search. A search takes place only where the process has
+a device with streams.
 
 Raises:
     InvalidStateError: the future is done already.

@@ -52,7 +52,9 @@ class Forward final : public Continuation {
       fail_after(child, make_error("DeviceMismatchError", message), EventSet(inner.events()));
       return;
     }
-    child.complete(Value::of_object(bind::foreign(result_of(inner))), kept(inner.events(), Edge::then_async_events),
+    Value value = Value::of_object(bind::foreign(result_of(inner)));
+    if (inner.value().form == Value::Form::object) value.native = inner.value().native;
+    child.complete(std::move(value), kept(inner.events(), Edge::then_async_events),
                    std::vector<at::Tensor>(inner.named_tensors()));
   }
 

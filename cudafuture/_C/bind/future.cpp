@@ -98,6 +98,7 @@ nb::object completed(nb::object value) {
   refuse_after_fork();
   nb::object future = wrap(c10::make_intrusive<Future>());
   complete(core_of(future), std::move(value));
+  raise_kept_interrupt();
   return future;
 }
 
@@ -186,9 +187,10 @@ void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle 
     if (const std::string message = outside_bounding_set(*future, devices_of_streams(streams)); !message.empty()) {
       raise_error("DeviceMismatchError", "set_result(stream=): " + message);
     }
-    std::vector<at::Tensor> named;
+    std::optional<std::vector<at::Tensor>> named;
     if (!tensors.is_none()) {
-      for (nb::handle tensor : nb::iter(tensors)) named.push_back(tensor_from(tensor));
+      named.emplace();
+      for (nb::handle tensor : nb::iter(tensors)) named->push_back(tensor_from(tensor));
     }
     first = complete(*future, std::move(value), streams, std::move(named));
   }

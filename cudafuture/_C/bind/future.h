@@ -41,9 +41,10 @@ nb::object exception_of(Future& future);  // of a failed or cancelled one; marks
 nb::object value_or_raise(Future& future);
 
 // ---- completing, with the events of the value's devices recorded on `streams` or on the current ones
-// Both return false when the future was done already. A value outside the bounding set fails the future.
+// Both return false when the future was done already. A value outside the bounding set fails the future, and so does
+// one whose tensors cannot be searched, unless its producer has named tensors (`named`).
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
-              std::vector<at::Tensor> named = {}, Edge record = Edge::result_record);
+              std::optional<std::vector<at::Tensor>> named = {}, Edge record = Edge::result_record);
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {},
           Edge record = Edge::failure_record);
 // Fails it behind device work that has events already.
@@ -91,7 +92,14 @@ nb::object stream_object(const c10::Stream& stream);
 std::string device_set(c10::ArrayRef<c10::Device> devices);
 
 // ---- tensors of a value that live on devices with streams
-std::vector<c10::Device> devices_in(nb::handle value);
+struct FoundTensors {
+  std::vector<c10::Device> devices;
+  c10::IValue search;  // kept in Value::native, so that waiting does not search Python objects again; None: not needed
+};
+bool may_use_devices(nb::handle value);  // false: there is nothing to search for
+// Where the search gives up or raises, that is an error unless it `may_stop`.
+FoundTensors find_tensors(nb::handle value, bool may_stop);
+c10::IValue searches_of(c10::ArrayRef<PyObject*> parts);  // of the values of futures, for a list of those values
 std::vector<at::Tensor> tensors_of(Future& future);
 std::vector<DeviceMemory> memory_of(Future& future);
 

@@ -3,6 +3,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/job.h"
 #include "bind/torch_future.h"
 #include "core/completion_queue.h"
 #include "core/stream_pool.h"
@@ -139,24 +140,46 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
          "; make the future with all the devices that its value may use, or without devices";
 }
 
-bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams, std::vector<at::Tensor> named,
-              Edge record) {
-  std::vector<c10::Device> used = devices_in(value);
-  if (used.empty() && named.empty() && streams.empty()) {
-    return future.complete(Value::of_object(foreign(std::move(value))));
+namespace {
+
+// With a value that may use devices, or with streams or tensors that the producer named.
+[[gnu::noinline]] bool complete_on_devices(Future& future, nb::object object, const std::vector<c10::Stream>& streams,
+                                           std::optional<std::vector<at::Tensor>>&& named, Edge record) {
+  FoundTensors found;
+  try {
+    found = find_tensors(object, named.has_value());
+  } catch (nb::python_error& e) {  // raised here it would leave the future pending
+    const nb::object error = nb::borrow(e.value());
+    keep_if_interrupt(error);
+    return fail(future, error, streams);
   }
+  std::vector<c10::Device>& used = found.devices;
+  std::vector<at::Tensor> also = std::move(named).value_or(std::vector<at::Tensor>());
+  Value value = Value::of_object(foreign(std::move(object)));
+  if (used.empty() && also.empty() && streams.empty()) return future.complete(std::move(value));
   if (future.done()) return false;
   const auto add = [&](c10::Device device) {
     if (std::find(used.begin(), used.end(), device) == used.end()) used.push_back(device);
   };
-  for (c10::Device device : devices_of(named)) add(device);
+  for (c10::Device device : devices_of(also)) add(device);
   for (const c10::Stream& stream : streams) add(stream.device());  // named by the producer: there is work on them
   if (const std::string message = outside_bounding_set(future, used); !message.empty()) {
     return fail(future, make_error("DeviceMismatchError", message), streams);
   }
   EventSet events;
   if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
-  return future.complete(Value::of_object(foreign(std::move(value))), std::move(events), std::move(named));
+  value.native = std::move(found.search);
+  return future.complete(std::move(value), std::move(events), std::move(also));
+}
+
+}  // namespace
+
+bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams,
+              std::optional<std::vector<at::Tensor>> named, Edge record) {
+  if (may_use_devices(value) || named.has_value() || !streams.empty()) {
+    return complete_on_devices(future, std::move(value), streams, std::move(named), record);
+  }
+  return future.complete(Value::of_object(foreign(std::move(value))));
 }
 
 // Device work may be pending behind a failure: a consumer that recovers is ordered after that work. A device that cannot

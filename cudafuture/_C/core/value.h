@@ -55,8 +55,8 @@ class Value {
   }
 
   Foreign object;
-  Foreign traceback;  // of an exception: as it was when the future failed
-  c10::IValue native;
+  Foreign traceback;         // of an exception: as it was when the future failed
+  c10::IValue native;        // of other forms: what the binding keeps with the value
   std::exception_ptr error;  // of a failed future, when it was C++ that failed
   Form form = Form::object;
 };
