@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import AllFailedError, CUDAFuture, collect_all, collect_any, gather
-from device.harness import Device
+from device.harness import Device, Simulated
 
 
 def bounded(device: Device, priority: int = 0) -> CUDAFuture[Any]:
@@ -261,3 +261,12 @@ def test_a_gather_over_a_device_that_fails_has_the_late_error(accelerator: Devic
         whole = gather(fails_on_the_device(accelerator), accelerator.completed(1.0))
         with pytest.raises(RuntimeError, match="illegal address"):
             whole.wait()
+
+
+def test_a_device_that_records_no_event_fails_the_future(accelerator: Device) -> None:
+    if not isinstance(accelerator, Simulated):
+        pytest.skip("a stream of a device that is not there cannot be made")
+    kind = int(accelerator.current().device_type)
+    future: CUDAFuture[Any] = CUDAFuture()
+    future.set_result(7, stream=torch.Stream(stream_id=0, device_index=7, device_type=kind))
+    assert "7" in str(future.exception(timeout=60))

@@ -265,7 +265,7 @@ Args:
 
 A value that cannot be ordered fails the future, so that its consumers do not hang: with DeviceMismatchError where it has
 tensors outside the bounding set; with TensorSearchError where it has more than a million objects to search; with
-the exception itself where an attribute raises one during the search. A search takes place only where the process has
+the exception itself where an attribute raises one during the search, or a device records no event. A search takes place only where the process has
 a device with streams.
 
 Raises:

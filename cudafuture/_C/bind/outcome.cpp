@@ -167,7 +167,12 @@ namespace {
     return fail(future, make_error("DeviceMismatchError", message), streams);
   }
   EventSet events;
-  if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
+  try {
+    if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
+  } catch (...) {  // of a device that refuses all work
+    park_if_unwinding();
+    return fail(future, exception_of(std::current_exception()), streams);
+  }
   value.native = std::move(found.search);
   return future.complete(std::move(value), std::move(events), std::move(also));
 }
