@@ -123,7 +123,10 @@ class Completions:
                     self._fail(operation, error)
                 elif operation.callback is None:
                     self._forget(operation)
-            _complete(operation)
+            late = _complete(operation)
+            if late is not None:
+                with self._lock:
+                    self._fail(operation, late)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
         operation.error = error
@@ -215,17 +218,28 @@ class Completions:
         return [error for _, error in taken]
 
 
-def _complete(operation: Operation) -> None:
-    """Complete the future of an operation that is settled. Its callbacks do not run in here: it has an executor."""
+def _complete(operation: Operation) -> Exception | None:
+    """Complete the future of an operation that is settled. Its callbacks do not run in here: it has an executor.
+
+    Return the error with which the future fails although the transfer succeeded, if there is one.
+    """
     future = operation.future
     if future is None:
-        return
+        return None
     if operation.error is not None:
         future.set_exception(operation.error)
-        return
-    with use_streams(*(pool_stream(device) for device in operation.transfer.devices)):
-        operation.transfer.wait(non_blocking=True)
-        future.set_result(operation.value())
+        return None
+    try:
+        with use_streams(*(pool_stream(device) for device in operation.transfer.devices)):
+            operation.transfer.wait(non_blocking=True)
+            future.set_result(operation.value())
+    except BaseException as e:
+        if not future.done():
+            future.set_exception(e.with_traceback(None))  # whose frames would keep the offloader
+        if not isinstance(e, Exception):
+            raise
+        return e
+    return None
 
 
 def raise_first(errors: list[Exception]) -> None:

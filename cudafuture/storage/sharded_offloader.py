@@ -325,19 +325,22 @@ class ShardedOffloader:
         future.set_running_or_notify_cancel()  # the shards have the memory: nobody can cancel that
 
         def ended(_: object) -> None:
-            failures = []
-            for name, keys, part in shares:
-                error = _error_of(part)
-                self._inventory.ended(verb, name, keys, error)
-                if error is not None:
-                    failures.append(Failure(name, keys, error))
-            if failures:
-                future.set_exception(blamed(failures))
-                return
+            error: BaseException | None
             try:
-                future.set_result(merge([part.value() for _, _, part in shares]))
-            except Exception as e:  # a shard has not given what was asked for
-                future.set_exception(e)
+                failures = []
+                for name, keys, part in shares:
+                    error = _error_of(part)
+                    self._inventory.ended(verb, name, keys, error)
+                    if error is not None:
+                        failures.append(Failure(name, keys, error))
+                error = blamed(failures) if failures else None
+                values = [] if failures else [merge([part.value() for _, _, part in shares])]
+            except BaseException as e:  # a shard has not given what was asked for, say
+                error = e
+            if error is None:
+                future.set_result(values[0])
+            else:
+                future.set_exception(error)
 
         parts = collect_all([share.future for share in shares])
         parts.then(ended, priority=priority, executor=callback_thread)  # on streams that come after those of the parts

@@ -14,6 +14,7 @@ import torch
 from cudafuture import CUDAFuture, executors, gather, wait_all
 from cudafuture.storage import DiskOffloader, Engine
 from cudafuture.storage._completions import Operation
+from cudafuture.storage._tensor_store import Read
 from unit.offloading import PATIENCE, equal, held_engine, in_a_thread, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -362,3 +363,27 @@ def test_tensors_on_devices_are_ordered_by_their_streams(tmp_path: Path) -> None
     offloader.sync_writev(mixed)
     offloader.sync_readv(mixed)
     assert [tensor.sum().item() for tensor in mixed] == [5, 3]
+
+
+# ---- completions that fail
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["no callback", "callback"])
+def test_a_value_that_cannot_be_made_fails_the_future(
+    offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch, called: bool
+) -> None:
+    (x,), _ = numbered(1)
+    offloader.sync_write(x)
+    calls: list[int] = []
+    error = MemoryError("no memory for a value")
+
+    def refuse(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Read, "value", refuse)
+    future = offloader.async_read(x, (lambda: calls.append(1)) if called else None)
+    assert future.exception(timeout=PATIENCE) is error
+    with pytest.raises(MemoryError, match="no memory for a value"):
+        offloader.synchronize()
+    offloader.synchronize()  # it was told
+    assert not calls

@@ -649,3 +649,15 @@ def test_a_shard_that_does_not_answer_is_not_lost(store: ShardedOffloader, far: 
     far.die()
     assert isinstance(failure(store.flush()), WorkerLostError)
     assert store.lost() == {"far": [key]}  # it may have been written
+
+
+def test_the_future_of_several_shards_fails_with_whatever_its_end_raises(
+    store: ShardedOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ZeroDivisionError("of the inventory")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store._inventory, "ended", refuse)
+    assert failure(store.writev(TENSORS)) is error
