@@ -18,14 +18,12 @@ def follow(work: Any, future: _C.CUDAFuture[Any]) -> None:
 
 
 def _wait(work: Any, future: _C.CUDAFuture[Any]) -> None:
-    with contextlib.suppress(InvalidStateError):  # completed by hand, or by nobody any more
-        try:
-            work.wait()
-            value = _result(work)
-        except BaseException as e:
+    try:
+        work.wait()
+        future.set_result(_result(work))
+    except BaseException as e:  # also of set_result: the future must not stay pending
+        with contextlib.suppress(InvalidStateError):  # completed by hand, or the process is exiting
             future.set_exception(e)
-        else:
-            future.set_result(value)
 
 
 def _result(work: Any) -> list[Any]:

@@ -6,6 +6,7 @@ the collectives that time out because of it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from cudafuture.distributed._group import groups
 
 __all__ = ["failures"]
 
+_logger = logging.getLogger("cudafuture.distributed")
 _PAUSE = 0.1  # seconds between two looks at what is overdue
 _GRACE = 0.5  # seconds that a healthy group gets to say so itself
 
@@ -36,7 +38,10 @@ def _fail_overdue() -> None:
     """Fail what the dead thread would have completed: Gloo waits for it beyond its own timeout."""
     pause = threading.Event()
     while not pause.wait(_PAUSE):
-        _C.fail_overdue(_GRACE, _note_broken)
+        try:
+            _C.fail_overdue(_GRACE, _note_broken)
+        except Exception:  # the thread goes on: others are overdue, too
+            _logger.exception("overdue collectives could not be failed")
 
 
 def _note_broken(issue: Any) -> None:

@@ -40,7 +40,11 @@ def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessG
     if issue.operation in ("send", "recv", "batch_isend_irecv"):
         return future
     result: _C.CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
-    _Comparison.of(issue.issuer, process_group).add(_Entry(issue, future, result))
+    entry = _Entry(issue, future, result)
+    try:
+        _Comparison.of(issue.issuer, process_group).add(entry)
+    except Exception as e:  # the store has gone, say, or no thread can be started; the collective was issued
+        entry.fail(e)
     return result
 
 
@@ -73,6 +77,11 @@ class _Entry:
             sequence=issue.sequence,
             shapes=issue.shapes,
         )
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the future, unless it is done."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(self.issue.error(error))
 
     def settle(self) -> None:
         """Take over the outcome, which has come."""
@@ -111,11 +120,10 @@ class _Comparison:
     def add(self, entry: _Entry) -> None:
         self.store.set(f"{entry.issue.sequence}/{entry.issue.group.rank}", json.dumps(entry.shown))
         with self.lock:
+            if not self.running:
+                threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()  # may raise
+                self.running = True
             self.entries.append(entry)
-            if self.running:
-                return
-            self.running = True
-        threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()
 
     def _loop(self) -> None:
         pause = threading.Event()
@@ -134,18 +142,25 @@ class _Comparison:
     def _look(self, entry: _Entry) -> bool:
         """Compare with what has come. True: nothing is left to do."""
         try:
+            return self._compare(entry)
+        except BaseException as e:  # the thread goes on: others wait for it
+            entry.fail(e)
+            return True
+
+    def _compare(self, entry: _Entry) -> bool:
+        try:
             for rank in sorted(entry.unseen):
                 key = f"{entry.issue.sequence}/{rank}"
                 if self.store.check([key]):
                     difference = entry.compare(rank, json.loads(self.store.get(key)))
                     if difference is not None:
-                        entry.result.set_exception(difference)
+                        entry.fail(difference)
                         return True
         except RuntimeError as e:  # the store has gone, with the rank that kept it
             if entry.future.done():
                 entry.settle()
             else:
-                entry.result.set_exception(entry.issue.error(e))
+                entry.fail(e)
             return True
         if not entry.future.done() or (entry.unseen and entry.future.exception() is None):
             return False

@@ -193,5 +193,5 @@ class _Operation(Generic[T]):
             if error is not None:
                 raise error
             complete(self.future, self.value(self.work), self.twins.store(), "staging.in_record")
-        except Exception as e:
+        except BaseException as e:
             self.future.set_exception(self.issue.error(e))
