@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
+import logging
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Protocol
 
 __all__ = ["Minded", "forget", "mind"]
 
+_logger = logging.getLogger("rpc_ext.minder")
 _LINGER = 5.0  # seconds that the thread stays without anything to do
 
 
@@ -62,7 +64,11 @@ class _Minder:
     def _run(self) -> None:
         while (due := self._wait()) is not None:
             for what in due:
-                again = what.look(time.perf_counter())
+                try:
+                    again = what.look(time.perf_counter())
+                except Exception:  # the thread goes on: others are due, too
+                    _logger.exception("%r was due, and raised", what)
+                    again = None
                 if again is not None:
                     self.mind(what, again)
 

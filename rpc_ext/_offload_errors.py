@@ -12,13 +12,14 @@ __all__ = ["named"]
 
 
 def named(error: BaseException, what: str, worker: str) -> BaseException:
-    """Return an error that says of which key and worker it is."""
+    """Return an error that says of which key and worker it is. Never raises."""
     if isinstance(error, WorkerLostError):
         return WorkerLostError(f"{what}: {error}", worker=worker)
     if type(error) is TimeoutError:
         return TimeoutError(f"{what}: {error}")
     with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
         error = copy_of(error).with_traceback(error.__traceback__)
-    noted: Any = error  # Python 3.10 has no add_note
-    noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
+    with contextlib.suppress(Exception):  # of a class whose attributes cannot be set
+        noted: Any = error  # Python 3.10 has no add_note
+        noted.__notes__ = [*getattr(error, "__notes__", ()), f"{what} on worker {worker!r}"]
     return error

@@ -83,11 +83,13 @@ class Flow:
         if isinstance(error, NoRoomError):
             _minder.mind(self, time.perf_counter() + _PAUSE)
             return
-        self._go_on()
-        if error is None:
-            request.future.set_result(value)
-        else:
-            request.future.set_exception(error)
+        try:
+            self._go_on()
+        finally:  # whatever becomes of the others
+            if error is None:
+                request.future.set_result(value)
+            else:
+                request.future.set_exception(error)
 
     def look(self, _: float) -> None:
         """Try again what had no room."""

@@ -63,10 +63,14 @@ class Operations:
 
     def _ended(self, operation: _Operation, done: CUDAFuture[Any]) -> None:
         value, error = outcome(done)
+        try:
+            nbytes = _bytes_of(value)
+        except Exception as e:  # it is not the value that was asked for
+            nbytes, error = 0, e
         with self._lock:
             self._latencies.add(time.perf_counter_ns() - operation.since)
             self._failed += error is not None
-            self._bytes[operation.kind] += _bytes_of(value)
+            self._bytes[operation.kind] += nbytes
         if error is None:
             operation.future.set_result(value)
         else:

@@ -285,8 +285,11 @@ class Transport:
             for get, what in taken:
                 if isinstance(what, BaseException):
                     get.fail(what)
-                else:
+                    continue
+                try:
                     get.arrived(*what)
+                except Exception as e:  # the others have arrived all the same
+                    get.fail(e)
 
 
 def _ordered(value: T, after: Sequence[CUDAFuture[Any]]) -> CUDAFuture[T]:

@@ -268,7 +268,10 @@ class Server:
         answer: CUDAFuture[Answer] = CUDAFuture()
 
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
+            try:
+                answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
+            except BaseException as e:  # the caller is told of that
+                answer.set_exception(e)
 
         _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)
         return answer

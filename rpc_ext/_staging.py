@@ -43,10 +43,9 @@ def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, second
         with contextlib.suppress(InvalidStateError):  # too late
             try:
                 parts = copies.wait(timeout=0)  # raises what has gone wrong on the device
+                ready.set_result(_replaced(tensors, places, parts))
             except BaseException as e:
                 ready.set_exception(e)
-            else:
-                ready.set_result(_replaced(tensors, places, parts))
 
     def tell(_: object) -> None:
         error = ready.exception()
