@@ -12,6 +12,8 @@
 #include <set>
 #include <utility>
 
+#include "fake_runtime.h"
+
 namespace cudafuture::fake {
 namespace {
 
@@ -160,6 +162,7 @@ class Guard final : public DeviceGuardImplInterface {
   void synchronizeEvent(void* handle) const override {
     Machine& s = state();
     std::unique_lock lock(s.mutex);
+    if (Runtime::inside()) Runtime::broken("a device was waited for inside the runtime, which its work may need");
     const RecordingPtr recording = static_cast<const Event*>(handle)->last;
     s.moved.wait(lock, [&] { return recording->reached; });
   }

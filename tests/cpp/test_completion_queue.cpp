@@ -1,5 +1,6 @@
 // Where continuations run, and in which order: the queue of a thread, executors, helping.
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "callback.h"
@@ -63,6 +64,19 @@ TEST_CASE_FIXTURE(Rules, "a callback attached inside a callback to a done future
     order.push_back(1);
   }));
   CHECK(order == Order{1, 2});
+}
+
+TEST_CASE_FIXTURE(Rules, "a callback that a native one causes from inside the runtime runs inside it") {
+  const FuturePtr outer = pending();
+  const FuturePtr inner = pending();
+  Signal ran;
+  inner->attach(call_inside([&](Future&) { ran.send(); }));
+  outer->attach(call([&](Future&) {
+    const Inside for_a_moment;  // as to drop a tensor, whose last reference completes a future
+    inner->complete({});
+  }));
+  std::thread([&] { outer->complete({}); }).join();
+  ran.wait();
 }
 
 TEST_CASE_FIXTURE(Rules, "each thread has a queue of its own") {

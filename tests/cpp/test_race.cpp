@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "callback.h"
+#include "core/arrivals.h"
 #include "core/callback_thread.h"
+#include "fake_device.h"
 #include "rules.h"
 #include "threads.h"
 
@@ -20,6 +22,45 @@ constexpr int kThreads = 8;
 }  // namespace
 
 TEST_SUITE_BEGIN("race");
+
+TEST_CASE_FIXTURE(DeviceRules, "the devices of a pending future can be asked for while it is completed") {
+  const auto futures = many(300);
+  const EventSet events = EventSet::record({device(0), device(1)});
+  together(kThreads, [&](int thread) {
+    for (const FuturePtr& future : futures) {
+      if (thread == 0) {
+        future->complete({}, EventSet(events));
+        continue;
+      }
+      const std::size_t count = future->devices().size();
+      if (count != 0 && count != 2) Runtime::broken("the devices of a future were half written");
+      if (future->done() && future->events().devices().size() != 2) Runtime::broken("a done future had no events");
+    }
+  });
+}
+
+TEST_CASE_FIXTURE(Rules, "of many who wait for the first of several futures, each is told of every one") {
+  const auto futures = many(200);
+  together(kThreads, [&](int thread) {
+    if (thread == 0) {
+      for (const FuturePtr& future : futures) future->complete({});
+      return;
+    }
+    Arrivals arrivals(futures);
+    std::size_t wanted = thread % 2 == 0 ? futures.size() : futures.size() / 2;  // some stop early
+    std::vector<bool> seen(futures.size());
+    while (wanted > 0) {
+      std::size_t position = 0;
+      if (!arrivals.take(position)) {
+        arrivals.next()->wait_until(nullptr);
+        continue;
+      }
+      if (seen[position] || !futures[position]->done()) Runtime::broken("a future arrived twice, or too early");
+      seen[position] = true;
+      --wanted;
+    }
+  });
+}
 
 TEST_CASE_FIXTURE(Rules, "of many who complete, fail and cancel one future, one succeeds and its outcome stands") {
   const auto futures = many(1000);

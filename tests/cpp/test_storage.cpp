@@ -89,11 +89,11 @@ TEST_CASE("storage: what is written by several threads is read, though the kerne
         const std::uint64_t mine = static_cast<std::uint64_t>(number) * 50'000;
         for (int turn = 0; turn < 20; ++turn) {
           const std::size_t size = 1 + random() % 50'000;
-          wait_for(submit(*engine, file, Direction::write, mine, numbered(size, turn)));
+          wait_for(submit(*engine, file, Direction::write, mine, numbered(size, static_cast<unsigned>(turn))));
           const Transfer read = submit(*engine, file, Direction::read, mine, Bytes(size));
           wait_for(read);
           CHECK(read.future->state() == State::completed);
-          CHECK(*read.bytes == numbered(size, turn));
+          CHECK(*read.bytes == numbered(size, static_cast<unsigned>(turn)));
         }
       });
       engine->close();
@@ -114,8 +114,8 @@ TEST_CASE("storage: a failure fails its operation and no other") {
     int failed = 0;
     std::vector<Transfer> writes;
     for (int i = 0; i < 200; ++i)
-      writes.push_back(
-          submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 8000, numbered(8000, i)));
+      writes.push_back(submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 8000,
+                              numbered(8000, static_cast<unsigned>(i))));
     for (int i = 0; i < 200; ++i) {
       const Transfer& write = writes[static_cast<std::size_t>(i)];
       wait_for(write);
@@ -130,7 +130,7 @@ TEST_CASE("storage: a failure fails its operation and no other") {
         wait_for(read);
         read.future->mark_seen();
         if (read.future->state() == State::failed) continue;
-        CHECK(*read.bytes == numbered(8000, i));
+        CHECK(*read.bytes == numbered(8000, static_cast<unsigned>(i)));
         break;
       }
     }
@@ -148,8 +148,8 @@ TEST_CASE("storage: memory is the engine's until the future is done, and not for
     const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
     std::vector<Transfer> writes;
     for (int i = 0; i < 50; ++i)
-      writes.push_back(
-          submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 3 * kBlock, numbered(3 * kBlock, i)));
+      writes.push_back(submit(*engine, file, Direction::write, static_cast<std::uint64_t>(i) * 3 * kBlock,
+                              numbered(3 * kBlock, static_cast<unsigned>(i))));
     std::atomic<int> freed{0};
     for (Transfer& write : writes) {
       Bytes* const bytes = write.bytes.release();

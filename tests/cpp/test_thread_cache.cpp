@@ -56,7 +56,7 @@ std::set<int> run_side_by_side(ThreadCache& cache, int count) {
       thread = number_of_thread();
       all_run.arrive_and_wait();
     });
-    CHECK(cache.run(&jobs.back()));
+    CHECK(cache.run(&jobs.back()) == ThreadCache::Run::begun);
   }
   for (const Job& job : jobs) job.wait();
   return {threads.begin(), threads.end()};
@@ -87,7 +87,7 @@ TEST_CASE_FIXTURE(Rules, "a task runs in a thread that has its name, outside the
     inside = Runtime::inside();
     const Inside enters;
   });
-  CHECK(cache.run(&job));
+  CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop();
   CHECK(job.done());
   CHECK(std::string(name.c_str()) == "cudafuture-lane");
@@ -124,11 +124,11 @@ TEST_CASE_FIXTURE(Rules, "a task may bring the next one, which does not run insi
   int outer_thread = 0;
   Job inner([&] { inner_thread = number_of_thread(); });
   Job outer([&] {
-    CHECK(cache.run(&inner));
+    CHECK(cache.run(&inner) == ThreadCache::Run::begun);
     inner.wait();
     outer_thread = number_of_thread();
   });
-  CHECK(cache.run(&outer));
+  CHECK(cache.run(&outer) == ThreadCache::Run::begun);
   outer.wait();
   CHECK(inner_thread != outer_thread);
   cache.stop();
@@ -140,7 +140,7 @@ TEST_CASE_FIXTURE(Rules, "stop waits for the tasks that run, and asks meanwhile 
   asked = &signal;
   ThreadCache cache;
   Job job([&] { signal.wait(); });
-  CHECK(cache.run(&job));
+  CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop([]() noexcept {
     if (!asked->sent()) asked->send();
     return true;
@@ -155,7 +155,7 @@ TEST_CASE_FIXTURE(Rules, "after stop every task is refused, also where no thread
   SUBCASE("used") { run_side_by_side(cache, 2); }
   cache.stop();
   Job late([] { FAIL_CHECK("ran after stop()"); });
-  CHECK_FALSE(cache.run(&late));
+  CHECK(cache.run(&late) == ThreadCache::Run::stopped);
   cache.stop();
 }
 
@@ -168,9 +168,9 @@ TEST_CASE_FIXTURE(Rules, "a task that runs while the cache stops is refused anot
   bool taken = true;
   Job job([&] {
     signal.wait();
-    taken = cache.run(&late);
+    taken = cache.run(&late) == ThreadCache::Run::begun;
   });
-  CHECK(cache.run(&job));
+  CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop([]() noexcept {
     if (!asked->sent()) asked->send();
     return true;
@@ -183,12 +183,12 @@ TEST_CASE_FIXTURE(Rules, "when it is told not to go on, stop leaves a task that 
   Signal go;
   Job blocks([&] { go.wait(); });
   Job ends([] {});
-  CHECK(cache->run(&blocks));
-  CHECK(cache->run(&ends));
+  CHECK(cache->run(&blocks) == ThreadCache::Run::begun);
+  CHECK(cache->run(&ends) == ThreadCache::Run::begun);
   ends.wait();
   cache->stop([]() noexcept { return false; });
   CHECK_FALSE(blocks.done());
-  CHECK_FALSE(cache->run(&ends));
+  CHECK(cache->run(&ends) == ThreadCache::Run::stopped);
   go.send();
   blocks.wait();
   cache->stop();  // returns once that one has come to its end too
@@ -212,8 +212,8 @@ TEST_CASE_FIXTURE(Rules, "stop does not wait for a task that says so, and for on
     back.wait();
   });
   ThreadCache::set_leavable(true);  // says nothing in a thread of others
-  CHECK(cache->run(&blocks));
-  CHECK(cache->run(&waits));
+  CHECK(cache->run(&blocks) == ThreadCache::Run::begun);
+  CHECK(cache->run(&waits) == ThreadCache::Run::begun);
   said.wait();
   taken_back.wait();
   std::thread ends([&] { back.send(); });
@@ -238,7 +238,8 @@ TEST_CASE_FIXTURE(Rules,
         cache.stop();
         return;
       }
-      for (std::size_t i = static_cast<std::size_t>(thread); i < jobs.size(); i += 2) taken[i] = cache.run(&jobs[i]);
+      for (std::size_t i = static_cast<std::size_t>(thread); i < jobs.size(); i += 2)
+        taken[i] = cache.run(&jobs[i]) == ThreadCache::Run::begun;
     });
     for (std::size_t i = 0; i < jobs.size(); ++i) done[i] = jobs[i].done();
     CHECK(done == taken);
@@ -249,8 +250,8 @@ TEST_CASE_FIXTURE(Rules, "a forked child is refused a thread, and its parent goe
   ThreadCache cache;
   run_side_by_side(cache, 1);
   Job job([] {});
-  CHECK(in_forked_child([&] { return !cache.run(&job) && !job.done(); }));
-  CHECK(cache.run(&job));
+  CHECK(in_forked_child([&] { return cache.run(&job) == ThreadCache::Run::stopped && !job.done(); }));
+  CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop();
   CHECK(job.done());
 }

@@ -227,6 +227,22 @@ def test_blocking_callbacks_behind_a_device_error_keep_their_order(accelerator: 
     assert ran == list(range(5))
 
 
+def test_a_device_that_breaks_later_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
+    with breaking(accelerator):
+        future = bounded(accelerator)
+        with accelerator.stream():
+            accelerator.produce(1.0)
+            future.set_exception(KeyError("mine"))
+            accelerator.sim.fail("illegal address")  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="illegal address"):
+                torch.accelerator.synchronize()
+        for non_blocking in (False, True):
+            with pytest.raises(KeyError, match="mine"):
+                future.wait(non_blocking=non_blocking)
+        assert isinstance(future.exception(), KeyError)
+        assert "illegal address" in str(future.late_error)
+
+
 def test_a_device_error_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
     with breaking(accelerator):
         future = bounded(accelerator)

@@ -235,6 +235,32 @@ def test_who_catches_a_failure_is_ordered_after_what_was_read(accelerator: Devic
         assert accelerator.read(x) == 3.0
 
 
+def test_a_read_whose_last_copy_fails_keeps_the_events_of_the_others(accelerator: Device, tmp_path: Path) -> None:
+    with Engine("threads", _faults={"held": True}) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        written = file.write(torch.full((8,), 5.0))
+        x = torch.zeros(4, 4, device=accelerator.at())[:, ::2]  # filled from a dense tensor, in one copy at the end
+        read = file.read(x)
+        x.t_()  # another shape: that copy fails
+        engine._native.let_go()
+        written.wait(timeout=PATIENCE)
+        assert isinstance(read.exception(timeout=PATIENCE), RuntimeError)
+        assert list(read.events) == [accelerator.at()]
+
+
+def test_a_pending_read_can_be_looked_at_while_it_completes(accelerator: Device) -> None:
+    engine, file = made()
+    with engine, file:
+        file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
+        for _ in range(30):
+            reads = [file.read(accelerator.empty()) for _ in range(4)]
+            while not all(read.done() for read in reads):
+                for read in reads:
+                    assert len(read.devices) <= 1
+                    assert len(read.events) <= 1
+                    assert "CUDAFuture" in repr(read)
+            assert all(read.devices == (accelerator.at(),) for read in reads)
+
+
 def test_a_device_without_streams_is_refused(file: File) -> None:
     with pytest.raises(TypeError, match="only the host"):
         file.write(torch.empty(3, device="meta"))

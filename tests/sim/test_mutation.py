@@ -219,7 +219,9 @@ SCENARIOS: dict[str, Scenario] = {
     "scope.device": wrong_device(
         test_scopes.test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards, "event.synchronize()"
     ),
-    "caller.device": wrong_device(test_scopes.test_a_callback_runs_with_the_callers_device_current, "event.synchronize()"),
+    "caller.device": wrong_device(
+        test_scopes.test_a_callback_runs_with_the_callers_device_current, "event.synchronize()"
+    ),
     "guard.record": wrong_device(test_guards.test_completing_with_a_value_elsewhere, "future.set_result("),
     "guard.block": wrong_device(
         test_guards.test_a_stream_that_waits_for_what_is_elsewhere, "future.wait(non_blocking=True)"

@@ -1,10 +1,8 @@
 """One future out of many, and waiting for several."""
 
 import gc
-import sys
 import threading
 import weakref
-from collections import deque
 
 import pytest
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cudafuture import CUDAFuture, _C, as_completed, wait
+from cudafuture import _C, CUDAFuture, as_completed, wait
 from cudafuture.distributed import ProcessGroup
 
 LONG = 60.0  # seconds; reached only when a test fails

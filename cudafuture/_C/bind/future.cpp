@@ -334,9 +334,7 @@ void bind_future(nb::module_& m) {
   def_then("then_async", true, docs::then_async);
   c.def(
       "add_done_callback",
-      [](nb::handle self, nb::object fn, nb::handle executor) {
-        add_done_callback(self, std::move(fn), executor);
-      },
+      [](nb::handle self, nb::object fn, nb::handle executor) { add_done_callback(self, std::move(fn), executor); },
       nb::arg("fn").none(), nb::kw_only(), nb::arg("executor") = nb::none(), docs::add_done_callback);
   c.def("cancel", cancel, docs::cancel);
   c.def("cancelled", [](PyFuture& self) { return self.core->state() == State::cancelled; }, docs::cancelled);
@@ -361,9 +359,8 @@ void bind_future(nb::module_& m) {
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
   m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
   m.def(
-      "add_ready_callback",
-      [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); }, nb::arg("future"),
-      nb::arg("fn"));
+      "add_ready_callback", [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); },
+      nb::arg("future"), nb::arg("fn"));
   m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }

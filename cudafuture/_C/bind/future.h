@@ -112,8 +112,8 @@ nb::object as_origin_says(void* origin, nb::object exception);
 // The late error as the Python object that waiting raises; None: there is none.
 nb::object late_error_of(Future& future);
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor);
-// Runs `fn` when the device work has finished, in no order with the future's other callbacks: for waiting, which takes no
-// place in a serial queue.
+// Runs `fn` when the device work has finished, in no order with the future's other callbacks: for waiting, which takes
+// no place in a serial queue.
 void add_ready_callback(nb::handle future, nb::object fn);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;

@@ -187,8 +187,8 @@ bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& 
   return future.complete(Value::of_object(foreign(std::move(value))));
 }
 
-// Device work may be pending behind a failure: a consumer that recovers is ordered after that work. A device that cannot
-// record an event adds a late error, and never hides the failure itself. A device without a context has no work.
+// Device work may be pending behind a failure: a consumer that recovers is ordered after that work. A device that
+// cannot record an event adds a late error, and never hides the failure itself. A device without a context has no work.
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams, Edge record) {
   if (future.done()) return false;
   EventSet events;

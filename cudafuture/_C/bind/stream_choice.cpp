@@ -45,7 +45,8 @@ std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& c
   const auto has_event = [&](c10::Device d) { return std::find(used.begin(), used.end(), d) != used.end(); };
   for (c10::Device device : parent.devices()) {
     if (!has_streams(device)) continue;
-    if (!has_event(device) && !has_context(device)) continue;  // nothing to order there, and a stream would make a context
+    if (!has_event(device) && !has_context(device))
+      continue;  // nothing to order there, and a stream would make a context
     const auto here = [&](const c10::Stream& s) { return s.device() == device; };
     const auto chosen = std::find_if(choice.streams.begin(), choice.streams.end(), here);
     streams.push_back(chosen != choice.streams.end() ? *chosen : pool_stream(device, priority));

@@ -247,8 +247,8 @@ void choose_executor(Then& then, nb::handle executor, Executor* usual) {
   then.names_executor = true;
 }
 
-// The child does not inherit lifetime="hold". Its callback allocates on pool streams, so the condition under which holding
-// references is enough does not carry over.
+// The child does not inherit lifetime="hold". Its callback allocates on pool streams, so the condition under which
+// holding references is enough does not carry over.
 FuturePtr make_child(const Future& parent, int priority) {
   auto child = c10::make_intrusive<Future>(priority);
   if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());

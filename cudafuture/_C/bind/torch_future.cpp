@@ -89,9 +89,10 @@ std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
   std::vector<c10::Device> devices;
   std::exception_ptr error;
   try {
-    devices = devices_in(object_of(value));
+    devices = find_tensors(object_of(value), false).devices;
   } catch (...) {
-    error = std::make_exception_ptr(std::runtime_error(std::string(nb::str(exception_of(std::current_exception())).c_str())));
+    error = std::make_exception_ptr(
+        std::runtime_error(std::string(nb::str(exception_of(std::current_exception())).c_str())));
   }
   PyGILState_Release(state);
   if (error != nullptr) std::rethrow_exception(error);
@@ -122,8 +123,8 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
   });
 }
 
-// The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made the
-// current streams of its thread wait for its copies. The devices are taken from the value.
+// The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made
+// the current streams of its thread wait for its copies. The devices are taken from the value.
 void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
   source->addCallback([promise = std::move(promise)](TorchFuture& done) {
     if (done.hasError()) {
@@ -214,7 +215,8 @@ std::vector<at::Tensor> output_of(c10d::Work& work) {
 void wait_for(c10d::Work& work, Promise& promise) noexcept {
   try {
     std::vector<at::Tensor> result = output_of(work);  // the tensors are known before their contents
-    std::vector<c10::Device> devices = any_device_with_streams() ? cudafuture::devices_of(result) : std::vector<c10::Device>();
+    std::vector<c10::Device> devices =
+        any_device_with_streams() ? cudafuture::devices_of(result) : std::vector<c10::Device>();
     if (devices.empty()) devices = promise.devices();
     const StreamScope scope(pool_streams(devices, 0));
     work.wait();  // makes the current streams wait
@@ -255,7 +257,8 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, doubl
   if (native != nullptr && !native->devices().empty()) {
     future->set_aftermath(std::make_unique<WorkAftermath>(owned));
   }
-  auto devices = value ? devices_in(nb::handle(static_cast<PyObject*>(value.get()))) : std::vector<c10::Device>();
+  std::vector<c10::Device> devices;
+  if (value) devices = find_tensors(nb::handle(static_cast<PyObject*>(value.get())), true).devices;
   auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout, std::move(devices));
   if (native == nullptr) {
     follow_by_waiting(std::move(owned), std::move(promise));
@@ -344,8 +347,9 @@ class Deliver final : public Continuation {
                        [&](c10::Device d) { return std::find(known.begin(), known.end(), d) != known.end(); });
   }
 
-  // A device got its context after torch's future was made, which therefore does not know it. Torch refuses such a value,
-  // unless it is given the storages that it has to order: those on the other devices, because here the host has waited.
+  // A device got its context after torch's future was made, which therefore does not know it. Torch refuses such a
+  // value, unless it is given the storages that it has to order: those on the other devices, because here the host has
+  // waited.
   void set_result_on_known_devices(Future& source) {
     const TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
     const std::vector<c10::Device>& known = native->devices();
@@ -453,8 +457,8 @@ nb::object to_torch(nb::handle future) {
   const Entry entry;
   refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
-  // Torch takes a stream of every device that it is given, which would make a context there: so it gets the devices that
-  // are in use, and those that are current.
+  // Torch takes a stream of every device that it is given, which would make a context there: so it gets the devices
+  // that are in use, and those that are current.
   nb::list devices;
   if (core.done()) {
     for (c10::Device device : core.events().devices()) devices.append(device_object(device));

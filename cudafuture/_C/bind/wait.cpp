@@ -134,8 +134,8 @@ void poll_devices(Future& future, const Deadline& deadline) {
   }
 }
 
-// Order the current streams after the future's events. A failed future raises its own error: what a broken device reports
-// here becomes the late error.
+// Order the current streams after the future's events. A failed future raises its own error: what a broken device
+// reports here becomes the late error.
 void order_streams(Future& future) {
   if (future.state() == State::completed) {
     order_current_streams(future, memory_of(future));
@@ -199,9 +199,10 @@ void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadlin
 void refuse_captured(const Future& future, const char* what) {
   if (!future.events().is_captured()) return;
   raise_error("InvalidStateError",
-              std::string(what) + " needs to know whether the device work has finished, but this future was completed "
-                                  "inside a stream capture, whose events the host cannot query; use "
-                                  "wait(non_blocking=True), which only orders the streams");
+              std::string(what) +
+                  " needs to know whether the device work has finished, but this future was completed "
+                  "inside a stream capture, whose events the host cannot query; use "
+                  "wait(non_blocking=True), which only orders the streams");
 }
 
 void raise_late_error(Future& future) {

@@ -1,7 +1,7 @@
 // Waiting for the first of several futures.
 //
-// Each future has a waiter of the set, so an arrival follows completion directly: the completing thread releases waiters
-// before it runs any callback, and takes neither a place in a serial queue nor the interpreter's lock for them.
+// Each future has a waiter of the set, so an arrival follows completion directly: the completing thread releases
+// waiters before it runs any callback, and takes neither a place in a serial queue nor the interpreter's lock for them.
 //
 // Lock: mutex_ guards the list of arrivals and the signal. The signal is completed outside of it.
 #pragma once

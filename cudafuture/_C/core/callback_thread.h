@@ -1,9 +1,9 @@
 // The one thread that runs Python callbacks of futures which C++ threads complete.
 //
-// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down(). Where the system
-// refuses to start it, the post fails what it was to complete; whatever else was posted stays in the inbox, and the next
-// post or the main thread's next wait tries again.
-// Lock: mutex_ guards the inbox and the state; nothing else is taken under it.
+// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down(). Where the
+// system refuses to start it, the post fails what it was to complete; whatever else was posted stays in the inbox, and
+// the next post or the main thread's next wait tries again. Lock: mutex_ guards the inbox and the state; nothing else
+// is taken under it.
 #pragma once
 
 #include <atomic>

@@ -48,8 +48,8 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
   if (!queue.draining()) queue.drain();
 }
 
-// A continuation can enter the interpreter for a moment, complete a future there, and leave again. The callbacks of that
-// future are then in the queue of a thread that is outside: they run on the callback thread.
+// A continuation can enter the interpreter for a moment, complete a future there, and leave again. The callbacks of
+// that future are then in the queue of a thread that is outside: they run on the callback thread.
 void CompletionQueue::run_one() noexcept {
   Continuation* c = queue_.pop();
   if (!is_inside_ && (c->flags & Continuation::foreign) != 0) {

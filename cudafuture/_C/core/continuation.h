@@ -19,8 +19,8 @@ class Continuation {
  public:
   enum Flags : std::uint8_t {
     none = 0,
-    foreign = 1,     // runs code of the embedding language: never on a thread that is outside the interpreter
-    when_ready = 2,  // runs when the device work behind the parent's events has finished, not when the parent is done
+    foreign = 1,      // runs code of the embedding language: never on a thread that is outside the interpreter
+    when_ready = 2,   // runs when the device work behind the parent's events has finished, not when the parent is done
     unwatchable = 4,  // should have run when_ready, but the host cannot query the parent's events
   };
 

@@ -37,11 +37,12 @@ DeviceEvent::~DeviceEvent() { EventPool::get().give_back(std::move(event_), devi
 
 void DeviceEvent::refuse_captured() const {
   if (!is_captured_) return;
-  throw Error(ErrorKind::invalid_state,
-              "the event on " + device_.str() +
-                  " was recorded inside a stream capture: the host cannot query it or wait for it, since that would end "
-                  "the capture. Use wait(non_blocking=True), which only orders streams, and synchronize after the "
-                  "graph's replay");
+  throw Error(
+      ErrorKind::invalid_state,
+      "the event on " + device_.str() +
+          " was recorded inside a stream capture: the host cannot query it or wait for it, since that would end "
+          "the capture. Use wait(non_blocking=True), which only orders streams, and synchronize after the "
+          "graph's replay");
 }
 
 // torch's guards select the stream's device for the call and the thread's own device afterwards. Where the thread never

@@ -21,8 +21,8 @@ namespace cudafuture {
 
 // One recording of an event on one device. Immutable once it is shared.
 //
-// An event that was recorded inside a stream capture is a node of a graph: streams can wait for it, the host cannot. CUDA
-// ends the capture when the host queries such an event, so query() and synchronize() refuse it.
+// An event that was recorded inside a stream capture is a node of a graph: streams can wait for it, the host cannot.
+// CUDA ends the capture when the host queries such an event, so query() and synchronize() refuse it.
 class DeviceEvent final : public c10::intrusive_ptr_target {
  public:
   static c10::intrusive_ptr<DeviceEvent> record(const c10::Stream& stream);
@@ -31,8 +31,8 @@ class DeviceEvent final : public c10::intrusive_ptr_target {
   c10::Device device() const noexcept { return device_; }
   bool is_captured() const noexcept { return is_captured_; }
   void block(const c10::Stream& stream) const;  // makes the stream wait
-  bool query() const;        // has the device got there? throws what the device has to say
-  void synchronize() const;  // blocks the calling thread
+  bool query() const;                           // has the device got there? throws what the device has to say
+  void synchronize() const;                     // blocks the calling thread
 
   DeviceEvent(c10::Event&& event, c10::Device device, bool is_captured)
       : event_(std::move(event)), device_(device), is_captured_(is_captured) {}

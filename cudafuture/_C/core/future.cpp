@@ -267,7 +267,9 @@ void Future::look_at_aftermath() noexcept {
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
   look_at_aftermath();
-  if (events_.empty() || events_.is_captured() || !stands(Edge::host_query) || has_late_error_.load(std::memory_order_acquire)) return true;
+  if (events_.empty() || events_.is_captured() || !stands(Edge::host_query) ||
+      has_late_error_.load(std::memory_order_acquire))
+    return true;
   try {
     return events_.query();
   } catch (...) {

@@ -18,8 +18,8 @@ bool has_streams(c10::Device device) noexcept;
 bool any_device_with_streams() noexcept;
 std::vector<c10::Device> all_devices_with_streams();
 
-// True where this process has a context. A device without one has no pending work, and using it would create the context:
-// on CUDA about half a gigabyte of the device's memory.
+// True where this process has a context. A device without one has no pending work, and using it would create the
+// context: on CUDA about half a gigabyte of the device's memory.
 bool has_context(c10::Device device);
 
 // The devices of `tensors` that have streams, without duplicates.

@@ -157,8 +157,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   bool has_ended_ = false;
 
   struct Counters {
-    Counter reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0},
-        copied{0};
+    Counter reads{0}, writes{0}, bytes_read{0}, bytes_written{0}, blocks{0}, again{0}, staged{0}, copied{0};
   };
   Counters counters_;
 };

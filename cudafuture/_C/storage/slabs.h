@@ -72,7 +72,6 @@ class Place {
 
 class Slabs : public std::enable_shared_from_this<Slabs> {
  public:
-
   struct Options {
     std::string folder;
     Direct direct = Direct::automatic;

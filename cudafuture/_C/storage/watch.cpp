@@ -9,8 +9,9 @@
 namespace cudafuture::storage {
 namespace {
 
-// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher when
-// the process exits or the system has no thread for it. The device work may need the interpreter, so the wait is outside.
+// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher
+// when the process exits or the system has no thread for it. The device work may need the interpreter, so the wait is
+// outside.
 std::exception_ptr synchronize(const Future& done) noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   void* const state = runtime.step_out();

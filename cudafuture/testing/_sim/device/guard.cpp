@@ -78,7 +78,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       box->recording = std::move(recorded.recording);
     }
   }
-  bool isStreamCapturing(const c10::Stream& stream) const { return Accelerator::get().is_capturing(stream_name(stream)); }
+  bool isStreamCapturing(const c10::Stream& stream) const {
+    return Accelerator::get().is_capturing(stream_name(stream));
+  }
 
   // CUDA's guard selects the stream's device for this call, and the thread's own device afterwards.
   void block(void* event, const c10::Stream& stream) const override {

@@ -45,7 +45,8 @@ int Accelerator::device_count() const noexcept { return state_->device_count.loa
 StreamName Accelerator::new_stream(int device, int priority) {
   const Entry entry(*state_);
   if (priority > kLowestPriority) {
-    throw std::invalid_argument("the priority of a stream is 0 or negative (more urgent), not " + std::to_string(priority));
+    throw std::invalid_argument("the priority of a stream is 0 or negative (more urgent), not " +
+                                std::to_string(priority));
   }
   const int level = kLowestPriority - std::max(priority, kHighestPriority);
   int& next = state_->device(device).next[static_cast<std::size_t>(level)];

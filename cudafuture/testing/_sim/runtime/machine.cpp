@@ -133,9 +133,11 @@ void Machine::wait(Lock& lock, Stream& stream, const RecordingPtr& recording) {
     stream.capture = recording->capture;  // the stream joins the capture
   } else if (is_recorded && stream.capture != nullptr) {
     stream.capture->broken_by = "a wait for work outside of the capture (cudaErrorStreamCaptureIsolation)";
-    throw CaptureError("a capturing stream cannot wait for an event that was recorded outside of the capture: CUDA ends "
-                       "the capture with cudaErrorStreamCaptureIsolation");
+    throw CaptureError(
+        "a capturing stream cannot wait for an event that was recorded outside of the capture: CUDA ends "
+        "the capture with cudaErrorStreamCaptureIsolation");
   } else if (is_recorded) {
+    throw_error_of(stream.name.device);
     stream.join(*recording);
     stream.time = std::max(stream.time, recording->time);
     if (!recording->reached() && recording->stream != &stream) runner.push(stream, RecordingPtr(recording));
@@ -189,18 +191,21 @@ void Machine::end_capture(Stream& stream) {
   if (!capture->broken_by.empty()) throw CaptureError("the capture has ended with an error, by " + capture->broken_by);
 }
 
-// An event that a capture recorded cannot be asked about. Any other can, but a capture in the default mode (global) ends
-// when a thread does so that is not in relaxed mode.
+// An event that a capture recorded cannot be asked about. Any other can, but a capture in the default mode (global)
+// ends when a thread does so that is not in relaxed mode.
 void Machine::refuse_in_captures(const char* call, const CapturePtr& capture) {
   if (capture != nullptr) {
     capture->broken_by = std::string(call) + " that was recorded inside it (cudaErrorCapturedEvent)";
-    throw CaptureError(std::string(call) + " that was recorded inside a stream capture: CUDA refuses it with "
-                                           "cudaErrorCapturedEvent, and ends the capture");
+    throw CaptureError(std::string(call) +
+                       " that was recorded inside a stream capture: CUDA refuses it with "
+                       "cudaErrorCapturedEvent, and ends the capture");
   }
   if (captures_.empty() || capture_mode == CaptureMode::relaxed) return;
-  for (const CapturePtr& other : captures_) other->broken_by = std::string(call) + " (cudaErrorStreamCaptureUnsupported)";
-  throw CaptureError(std::string(call) + " during a stream capture, by a thread that is not in relaxed capture mode: CUDA "
-                                         "refuses it with cudaErrorStreamCaptureUnsupported, and ends the capture");
+  for (const CapturePtr& other : captures_)
+    other->broken_by = std::string(call) + " (cudaErrorStreamCaptureUnsupported)";
+  throw CaptureError(std::string(call) +
+                     " during a stream capture, by a thread that is not in relaxed capture mode: CUDA "
+                     "refuses it with cudaErrorStreamCaptureUnsupported, and ends the capture");
 }
 
 void Machine::throw_error_of(int index) const {

@@ -59,7 +59,7 @@ class Machine {
   void throw_error_of(int index) const;
 
   void begin_capture(Stream& stream);
-  void end_capture(Stream& stream);                          // throws if a host call has broken it
+  void end_capture(Stream& stream);                                      // throws if a host call has broken it
   void refuse_in_captures(const char* call, const CapturePtr& capture);  // of what the host asks about; null: in none
   void clear_error(int index);
 

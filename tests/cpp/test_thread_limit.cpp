@@ -1,0 +1,145 @@
+// A system that has no more threads: what needs one is refused, and later ones run.
+#include <pthread.h>
+
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "callback.h"
+#include "core/callback_thread.h"
+#include "core/error.h"
+#include "core/thread_cache.h"
+#include "lanes.h"
+#include "rules.h"
+#include "threads.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+namespace {
+
+// New threads fail with EAGAIN for a scope: their stacks would be larger than the address space.
+class NoThreads {
+ public:
+  NoThreads() {
+    REQUIRE(pthread_getattr_default_np(&before_) == 0);
+    pthread_attr_t attributes;
+    REQUIRE(pthread_getattr_default_np(&attributes) == 0);
+    REQUIRE(pthread_attr_setstacksize(&attributes, std::size_t{1} << 52) == 0);
+    REQUIRE(pthread_setattr_default_np(&attributes) == 0);
+    pthread_attr_destroy(&attributes);
+  }
+  ~NoThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+
+ private:
+  pthread_attr_t before_;
+};
+
+// A callback of the runtime that completes a child, as then() has one.
+class WithChild final : public Continuation {
+ public:
+  WithChild(FuturePtr child, Executor* executor) : Continuation(foreign, executor), child_(std::move(child)) {}
+  void run(Future&) noexcept override {
+    if (!Runtime::inside()) Runtime::broken("a foreign callback ran outside the runtime");
+    child_->complete({});
+    delete this;
+  }
+  bool refuse(const std::exception_ptr& error) noexcept override { return child_->fail(Value::of_error(error)); }
+  void abandon() noexcept override {
+    if (!Runtime::inside()) Runtime::broken("a foreign callback was abandoned outside the runtime");
+    delete this;
+  }
+
+ private:
+  FuturePtr child_;
+};
+
+bool says_no_thread(Future& failed) {
+  failed.mark_seen();
+  try {
+    std::rethrow_exception(failed.value().error);
+  } catch (const Error& error) {
+    return error.kind() == ErrorKind::no_thread;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("thread_limit");
+
+TEST_CASE("alone: a system without threads" * doctest::skip()) {
+  Lane& lane = new_lane();
+  FuturePtr in_lane = pending();
+  FuturePtr on_callback_thread = pending();
+  {
+    Signal started, limited;
+    std::thread engine([&] {
+      const EngineThread is_an_engine;
+      started.send();
+      limited.wait();
+      completed()->attach(new WithChild(in_lane, &lane));
+      completed()->attach(new WithChild(on_callback_thread, nullptr));
+    });
+    started.wait();
+    const NoThreads none;
+    limited.send();
+    engine.join();
+    CHECK(says_no_thread(*in_lane));
+    CHECK(says_no_thread(*on_callback_thread));
+  }
+  CHECK_FALSE(CallbackThread::get().has_lost());
+  for (Executor* executor : {static_cast<Executor*>(&lane), static_cast<Executor*>(nullptr)}) {
+    FuturePtr later = pending();
+    on_engine_thread([&] { completed()->attach(new WithChild(later, executor)); });
+    later->wait_until(nullptr);
+    CHECK(later->state() == State::completed);
+  }
+  CHECK(Runtime::take_broken().empty());
+}
+
+TEST_CASE_FIXTURE(Rules, "without threads a callback of an engine is refused with an error, and the next one runs") {
+  run_alone("alone: a system without threads");
+}
+
+TEST_CASE_FIXTURE(Rules, "while threads run out and come back, each callback runs or is refused") {
+  constexpr int kThreads = 4;
+  constexpr int kRounds = 50;
+  std::vector<FuturePtr> children = many(kThreads * kRounds);
+  std::vector<Lane*> lanes;
+  for (int i = 0; i < kRounds; ++i) lanes.push_back(&new_lane());
+  std::atomic<int> working{kThreads - 1};
+  together(kThreads, [&](int thread) {
+    if (thread == 0) {
+      while (working > 0) {
+        const NoThreads none;
+        std::this_thread::yield();
+      }
+      return;
+    }
+    const EngineThread engine;
+    for (int i = 0; i < kRounds; ++i) {
+      const FuturePtr& child = children[static_cast<std::size_t>(thread * kRounds + i)];
+      completed()->attach(new WithChild(child, lanes[static_cast<std::size_t>(i)]));
+    }
+    --working;
+  });
+  int refused = 0;
+  for (std::size_t i = kRounds; i < children.size(); ++i) {  // those of the threads that worked
+    children[i]->wait_until(nullptr);
+    if (children[i]->state() == State::completed) continue;
+    CHECK(says_no_thread(*children[i]));
+    ++refused;
+  }
+  MESSAGE(refused << " refused");
+}
+
+TEST_SUITE_END();

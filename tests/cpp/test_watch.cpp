@@ -1,0 +1,49 @@
+// What an engine does about devices that have not finished: here, when the process exits.
+#include <memory>
+#include <utility>
+
+#include "callback.h"
+#include "core/process.h"
+#include "fake_device.h"
+#include "folder.h"
+#include "rules.h"
+#include "storage/engine.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+TEST_SUITE_BEGIN("watch");
+
+TEST_CASE("alone: a write that waits for a device when the process exits" * doctest::skip()) {
+  const Folder folder;
+  storage::Engine::Options options;
+  options.backend = storage::BackendKind::threads;
+  const auto engine = storage::Engine::start(options);
+  const auto file =
+      storage::File::open(folder.file(), storage::Access::read_write, storage::Start::empty, storage::Direct::no);
+  const c10::Stream current = stream(0, 0);
+  accelerator.launch(current);
+  storage::Request request;
+  request.direction = storage::Direction::write;
+  request.file = file;
+  request.device = std::make_shared<storage::DeviceSide>(current.device(), storage::Direction::write, 0);
+  request.memory.add_on_device(tensor_on(current.device()));
+  request.future = pending();
+  const FuturePtr future = request.future;
+  engine->submit(std::move(request));
+  shut_down([]() noexcept {
+    const Inside needs_the_runtime;  // as device work that calls Python does
+    accelerator.finish_all();
+    return true;
+  });
+  future->wait_until(nullptr);
+  future->mark_seen();
+  CHECK(future->state() == State::failed);  // the fake device has no kernels: its memory cannot be copied
+  CHECK(Runtime::take_broken().empty());
+}
+
+TEST_CASE_FIXTURE(Rules, "storage: at exit a device is waited for outside the runtime") {
+  run_alone("alone: a write that waits for a device when the process exits");
+}
+
+TEST_SUITE_END();

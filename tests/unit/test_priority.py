@@ -1,0 +1,49 @@
+"""Priorities: 0 or negative, as in the stream pools of every device; refused elsewhere, whatever the device."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, copy, submit
+from cudafuture.storage import Engine, File, Offloader, ShardedOffloader
+
+
+@pytest.fixture
+def offloader(tmp_path: Path) -> Iterator[Offloader]:
+    with Offloader(tmp_path / "store") as offloader:
+        yield offloader
+
+
+PLACES: dict[str, Callable[[int], Any]] = {
+    "CUDAFuture": lambda priority: CUDAFuture(priority=priority),
+    "then": lambda priority: CUDAFuture().then(lambda done: done.value(), priority=priority),
+    "then_async": lambda priority: CUDAFuture().then_async(lambda done: done, priority=priority),
+    "submit": lambda priority: submit(int, priority=priority),
+    "copy": lambda priority: copy(torch.ones(2), "cpu", priority=priority),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+def test_a_priority_above_0_is_refused(place: Callable[[int], Any]) -> None:
+    with pytest.raises(ValueError, match="priority is 0 .* not 1"):
+        place(1)
+    for priority in (0, -1):
+        place(priority)
+
+
+def test_a_priority_above_0_is_refused_by_files_and_stores(offloader: Offloader, tmp_path: Path) -> None:
+    x = torch.ones(4)
+    with Engine("threads") as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        for begin in (file.write, file.read):
+            with pytest.raises(ValueError, match="not 2"):
+                begin(x, priority=2)
+    with pytest.raises(ValueError, match="not 2"):
+        offloader.write("x", x, priority=2)
+    offloader.write("x", x).wait(timeout=60)
+    with pytest.raises(ValueError, match="not 2"):
+        offloader.read("x", priority=2)
+    with pytest.raises(ValueError, match="not 2"):
+        ShardedOffloader({"only": offloader}).writev({"y": x}, priority=2).wait(timeout=60)
