@@ -197,14 +197,12 @@ class Server:
 
     def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Return the caller, and what the function has returned: a value, or a future."""
-        if is_plain(payload):
-            return self.order.call(decode(payload, tensors))
-        targets = targets_of(payload)
-        if targets is not None:
-            tensors = _staging.to_devices(tensors, targets)
-        if not has_rrefs(payload):
-            return self.order.call(decode(payload, tensors))
-        return self._run_when_confirmed(payload, tensors)
+        if not is_plain(payload):
+            if (targets := targets_of(payload)) is not None:
+                tensors = _staging.to_devices(tensors, targets)
+            if has_rrefs(payload):
+                return self._run_when_confirmed(payload, tensors)
+        return self.order.call(decode(payload, tensors))
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
         """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""

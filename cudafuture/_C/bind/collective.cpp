@@ -6,7 +6,7 @@
 #include "bind/executors.h"
 #include "bind/future.h"
 #include "bind/promise.h"
-#include "bind/torch_future.h"
+#include "bind/work.h"
 #include "core/process.h"
 
 namespace cudafuture::bind {

@@ -13,16 +13,18 @@ PyTorch's RFC 48305.
 Args:
     devices: bounding set of devices on which the value's tensors may live. None (default): taken from the value when
         the future completes. The CPU is always allowed. All others must be of one type.
-    priority: of the pool streams on which `then` callbacks run. Lower is more urgent: 0 (default), -1 high.
+    priority: of the pool streams on which `then` callbacks run. Lower is more urgent: 0 (default), -1 high. Above 0 is
+        refused on every device, because stream pools have no such streams.
     name: shown by repr, in errors and traces.
     lifetime: "record" (default) tells the allocator about every stream that waits (`Tensor.record_stream`), which is
         always right. "hold" relies on the future itself to keep the memory, and is right only where the waiting stream
-        is the one that allocated the value, or joins it before the future is dropped.
+        is the one that allocated the value, or joins it before the future is dropped. Children do not inherit it.
     executor: where callbacks run that name none: `cudafuture.executors.inline` or `.callback_thread`. None (default): in
         the thread that completes the future. For producers that complete it in a thread of an engine's.
 
 Raises:
     DeviceMismatchError: devices of several types.
+    ValueError: a priority above 0, or an unknown `lifetime`.
     TypeError: `executor` is no executor of the library's.
     InvalidStateError: in a child forked from a process that had used the library.
 
@@ -56,7 +58,8 @@ Args:
 
 The value is the source's own: for a Work the list of its output tensors. Gloo's and NCCL's threads complete the future
 without the GIL. An error keeps its type, also where torch carries it as a value with an unwrap function (RPC,
-`set_exception`). A Work that has no future of its own (Gloo's send and recv) gets a thread that waits for it.
+`set_exception`). A Work that has no future of its own (Gloo's send and recv) gets a thread that waits for it. Where the
+Work's future names no devices, as Gloo's, they are taken from its tensors.
 
 >>> import torch
 >>> from cudafuture import CUDAFuture
@@ -70,9 +73,11 @@ without the GIL. An error keeps its type, also where torch carries it as a value
 inline constexpr const char* to_torch =
     R"(A `torch.futures.Future` that follows this future, for the places that check the class.
 
-DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_execution` are such places. It is made for
-the devices of this future (where they are not known yet: for all), completed with streams ordered after the events, and
-failed with the exception object itself. Torch's futures keep no events of a failure: whoever recovers from one there is
+DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_execution` are such places. It is
+completed with streams ordered after the events, and failed with the exception object itself. Torch's future of a pending
+one knows the devices that have a context at the call, and those that are current. A value on any other device is
+delivered when that device has finished; torch's `then` refuses to return such a value (ValueError). To avoid that, use
+the device before this call. Torch's futures keep no events of a failure: whoever recovers from one there is
 not ordered after the device work behind it.
 
 >>> from cudafuture import CUDAFuture

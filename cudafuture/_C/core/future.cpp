@@ -105,12 +105,8 @@ void Future::leak_tensors() noexcept {
 }
 
 Future::Rare& Future::rare() {
-  Rare* rare = rare_.load(std::memory_order_relaxed);
-  if (rare == nullptr) {
-    rare = new Rare;
-    rare_.store(rare, std::memory_order_release);
-  }
-  return *rare;
+  if (rare_.load(std::memory_order_relaxed) == nullptr) rare_.store(new Rare, std::memory_order_release);
+  return *rare_.load(std::memory_order_relaxed);
 }
 
 // ---- facts
@@ -201,15 +197,14 @@ bool Future::add(Waiter& waiter) {
 }
 
 void Future::remove(Waiter& waiter) noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    for (Waiter** link = &waiters_; *link != nullptr; link = &(*link)->next) {
-      if (*link == &waiter) {
-        *link = waiter.next;
-        return;
-      }
+  std::unique_lock lock(mutex_);
+  for (Waiter** link = &waiters_; *link != nullptr; link = &(*link)->next) {
+    if (*link == &waiter) {
+      *link = waiter.next;
+      return;
     }
   }
+  lock.unlock();
   // The completing thread has the waiter in hand: it must have been released before its memory may go.
   waiter.wait(nullptr);
 }

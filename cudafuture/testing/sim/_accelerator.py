@@ -84,8 +84,8 @@ def enable(
         detect: look for races.
         poison: fill fresh memory, on devices and pinned, with NaN.
         memory: bytes of each device; torch.OutOfMemoryError beyond. Default 4 GiB, taken only when used.
-        strict_devices: report events that are recorded, queried, synchronised or destroyed while another device is
-            current. For libraries that handle events themselves.
+        strict_devices: report events that are recorded, queried, waited for, synchronised or destroyed while another
+            device is current. For libraries that handle events themselves.
         speeds: of virtual time.
 
     Raises:
@@ -177,8 +177,8 @@ def clear_error(device: torch.device | str | int = 0) -> None:
 def contexts() -> list[torch.device]:
     """Return the devices that have a context: those that were used, or made current, since ``enable()``.
 
-    On CUDA a context takes about half a gigabyte of its device. A process that should use one device only, as each rank of
-    a job does, has one.
+    On CUDA a context takes about half a gigabyte of its device. A process that should use one device only, as each rank
+    of a job does, has one.
 
     >>> sim.enable(devices=2)
     >>> x = torch.ones(2, device="sim:1")

@@ -108,14 +108,15 @@ def hold(stream: torch.Stream | None = None) -> Hold:
 def capture(stream: torch.Stream | None = None) -> Iterator[None]:
     """Capture a stream (default: the current one) for a scope, as far as host calls can break a capture.
 
-    Work that is enqueued on the stream is recorded and never runs: there are no graphs to launch. A stream that waits for
-    an event of the capture joins it. As on CUDA, in its default capture mode (global), these end the capture: a query of,
-    or a synchronization with, an event that was recorded inside it; the same with any other event, by a thread that is not
-    in relaxed capture mode; a wait of a capturing stream for work outside of the capture.
+    Work that is enqueued on the stream is recorded and never runs: there are no graphs to launch. A stream that waits
+    for an event of the capture joins it. These calls end the capture, as in CUDA's default capture mode (global):
+
+    - a query of, or a synchronization with, an event that was recorded inside it;
+    - a query of, or a synchronization with, any other event, by a thread that is not in relaxed capture mode;
+    - a wait of a capturing stream for work outside of the capture.
 
     Raises:
-        RuntimeError: at the end of the scope, if a host call has ended the capture; it names the call. At the call itself,
-            too.
+        RuntimeError: at such a call, and at the end of the scope, where it names the call.
 
     >>> sim.enable()
     >>> event = torch.Event("sim")

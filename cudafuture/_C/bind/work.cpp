@@ -1,0 +1,242 @@
+#include "bind/work.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "bind/conduit.h"
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "bind/promise.h"
+#include "bind/torch_future.h"
+#include "core/error.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+// Null where torch was built without torch.distributed.
+PyTypeObject* work_class() {
+  static Imported is_available{"torch.distributed", "is_available"};
+  static const bool available = nb::cast<bool>(is_available()());
+  if (!available) return nullptr;
+  static Imported work{"torch._C._distributed_c10d", "Work"};
+  return reinterpret_cast<PyTypeObject*>(work().ptr());
+}
+
+bool is_python_work(nb::handle work) { return Py_TYPE(work.ptr()) != work_class(); }
+
+
+void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    tensors.push_back(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toList()) add_tensors(item, tensors);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& item : value.toTupleRef().elements()) add_tensors(item, tensors);
+  }
+}
+
+// The thread has just left the interpreter to complete torch's future with an object of Python's.
+std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
+  if (is_finalizing()) return {};
+  const Entry entry;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  std::vector<c10::Device> devices;
+  std::exception_ptr error;
+  try {
+    devices = find_tensors(object_of(value), false).devices;
+  } catch (...) {
+    error = std::make_exception_ptr(
+        std::runtime_error(std::string(nb::str(exception_of(std::current_exception())).c_str())));
+  }
+  PyGILState_Release(state);
+  if (error != nullptr) std::rethrow_exception(error);
+  return devices;
+}
+
+std::vector<c10::Device> devices_of(const c10::IValue& value) {
+  if (!any_device_with_streams()) return {};
+  if (value.isPyObject()) return devices_of_object(value);
+  std::vector<at::Tensor> tensors;
+  add_tensors(value, tensors);
+  return cudafuture::devices_of(tensors);
+}
+
+// Records events on the current streams of devices that a Work's future does not name.
+EventSet record_work(const std::vector<c10::Device>& devices) {
+  return stands(Edge::work_record) ? EventSet::record(devices) : EventSet();
+}
+
+// The value stays as it is in C++; no interpreter is needed.
+void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
+  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
+    if (done.hasError()) {
+      promise->fail(done.exception_ptr(), record_devices(done));
+    } else {
+      promise->complete(done.constValue(), record_devices(done));
+    }
+  });
+}
+
+// The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made
+// the current streams of its thread wait for its copies. The devices are taken from the value.
+void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
+  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
+    if (done.hasError()) {
+      promise->fail(done.exception_ptr(), {});
+      return;
+    }
+    try {
+      std::vector<c10::Device> devices = devices_of(done.constValue());
+      if (devices.empty()) devices = promise->devices();
+      promise->complete(done.constValue(), record_work(devices));
+    } catch (...) {
+      promise->fail(std::current_exception(), {});
+    }
+  });
+}
+
+std::vector<at::Tensor> output_of(c10d::Work& work) {
+  try {
+    return work.result();
+  } catch (const c10::Error&) {  // it has none to show
+    return {};
+  }
+}
+
+// Blocks until the Work is done, and completes the promise with its result.
+void wait_for(c10d::Work& work, Promise& promise) noexcept {
+  try {
+    std::vector<at::Tensor> result = output_of(work);  // the tensors are known before their contents
+    std::vector<c10::Device> devices =
+        any_device_with_streams() ? cudafuture::devices_of(result) : std::vector<c10::Device>();
+    if (devices.empty()) devices = promise.devices();
+    const StreamScope scope(pool_streams(devices, 0));
+    work.wait();  // makes the current streams wait
+    result = output_of(work);
+    promise.complete(c10::IValue(std::move(result)), record_work(devices));
+  } catch (...) {
+    promise.fail(std::current_exception(), {});
+  }
+}
+
+// A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
+// thread of its own, since a bounded pool would deadlock; it is detached, since nothing can wake it.
+void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
+  try {
+    std::thread([work, promise] { wait_for(*work, *promise); }).detach();
+  } catch (const std::system_error&) {
+    promise->fail(std::make_exception_ptr(no_thread("following a send or recv")), {});
+  }
+}
+
+// NCCL's futures are complete when the work is enqueued; what goes wrong with it later, only the Work learns.
+class WorkAftermath final : public Aftermath {
+ public:
+  explicit WorkAftermath(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  std::exception_ptr error() noexcept override { return work_->exception(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, double timeout) {
+  auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
+  TorchFuturePtr native;
+  try {
+    native = owned->getFuture();
+  } catch (const c10::Error&) {  // not implemented for this kind of work
+  }
+  if (native != nullptr && !native->devices().empty()) {
+    future->set_aftermath(std::make_unique<WorkAftermath>(owned));
+  }
+  std::vector<c10::Device> devices;
+  if (value) devices = find_tensors(nb::handle(static_cast<PyObject*>(value.get())), true).devices;
+  auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout, std::move(devices));
+  if (native == nullptr) {
+    follow_by_waiting(std::move(owned), std::move(promise));
+  } else if (native->devices().empty()) {
+    follow_without_devices(native, std::move(promise));
+  } else {
+    follow_natively(native, std::move(promise));
+  }
+}
+
+// A Work whose class is written in Python: its C++ side knows neither how to unwrap an error nor how long Python lives.
+void follow_python_work(nb::handle object, FuturePtr future) {
+  nb::object followed;
+  try {
+    followed = object.attr("get_future")();
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_RuntimeError)) throw;  // RuntimeError and NotImplementedError: it has none
+  }
+  if (followed.is_valid() && is_torch_future(followed)) {
+    follow_torch_future(followed, std::move(future), std::make_shared<Foreign>(nb::borrow(object).release().ptr()));
+  } else {
+    static Imported follow{"cudafuture._work", "follow"};
+    call(follow(), object, wrap(std::move(future)));
+  }
+}
+
+// Completes a future with a value that was known before, when the Work behind `parent`, written in Python, is done.
+class Substitute final : public Continuation {
+ public:
+  Substitute(FuturePtr future, nb::object value)
+      : Continuation(foreign), future_(std::move(future)), value_(bind::foreign(std::move(value))) {}
+
+  void run(Future& work) noexcept override {
+    if (work.state() == State::completed) {
+      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), Edge::work_events));
+    } else {
+      fail(*future_, as_origin_says(future_->origin(), exception_of(work)));
+    }
+    delete this;
+  }
+  void abandon() noexcept override {
+    const Promise told(std::move(future_));
+    delete this;
+  }
+  int visit(ForeignVisitor visitor) const override { return visitor(value_.get()); }
+
+ private:
+  FuturePtr future_;
+  Foreign value_;
+};
+
+}  // namespace
+
+bool is_work(nb::handle object) {
+  PyTypeObject* const type = work_class();
+  return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
+}
+
+void follow(nb::handle work, FuturePtr future) {
+  if (is_python_work(work)) {
+    follow_python_work(work, std::move(future));
+  } else {
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), {}, kNoTimeout);
+  }
+}
+
+void follow_work(nb::handle work, FuturePtr future, nb::object value, double timeout) {
+  if (!is_work(work)) {
+    const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
+    throw nb::type_error(message.c_str());
+  }
+  if (!is_python_work(work)) {
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)), timeout);
+    return;
+  }
+  const nb::object followed = from_torch(work);
+  core_of(followed).attach(new Substitute(std::move(future), std::move(value)));
+}
+
+}  // namespace cudafuture::bind
