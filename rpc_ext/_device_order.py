@@ -98,9 +98,11 @@ class DeviceOrder:
         added: list[CUDAFuture[None]] = []
         for streams in recorded:
             work: CUDAFuture[None] = CUDAFuture()
-            with contextlib.suppress(RuntimeError):  # of a device that is broken
-                work.set_result(None, stream=streams)
+            work.set_result(None, stream=streams)
+            if work.events:
                 added.append(work)
+            else:
+                work.exception()  # a broken device, on which there is nothing to order; no report that nobody looked
         with self._lock:
             if not self._devices:
                 return  # the session has ended

@@ -116,7 +116,7 @@ void CallbackThread::run_one() noexcept {
   CompletionQueue& queue = CompletionQueue::current();
   queue.push(batch_.pop());
   callbacks_run_.fetch_add(1, std::memory_order_relaxed);
-  queue.drain();
+  queue.drain(true);
 }
 
 void CallbackThread::loop() noexcept {

@@ -45,7 +45,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
       queue.push(c);
     }
   }
-  if (!queue.draining()) queue.drain();
+  if (!queue.draining()) queue.drain(inside);
 }
 
 // A continuation can enter the interpreter for a moment, complete a future there, and leave again. The callbacks of
@@ -60,8 +60,8 @@ void CompletionQueue::run_one() noexcept {
   c->run(*parent);
 }
 
-void CompletionQueue::drain() noexcept {
-  const bool was_inside = std::exchange(is_inside_, foreign_runtime().inside());
+void CompletionQueue::drain(bool is_inside) noexcept {
+  const bool was_inside = std::exchange(is_inside_, is_inside);
   ++depth_;
   while (!queue_.empty()) run_one();
   --depth_;

@@ -26,7 +26,8 @@ class CompletionQueue {
   void help(const Future& awaited) noexcept;
 
   void push(Continuation* c) noexcept { queue_.push(c); }
-  void drain() noexcept;  // until it is empty; nested in a callback where one is running
+  // Until it is empty; nested in a callback where one is running. `is_inside`: this thread is inside the interpreter.
+  void drain(bool is_inside) noexcept;
 
  private:
   void run_one() noexcept;

@@ -11,13 +11,14 @@ InlineExecutor& InlineExecutor::get() noexcept {
 }
 
 void InlineExecutor::post(Continuation* c) noexcept {
-  if ((c->flags & Continuation::foreign) != 0 && !foreign_runtime().inside()) {
+  const bool inside = foreign_runtime().inside();
+  if ((c->flags & Continuation::foreign) != 0 && !inside) {
     CallbackThread::get().post(c);
     return;
   }
   CompletionQueue& queue = CompletionQueue::current();
   queue.push(c);
-  if (!queue.draining()) queue.drain();
+  if (!queue.draining()) queue.drain(inside);
 }
 
 }  // namespace cudafuture

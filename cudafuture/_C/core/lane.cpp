@@ -119,7 +119,7 @@ void Lane::perform() noexcept {
   CompletionQueue& queue = CompletionQueue::current();
   while (Continuation* c = take_head()) {
     queue.push(c);
-    queue.drain();
+    queue.drain(true);
   }
   lane_of_thread = nullptr;
   runtime.leave();
