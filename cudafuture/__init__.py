@@ -15,7 +15,7 @@ from cudafuture.errors import (
     TensorSearchError,
 )
 from cudafuture.future import copy, submit
-from cudafuture.streams import current_streams, pool_stream, use_streams
+from cudafuture.streams import current_streams, has_context, pool_stream, use_streams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "copy",
     "current_streams",
     "gather",
+    "has_context",
     "pool_stream",
     "submit",
     "use_streams",

@@ -7,14 +7,19 @@ import threading
 from typing import Any
 
 from cudafuture import _C
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import CUDAFutureError, InvalidStateError
 
 __all__ = ["follow"]
 
 
 def follow(work: Any, future: _C.CUDAFuture[Any]) -> None:
     """Complete `future` when `work` is done, which only a thread that is blocked in its ``wait()`` learns."""
-    threading.Thread(target=_wait, args=(work, future), name="cudafuture-work", daemon=True).start()
+    try:
+        threading.Thread(target=_wait, args=(work, future), name="cudafuture-work", daemon=True).start()
+    except RuntimeError as e:  # the work goes on, and nothing will tell when it is done
+        error = CUDAFutureError(f"no thread could be started for following {work!r}: {e}")
+        error.__cause__ = e
+        future.set_exception(error)
 
 
 def _wait(work: Any, future: _C.CUDAFuture[Any]) -> None:

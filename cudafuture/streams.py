@@ -9,7 +9,7 @@ import torch
 
 from cudafuture import _C
 
-__all__ = ["current_streams", "pool_stream", "use_streams"]
+__all__ = ["current_streams", "has_context", "pool_stream", "use_streams"]
 
 
 def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
@@ -39,6 +39,18 @@ def current_streams(devices: Iterable[torch.device | str | int]) -> list[torch.S
     []
     """
     return _C.current_streams(devices)
+
+
+def has_context(device: torch.device | str | int) -> bool:
+    """Return True if this process has a context on the device.
+
+    A device without a context has no pending work of this process, and its first use creates the context: on CUDA about
+    half a gigabyte of the device's memory.
+
+    Raises:
+        ValueError: a device without streams, such as the CPU.
+    """
+    return _C.has_context(device)
 
 
 def use_streams(*streams: torch.Stream) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, current_streams
+from cudafuture import CUDAFuture, current_streams, has_context
 from rpc_ext._functions import call_function
 
 __all__ = ["DeviceOrder"]
@@ -41,7 +41,8 @@ class DeviceOrder:
     def __init__(self) -> None:
         self._devices: tuple[torch.device, ...] = ()
         self._lock = threading.Lock()  # guards _work; a leaf
-        self._work: dict[int, tuple[CUDAFuture[None], ...]] = {}  # by caller: completed, with events
+        # By caller, and by identity: completed futures with events.
+        self._work: dict[int, dict[int, CUDAFuture[None]]] = {}
 
     def set_devices(self, devices: Iterable[torch.device]) -> None:
         """Set the devices on which calls are ordered."""
@@ -83,20 +84,26 @@ class DeviceOrder:
     def _after_earlier_calls(self, caller: int) -> Iterator[None]:
         """Run a call of the caller: its current streams wait for the earlier calls, and later calls for them."""
         with self._lock:
-            earlier = self._work.get(caller, ())
+            earlier = tuple(self._work.get(caller, {}).values())
         for work in earlier:
             with contextlib.suppress(RuntimeError):  # of a device that is broken: the call itself will find that
                 work.wait(non_blocking=True)
-        before = current_streams(self._devices)
+        before = self._streams()
         try:
             yield
         finally:
-            after = current_streams(self._devices)
+            after = self._streams()
             self._add(caller, [before] if after == before else [before, after], earlier)
+
+    def _streams(self) -> list[torch.Stream]:
+        """Return the current streams of the devices that have a context: the others have no work."""
+        return current_streams([device for device in self._devices if has_context(device)])
 
     def _add(self, caller: int, recorded: list[list[torch.Stream]], superseded: tuple[CUDAFuture[None], ...]) -> None:
         added: list[CUDAFuture[None]] = []
         for streams in recorded:
+            if not streams:
+                continue
             work: CUDAFuture[None] = CUDAFuture()
             work.set_result(None, stream=streams)
             if work.events:
@@ -106,5 +113,7 @@ class DeviceOrder:
         with self._lock:
             if not self._devices:
                 return  # the session has ended
-            kept = [work for work in self._work.get(caller, ()) if not any(work is old for old in superseded)]
-            self._work[caller] = (*kept, *added)
+            kept = self._work.setdefault(caller, {})
+            for old in superseded:
+                kept.pop(id(old), None)
+            kept.update((id(work), work) for work in added)

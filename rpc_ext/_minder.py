@@ -21,7 +21,7 @@ class Minded(Protocol):
     """What is looked after."""
 
     def look(self, now: float) -> float | None:
-        """Do what is due at `now` (time.perf_counter()); return when to look again, or None. Raises nothing."""
+        """Do what is due at `now` (time.perf_counter()); return when to look again, or None."""
 
 
 class _Minder:
@@ -44,8 +44,13 @@ class _Minder:
             heapq.heappush(self._line, (due, next(self._numbers), what))
             self._shorten()
             if self._thread is None and not self._ends:
-                self._thread = threading.Thread(target=self._run, name="rpc_ext-minder", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="rpc_ext-minder", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads: this call fails, and the next one tries again
+                    del self._due[what]
+                    raise
+                self._thread = thread
             if self._line[0][2] is what:
                 self._changed.notify()
 

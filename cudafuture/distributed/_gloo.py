@@ -18,6 +18,7 @@ from cudafuture.distributed._group import groups
 __all__ = ["failures"]
 
 _logger = logging.getLogger("cudafuture.distributed")
+_started = False  # the thread that fails overdue collectives
 _PAUSE = 0.1  # seconds between two looks at what is overdue
 _GRACE = 0.5  # seconds that a healthy group gets to say so itself
 
@@ -27,9 +28,14 @@ failures: list[str] = []
 
 def _keep_groups(message: str) -> object:
     """Return every group there is: one of them cannot be destroyed any more, and which one nobody knows."""
+    global _started
     failures.append(message)
-    if len(failures) == 1:
-        threading.Thread(target=_fail_overdue, name="cudafuture-gloo", daemon=True).start()
+    if not _started:
+        try:
+            threading.Thread(target=_fail_overdue, name="cudafuture-gloo", daemon=True).start()
+            _started = True
+        except RuntimeError:  # the system has no more threads; the next failure tries again
+            _logger.exception("overdue collectives cannot be failed: no thread could be started")
     companions = [companion for _, state in list(groups.values()) for companion in state.companions()]
     return [*c10d._world.pg_map, *companions]
 

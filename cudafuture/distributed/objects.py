@@ -128,7 +128,7 @@ def monitored_barrier(
     rank, not the first one only. Gloo only.
 
     Raises:
-        ValueError: the group's backend is not Gloo.
+        ValueError: the group's backend is not Gloo, or a timeout that is not a finite number of seconds.
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
@@ -142,6 +142,11 @@ def monitored_barrier(
     limit: timedelta
     if timeout is None:
         limit = timeout_of(pg)
+    elif isinstance(timeout, timedelta):
+        limit = timeout
     else:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        try:
+            limit = timedelta(seconds=timeout)
+        except (OverflowError, ValueError) as e:
+            raise ValueError(f"timeout is a timedelta, a number of seconds, or None, not {timeout!r}") from e
     return issue.run_monitored_barrier(pg, Deadline(limit), wait_all_ranks)

@@ -46,7 +46,9 @@ TEST_CASE_FIXTURE(Rules, "of many who wait for the first of several futures, eac
       for (const FuturePtr& future : futures) future->complete({});
       return;
     }
-    Arrivals arrivals(futures);
+    std::vector<Future*> waited_for;
+    for (const FuturePtr& future : futures) waited_for.push_back(future.get());
+    Arrivals arrivals(waited_for);
     std::size_t wanted = thread % 2 == 0 ? futures.size() : futures.size() / 2;  // some stop early
     std::vector<bool> seen(futures.size());
     while (wanted > 0) {

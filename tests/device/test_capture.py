@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, as_completed
 from cudafuture.errors import InvalidStateError
+from cudafuture.storage import File
 from device.harness import Device
 
 Future = CUDAFuture[torch.Tensor]
@@ -76,6 +78,63 @@ def test_streams_are_ordered_after_a_captured_future(accelerator: Device) -> Non
         future.events[accelerator.at()].wait(side)
         doubled.wait(non_blocking=True)
         accelerator.current().wait_stream(side)  # a stream that joined the capture comes back to its first stream
+
+
+def test_await_of_a_future_that_completes_in_a_capture_raises(accelerator: Device) -> None:
+    x = accelerator.empty()
+    accelerator.finish()
+    future: Future = CUDAFuture()
+
+    async def wait_and_complete() -> None:
+        task = asyncio.ensure_future(awaited(future))
+        await asyncio.sleep(0)  # it waits from here on
+        with accelerator.capture():
+            future.set_result(x.fill_(1.0))
+        with pytest.raises(InvalidStateError, match="capture"):
+            await asyncio.wait_for(task, 60)
+
+    asyncio.run(wait_and_complete())
+
+
+def test_as_completed_gives_a_future_that_completes_in_a_capture(accelerator: Device) -> None:
+    x = accelerator.empty()
+    accelerator.finish()
+    future: Future = CUDAFuture()
+
+    async def first() -> Future:
+        asyncio.get_running_loop().call_soon(complete)
+        async for done in as_completed([future], timeout=60):
+            return done
+        raise AssertionError
+
+    def complete() -> None:
+        with accelerator.capture():
+            future.set_result(x.fill_(1.0))
+
+    assert asyncio.run(first()) is future
+
+
+def test_a_capture_does_not_hide_the_error_of_a_callback(accelerator: Device) -> None:
+    with captured(accelerator) as future:
+        child = future.then(lambda _: 1 // 0, stream="caller")
+        for ask in (child.wait, child.exception, child.value):
+            with contextlib.suppress(ZeroDivisionError):
+                assert isinstance(ask(), ZeroDivisionError)
+    assert isinstance(child.exception(), ZeroDivisionError)
+
+
+def test_a_file_is_not_written_or_read_inside_a_capture(accelerator: Device, tmp_path: Path) -> None:
+    x = accelerator.empty()
+    accelerator.finish()
+    with File(tmp_path / "file", "w+") as file:
+        with accelerator.capture():
+            for begin in (file.write, file.read):
+                with pytest.raises(InvalidStateError, match="capture"):
+                    begin(x)
+        file.write(x.fill_(2.0)).wait(timeout=60)
+        assert accelerator.read(x.fill_(0.0)) == 0.0
+        file.read(x).wait(timeout=60)
+        assert accelerator.read(x) == 2.0
 
 
 def test_showing_a_captured_future_asks_nothing(accelerator: Device) -> None:

@@ -178,3 +178,22 @@ def test_two_kinds_of_devices_in_one_call_are_refused(accelerator: Device) -> No
         pytest.skip("Gloo takes them")
     with pytest.raises(ValueError, match="devices of one type"):
         cfd.all_gather([torch.empty(SIZE)], accelerator.empty())
+
+
+def test_a_serial_queue_and_object_collectives_run_with_the_callers_device(pair: Device) -> None:
+    seen: list[int] = []
+
+    class Pickled:
+        def __reduce__(self) -> Any:  # on the thread of the object collective
+            seen.append(torch.accelerator.current_device_index())
+            return int, ()
+
+    done: CUDAFuture[None] = CUDAFuture(executor=cfd.ProcessGroup().queue)
+    with torch.accelerator.device_index(1):
+        child = done.then(lambda _: torch.accelerator.current_device_index())
+        gathered = cfd.all_gather_object([None], Pickled())
+    done.set_result(None)
+    assert child.wait(timeout=LONG) == 1
+    gathered.wait(timeout=LONG)
+    assert set(seen) == {1}
+    assert torch.accelerator.current_device_index() == 0

@@ -167,6 +167,8 @@ def test_an_empty_list_of_names_says_that_the_value_has_no_tensors(accelerator: 
     future.set_result(value := chain(accelerator.produce(3.0), 4), tensors=[])
     assert future.wait(timeout=PATIENCE) is value
     assert not future.events
+    whole = gather(future, accelerator.completed(3.0))
+    assert whole.wait(timeout=PATIENCE)[0] is value
 
 
 def test_an_object_that_cannot_be_searched_fails_the_future(accelerator: Device) -> None:

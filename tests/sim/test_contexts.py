@@ -11,6 +11,7 @@ import torch
 
 from cudafuture import CUDAFuture, gather
 from cudafuture.testing import sim
+from rpc_ext._device_order import DeviceOrder
 
 sim.prepare()  # torch knows the name of the device from here on
 LAST = torch.device("sim:2")
@@ -106,6 +107,16 @@ def test_torchs_future_of_a_pending_one_makes_no_contexts(devices: list[str] | N
     assert in_a_new_thread(use) == 8.0
     assert LAST in sim.contexts()
     assert torch.device("sim:1") not in sim.contexts()  # 0 is current, and torch selects it
+
+
+def test_calls_of_another_worker_make_no_contexts_on_mapped_devices_that_they_do_not_use() -> None:
+    order = DeviceOrder()
+    order.set_devices([torch.device("sim", i) for i in range(3)])
+    order.call((0, int, (), {}))
+    assert sim.contexts() == []
+    order.call((0, torch.ones, (2,), {"device": "sim:2"}))
+    assert sim.contexts() == [LAST]
+    order.close()
 
 
 def test_torchs_future_takes_a_value_on_a_device_that_was_first_used_later() -> None:

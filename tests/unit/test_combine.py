@@ -78,6 +78,17 @@ def test_cancelling_a_gather(cancel_parts):
     assert whole.cancelled()
 
 
+def test_an_iterator_that_is_left_in_a_cycle_is_collected():
+    done, pending = CUDAFuture.completed(1), CUDAFuture()
+    iterator = as_completed([done, pending])
+    assert next(iterator) is done
+    pending.add_done_callback(lambda _, iterator=iterator: None)
+    gone = weakref.ref(pending)
+    del iterator, done, pending
+    gc.collect()
+    assert gone() is None
+
+
 def test_gather_has_the_priority_of_its_most_urgent_part():
     assert gather(CUDAFuture(priority=-1), CUDAFuture(priority=-2), CUDAFuture()).priority == -2
     assert gather(CUDAFuture(priority=-3)).priority == -3

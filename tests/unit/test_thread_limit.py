@@ -116,6 +116,80 @@ def test_a_callback_that_waits_for_a_device_without_a_watcher_fails_and_the_next
     )
 
 
+def test_await_and_torchs_future_without_a_callback_thread_fail() -> None:
+    run(
+        """
+        import asyncio, os, tempfile
+        from cudafuture.storage import Engine, File
+
+        async def awaited(future):
+            return await future
+
+        with tempfile.TemporaryDirectory() as folder, Engine(backend="threads", _faults={"held": True}) as engine:
+            with File(os.path.join(folder, "f"), "w+", engine=engine) as file:
+                write = file.write(torch.ones(1024))
+                target = write.to_torch()
+                loop = asyncio.new_event_loop()
+                with no_threads():
+                    try:
+                        loop.run_until_complete(awaited(write))
+                    except CUDAFutureError as e:
+                        says_so(e)
+                    else:
+                        raise AssertionError("awaited without a thread")
+                    engine._native.let_go()
+                    write.wait(timeout=60)
+                    try:
+                        target.wait()
+                    except Exception as e:
+                        assert "no thread could be started" in str(e), e
+                    else:
+                        raise AssertionError("torch's future without a thread")
+                assert loop.run_until_complete(awaited(file.write(torch.ones(4)))) == 16
+                loop.close()
+        """
+    )
+
+
+def test_a_callback_without_a_child_that_a_serial_queue_cannot_run_is_logged() -> None:
+    run(
+        """
+        import io, logging
+        log = io.StringIO()
+        logging.getLogger("cudafuture").addHandler(logging.StreamHandler(log))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ran = []
+        with no_threads():
+            CUDAFuture.completed(1).add_done_callback(ran.append, executor=ProcessGroup().queue)
+        assert not ran
+        assert "was not run" in log.getvalue() and "no thread could be started" in log.getvalue(), log.getvalue()
+        """
+    )
+
+
+def test_the_timer_thread_of_rpc_is_started_again() -> None:
+    run(
+        """
+        from rpc_ext._minder import mind
+        looked = threading.Event()
+
+        class Due:
+            def look(self, now):
+                looked.set()
+
+        with no_threads():
+            try:
+                mind(Due(), 0.0)
+            except RuntimeError as e:
+                assert "can't start new thread" in str(e), e
+            else:
+                raise AssertionError("looked after without a thread")
+        mind(Due(), 0.0)
+        assert looked.wait(60)
+        """
+    )
+
+
 def test_an_engine_and_an_executor_without_threads_say_so() -> None:
     run(
         """

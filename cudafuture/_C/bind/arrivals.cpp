@@ -15,10 +15,8 @@ namespace {
 class PyArrivals {
  public:
   explicit PyArrivals(nb::tuple futures) : futures_(std::move(futures)) {
-    std::vector<FuturePtr> cores;
-    for (nb::handle future : futures_) {
-      cores.push_back(FuturePtr::unsafe_reclaim_from_nonowning(&expect_future(future, "waiting")));
-    }
+    std::vector<Future*> cores;
+    for (nb::handle future : futures_) cores.push_back(&expect_future(future, "waiting"));
     arrivals_ = std::make_unique<Arrivals>(std::move(cores));
   }
 
@@ -37,8 +35,8 @@ class PyArrivals {
   }
 
   void close() noexcept {
-    const std::unique_ptr<Arrivals> old = std::move(arrivals_);
-    if (is_forked_child()) static_cast<void>(const_cast<std::unique_ptr<Arrivals>&>(old).release());
+    std::unique_ptr<Arrivals> old = std::move(arrivals_);
+    if (is_forked_child()) static_cast<void>(old.release());  // its locks may be held by threads that are gone
   }
 
   int visit(visitproc visit, void* arg) const { return futures_.is_valid() ? visit(futures_.ptr(), arg) : 0; }

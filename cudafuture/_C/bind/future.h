@@ -56,7 +56,8 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
 // ---- waiting
 bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the deadline has passed
 void wait_until_done(Future& future, const Deadline& deadline);      // TimeoutError
-// Raises InvalidStateError where the host cannot ask about the device work; `what` is the operation that would.
+// Raises InvalidStateError where the host cannot ask about the device work of a completed future; `what` is the
+// operation that would. A failed future has an error of its own to raise.
 void refuse_captured(const Future& future, const char* what);
 // Raises what a device or an engine reported after completion. Not of a failed future: that would hide its own error.
 void raise_late_error(Future& future);

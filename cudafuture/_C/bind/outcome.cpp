@@ -156,6 +156,7 @@ namespace {
   std::vector<c10::Device>& used = found.devices;
   std::vector<at::Tensor> also = std::move(named).value_or(std::vector<at::Tensor>());
   Value value = Value::of_object(foreign(std::move(object)));
+  value.native = std::move(found.search);
   if (used.empty() && also.empty() && streams.empty()) return future.complete(std::move(value));
   if (future.done()) return false;
   const auto add = [&](c10::Device device) {
@@ -173,7 +174,6 @@ namespace {
     park_if_unwinding();
     return fail(future, exception_of(std::current_exception()), streams);
   }
-  value.native = std::move(found.search);
   return future.complete(std::move(value), std::move(events), std::move(also));
 }
 

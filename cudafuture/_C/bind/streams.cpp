@@ -61,6 +61,7 @@ void bind_streams(nb::module_& m) {
         set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
       },
       nb::arg("device"), nb::arg("exchange"));
+  m.def("has_context", [](nb::handle device) { return has_context(device_with_streams(device)); }, nb::arg("device"));
   m.def("any_device_with_streams", any_device_with_streams);
 }
 

@@ -16,10 +16,12 @@
 #include "bind/job.h"
 #include "bind/order.h"
 #include "bind/stream_choice.h"
+#include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
 #include "core/trace.h"
+#include "core/watcher.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -61,7 +63,12 @@ class Then final : public Continuation, public Deferred {
   }
 
   void abandon() noexcept override {
-    if (child_.is_valid()) break_promise(child_);
+    if (child_.is_valid()) {
+      break_promise(child_);
+    } else if (refusal_ != nullptr && !is_finalizing() && !is_forked_child()) {
+      const nb::error_scope raised_already;
+      log_error("a callback of %r was not run", wrap(parent), exception_of(refusal_));
+    }
     delete this;
   }
 
@@ -97,7 +104,10 @@ class Then final : public Continuation, public Deferred {
   void dispose() noexcept override { delete this; }
 
   bool refuse(const std::exception_ptr& error) noexcept override {
-    if (!child_.is_valid()) return false;
+    if (!child_.is_valid()) {
+      refusal_ = error;
+      return false;
+    }
     core_of(child_).fail(Value::of_error(error));  // natively: this thread may be outside the interpreter
     return true;
   }
@@ -121,7 +131,7 @@ class Then final : public Continuation, public Deferred {
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
 
   void call(Future& parent, Future* child) {
-    if ((flags & unwatchable) != 0) {
+    if ((flags & unwatchable) != 0 && child != nullptr) {  // without one it wakes a waiter, whose wait() refuses
       raise_error("InvalidStateError",
                   "non_blocking=False runs a callback when the device work has finished, but this future was completed "
                   "inside a stream capture, whose events the host cannot query; use non_blocking=True");
@@ -212,6 +222,7 @@ class Then final : public Continuation, public Deferred {
   nb::object child_;
   nb::object contextvars_;
   CallerContext caller_;
+  std::exception_ptr refusal_;  // of a callback without a child: no thread could be started to run it
 };
 
 void expect_callable(nb::handle fn, const char* who) {
@@ -318,6 +329,10 @@ void add_ready_callback(nb::handle future, nb::object fn) {
   const Entry entry;
   Future& parent = core_of(future);
   refuse_after_fork();
+  if (!parent.device_work_finished()) {  // the wake-up may come from another thread: the caller hears if it cannot
+    CallbackThread::get().require();
+    if (any_device_with_streams()) Watcher::get().require();
+  }
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
   then->executor = &InlineExecutor::get();
   then->flags |= Continuation::when_ready;

@@ -72,7 +72,8 @@ class Unwrap final : public Continuation {
 // Completes torch's future when ours is done.
 class Deliver final : public Continuation {
  public:
-  explicit Deliver(nb::object target) : Continuation(foreign), target_(std::move(target)) {}
+  explicit Deliver(nb::object target)
+      : Continuation(foreign), target_(std::move(target)), native_(behind<PythonFutureWrapper>(target_)->fut) {}
 
   void run(Future& source) noexcept override {
     try {
@@ -96,6 +97,11 @@ class Deliver final : public Continuation {
                              "the CUDAFuture that this one follows was dropped before anybody completed it"));
     }
     delete this;
+  }
+
+  bool refuse(const std::exception_ptr& error) noexcept override {
+    native_->setErrorIfNeeded(error);
+    return true;
   }
 
   int visit(ForeignVisitor visitor) const override { return visitor(target_.ptr()); }
@@ -124,7 +130,7 @@ class Deliver final : public Continuation {
   }
 
   bool is_known_to_torch(const Future& source) const {
-    const std::vector<c10::Device>& known = behind<PythonFutureWrapper>(target_)->fut->devices();
+    const std::vector<c10::Device>& known = native_->devices();
     const std::vector<c10::Device> used = source.events().devices();
     return std::all_of(used.begin(), used.end(),
                        [&](c10::Device d) { return std::find(known.begin(), known.end(), d) != known.end(); });
@@ -134,8 +140,7 @@ class Deliver final : public Continuation {
   // value, unless it is given the storages that it has to order: those on the other devices, because here the host has
   // waited.
   void set_result_on_known_devices(Future& source) {
-    const TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
-    const std::vector<c10::Device>& known = native->devices();
+    const std::vector<c10::Device>& known = native_->devices();
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
     for (const at::Tensor& tensor : tensors_of(source)) {
       if (std::find(known.begin(), known.end(), tensor.device()) != known.end() && tensor.has_storage()) {
@@ -144,24 +149,24 @@ class Deliver final : public Continuation {
     }
     c10::IValue value = torch::jit::toIValue(result_of(source).ptr(), c10::PyObjectType::get());
     const WithoutGil released;
-    native->markCompleted(std::move(value), std::move(storages));
+    native_->markCompleted(std::move(value), std::move(storages));
   }
 
   void fail_target(const nb::object& exception) noexcept {
     try {
-      TorchFuturePtr native = behind<PythonFutureWrapper>(target_)->fut;
       python_error error;
       PyErr_SetObject(exception.type().ptr(), exception.ptr());
       error.persist();
       const std::exception_ptr carried = std::make_exception_ptr(std::move(error));
       const WithoutGil released;
-      native->setErrorIfNeeded(carried);
+      native_->setErrorIfNeeded(carried);
     } catch (...) {
       log_error("to_torch() could not complete %r", target_, exception_of(std::current_exception()));
     }
   }
 
   nb::object target_;
+  TorchFuturePtr native_;  // behind the target
   bool has_waited_ = false;
 };
 

@@ -9,6 +9,7 @@
 #include "bind/future.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/error.h"
 #include "core/lane.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
@@ -134,6 +135,19 @@ void poll_devices(Future& future, const Deadline& deadline) {
   }
 }
 
+// Wait until the device work behind the events has finished. Inside a capture, or of captured work, the host cannot do
+// so: a completed future refuses then, and a failed one raises its own error without waiting.
+void finish_devices(Future& future, const Deadline& deadline) {
+  try {
+    for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
+  } catch (const Error&) {
+    if (future.state() == State::completed) throw;
+    return;
+  }
+  refuse_captured(future, "a blocking wait()");
+  if (!future.events().is_captured()) poll_devices(future, deadline);
+}
+
 // Order the current streams after the future's events. A failed future raises its own error: what a broken device
 // reports here becomes the late error.
 void order_streams(Future& future) {
@@ -186,18 +200,14 @@ void wait_until_done(Future& future, const Deadline& deadline) {
 
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline) {
   if (!future.events().empty()) {
-    if (!non_blocking) {
-      for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
-      refuse_captured(future, "a blocking wait()");
-      poll_devices(future, deadline);
-    }
+    if (!non_blocking) finish_devices(future, deadline);
     order_streams(future);
   }
   if (!non_blocking) raise_late_error(future);
 }
 
 void refuse_captured(const Future& future, const char* what) {
-  if (!future.events().is_captured()) return;
+  if (!future.events().is_captured() || future.state() != State::completed) return;
   raise_error("InvalidStateError",
               std::string(what) +
                   " needs to know whether the device work has finished, but this future was completed "

@@ -33,7 +33,6 @@ PyTypeObject* work_class() {
 
 bool is_python_work(nb::handle work) { return Py_TYPE(work.ptr()) != work_class(); }
 
-
 void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
   if (value.isTensor()) {
     tensors.push_back(value.toTensor());
@@ -48,18 +47,8 @@ void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
   if (is_finalizing()) return {};
   const Entry entry;
-  const PyGILState_STATE state = PyGILState_Ensure();
-  std::vector<c10::Device> devices;
-  std::exception_ptr error;
-  try {
-    devices = find_tensors(object_of(value), false).devices;
-  } catch (...) {
-    error = std::make_exception_ptr(
-        std::runtime_error(std::string(nb::str(exception_of(std::current_exception())).c_str())));
-  }
-  PyGILState_Release(state);
-  if (error != nullptr) std::rethrow_exception(error);
-  return devices;
+  const nb::gil_scoped_acquire inside;
+  return find_tensors(object_of(value), false).devices;
 }
 
 std::vector<c10::Device> devices_of(const c10::IValue& value) {

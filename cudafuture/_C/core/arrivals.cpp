@@ -17,7 +17,7 @@ class Arrivals::One final : public Waiter {
   const std::size_t position_;
 };
 
-Arrivals::Arrivals(std::vector<FuturePtr> futures) : futures_(std::move(futures)) {
+Arrivals::Arrivals(std::vector<Future*> futures) : futures_(std::move(futures)) {
   waiters_.reserve(futures_.size());
   for (std::size_t i = 0; i < futures_.size(); ++i) {
     auto one = std::make_unique<One>(*this, i);

@@ -19,7 +19,8 @@ namespace cudafuture {
 class Arrivals {
  public:
   // Starts to wait for all of them. Those that are done already have arrived, in their order.
-  explicit Arrivals(std::vector<FuturePtr> futures);
+  // The caller keeps them alive: a reference here would make a future look as if an engine were to complete it.
+  explicit Arrivals(std::vector<Future*> futures);
   // Stops waiting for those that have not arrived.
   ~Arrivals();
   Arrivals(const Arrivals&) = delete;
@@ -36,7 +37,7 @@ class Arrivals {
 
   void arrive(std::size_t position) noexcept;
 
-  const std::vector<FuturePtr> futures_;
+  const std::vector<Future*> futures_;
   std::vector<std::unique_ptr<One>> waiters_;  // by position; null: it had arrived before
   std::mutex mutex_;
   std::deque<std::size_t> arrived_;

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "core/executor.h"
 
 namespace cudafuture {
@@ -27,6 +28,11 @@ class CallbackThread final : public Executor {
   void post_abandon(Continuation* list) noexcept;  // abandon continuations there
 
   bool is_current() const noexcept;
+
+  // Starts the thread. Throws where the system has none.
+  void require() {
+    if (start() == Run::no_thread) throw no_thread("the library's callbacks");
+  }
 
   // Starts the thread if something waits for it that was posted while the system had no thread.
   void retry() noexcept {

@@ -53,20 +53,30 @@ bool Watcher::try_watch(Continuation* c) noexcept { return put(c) == Run::begun;
 
 Watcher::Run Watcher::put(Continuation* c) noexcept {
   std::lock_guard lock(mutex_);
-  if (stopping_) return Run::stopped;
-  if (!thread_.joinable()) {
-    mark_used();
-    try {
-      thread_ = std::thread([this] { loop(); });
-    } catch (const std::system_error&) {
-      return Run::no_thread;
-    }
-  }
+  if (const Run run = start_locked(); run != Run::begun) return run;
   inbox_.push_back(c);
   ++statistics_.watched;
   ++statistics_.pending;
   wake_.notify_one();
   return Run::begun;
+}
+
+Watcher::Run Watcher::start_locked() noexcept {
+  if (stopping_) return Run::stopped;
+  if (thread_.joinable()) return Run::begun;
+  mark_used();
+  try {
+    thread_ = std::thread([this] { loop(); });
+  } catch (const std::system_error&) {
+    return Run::no_thread;
+  }
+  return Run::begun;
+}
+
+void Watcher::require() {
+  if (is_forked_child()) return;
+  std::lock_guard lock(mutex_);
+  if (start_locked() == Run::no_thread) throw no_thread("watching devices");
 }
 
 void Watcher::set_pauses(std::chrono::microseconds first, std::chrono::microseconds longest) noexcept {

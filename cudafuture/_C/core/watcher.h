@@ -36,6 +36,9 @@ class Watcher {
   // Runs `c` (its parent is done) as soon as the device work behind the parent's events has finished. An error that the
   // device reports instead becomes the late error of the parent; `c` runs all the same.
   void watch(Continuation* c) noexcept;
+  // Starts the thread. Throws where the system has none.
+  void require();
+
   // False: the process goes away, or the system has no thread for the watcher.
   bool try_watch(Continuation* c) noexcept;
 
@@ -54,6 +57,7 @@ class Watcher {
   enum class Run { begun, no_thread, stopped };
 
   Run put(Continuation* c) noexcept;
+  Run start_locked() noexcept;
   void loop() noexcept;
   void sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexcept;
   static List take_due(List& watched) noexcept;

@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "core/edge.h"
+#include "core/error.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::storage {
@@ -26,6 +27,12 @@ DeviceSide::DeviceSide(c10::ArrayRef<c10::Device> devices, Direction direction, 
       streams_(pool_streams(devices, priority)),
       earlier_(c10::make_intrusive<Future>(priority)) {
   EventSet events = EventSet::record(devices_, current_streams(devices_));
+  if (events.is_captured()) {
+    throw Error(
+        ErrorKind::invalid_state,
+        "a file or a store cannot be read or written inside a stream capture: captured work runs when the graph "
+        "is replayed, and the disk would not be ordered with it. Do it before or after the capture");
+  }
   if (direction_ == Direction::read && stands(Edge::storage_target_wait)) {
     for (const c10::Stream& stream : streams_) events.block(stream);
   }
