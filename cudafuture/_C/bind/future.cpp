@@ -116,8 +116,8 @@ nb::object failed(nb::object exc) {
 bool ready(PyFuture& self) {
   const Entry entry;
   Future& future = *self.core;
-  if (future.done()) refuse_captured(future, "ready()");
   if (!future.device_work_finished()) return false;
+  refuse_captured(future, "ready()");
   raise_late_error(future);
   return true;
 }

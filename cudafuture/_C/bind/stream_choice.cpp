@@ -41,8 +41,10 @@ StreamChoice stream_choice_from(const Future& parent, nb::handle stream) {
 
 std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& choice, int priority) {
   std::vector<c10::Stream> streams;
-  const std::vector<c10::Device> used = parent.events().devices();
-  const auto has_event = [&](c10::Device d) { return std::find(used.begin(), used.end(), d) != used.end(); };
+  const auto has_event = [&](c10::Device device) {
+    const std::vector<DeviceEventPtr>& events = parent.events().events();
+    return std::any_of(events.begin(), events.end(), [&](const auto& event) { return event->device() == device; });
+  };
   for (c10::Device device : parent.devices()) {
     if (!has_streams(device)) continue;
     if (!has_event(device) && !has_context(device))

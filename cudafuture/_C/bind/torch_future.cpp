@@ -235,7 +235,7 @@ nb::object to_torch(nb::handle future) {
   if (core.done()) {
     for (c10::Device device : core.events().devices()) devices.append(device_object(device));
   } else {
-    const std::vector<c10::Device> current = current_devices();
+    const CurrentDevices current = current_devices();
     for (c10::Device device : core.is_bounded() ? core.bounding_set() : all_devices_with_streams()) {
       const bool is_current = std::find(current.begin(), current.end(), device) != current.end();
       if (has_streams(device) && (is_current || has_context(device))) devices.append(device_object(device));

@@ -2,8 +2,8 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 
@@ -73,20 +73,24 @@ CallerContext::Scope::Scope(const CallerContext& context) {
   if (autograd.get_inference_mode() != context.inference_mode_) inference_mode_.emplace(context.inference_mode_);
   autograd.set_grad_mode(context.grad_mode_);
   autograd.set_fw_grad_mode(context.fw_grad_mode_);
-  for (c10::Device device : context.devices_) {
-    if (!stands(Edge::caller_device)) break;
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    devices_before_.push_back(guard.getDevice());
-    guard.uncheckedSetDevice(device);  // creates no context
-  }
+  if (!context.devices_.empty() && stands(Edge::caller_device)) enter_devices(context.devices_);
   if (context.autocast_ == nullptr && autocast_is_off()) return;
   autocast_before_ = capture_autocast();
   apply_autocast(context.autocast_.get());
   at::autocast::increment_nesting();
 }
 
+// Afterwards each device is set back whatever the callback did, which is why an unchanged one is noted, too.
+void CallerContext::Scope::enter_devices(const CurrentDevices& devices) {
+  for (c10::Device device : devices) {
+    const c10::impl::DeviceGuardImplInterface* const guard = c10::impl::getDeviceGuardImpl(device.type());
+    devices_before_.push_back(guard->getDevice());
+    if (devices_before_.back() != device) guard->uncheckedSetDevice(device);  // creates no context
+  }
+}
+
 CallerContext::Scope::~Scope() {
-  for (c10::Device device : devices_before_) c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+  for (c10::Device device : devices_before_) c10::impl::getDeviceGuardImpl(device.type())->uncheckedSetDevice(device);
   if (autocast_before_ != nullptr) {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     apply_autocast(autocast_before_.get());

@@ -2,12 +2,12 @@
 // mode and autocast.
 #pragma once
 
-#include <c10/core/Device.h>
 #include <c10/core/InferenceMode.h>
 
 #include <memory>
 #include <optional>
-#include <vector>
+
+#include "core/stream_pool.h"
 
 namespace cudafuture {
 
@@ -26,11 +26,13 @@ class CallerContext {
     Scope& operator=(const Scope&) = delete;
 
    private:
+    void enter_devices(const CurrentDevices& devices);
+
     std::optional<c10::InferenceMode> inference_mode_;  // destroyed last: it resets the grad mode as well
     bool grad_mode_before_;
     bool fw_grad_mode_before_;
     std::shared_ptr<const AutocastState> autocast_before_;  // null: it was not touched
-    std::vector<c10::Device> devices_before_;
+    CurrentDevices devices_before_;
   };
 
  private:
@@ -38,7 +40,7 @@ class CallerContext {
   bool fw_grad_mode_ = true;
   bool inference_mode_ = false;
   std::shared_ptr<const AutocastState> autocast_;
-  std::vector<c10::Device> devices_;  // the current device of each type that has streams
+  CurrentDevices devices_;
 };
 
 }  // namespace cudafuture

@@ -1,9 +1,8 @@
 #include "core/event_pool.h"
 
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <limits>
-#include <optional>
 #include <utility>
 
 #include "core/capture.h"
@@ -14,13 +13,25 @@
 namespace cudafuture {
 namespace {
 
-// The device is current while this lives.
+// The device is current while this lives. As a rule it is already, and then this costs one call of the guard.
 class Current {
  public:
-  Current(c10::Device device, Edge edge) : guard_(stands(edge) ? std::optional(device) : std::nullopt) {}
+  Current(c10::Device device, Edge edge) : impl_(c10::impl::getDeviceGuardImpl(device.type())), before_(device) {
+    if (!stands(edge)) return;
+    before_ = impl_->getDevice();
+    is_changed_ = before_ != device;
+    if (is_changed_) impl_->exchangeDevice(device);
+  }
+  ~Current() {
+    if (is_changed_) impl_->uncheckedSetDevice(before_);  // creates no context
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
 
  private:
-  c10::OptionalDeviceGuard guard_;
+  const c10::impl::DeviceGuardImplInterface* impl_;
+  c10::Device before_;
+  bool is_changed_ = false;
 };
 
 }  // namespace

@@ -82,10 +82,6 @@ void EventSet::block_current_streams() const {
   for (const DeviceEventPtr& event : events_) event->block(current_stream(event->device()));
 }
 
-bool EventSet::is_captured() const noexcept {
-  return std::any_of(events_.begin(), events_.end(), [](const DeviceEventPtr& event) { return event->is_captured(); });
-}
-
 bool EventSet::query() const {
   return std::all_of(events_.begin(), events_.end(), [](const DeviceEventPtr& event) { return event->query(); });
 }

@@ -26,7 +26,12 @@ class EventSet {
   static EventSet join(c10::ArrayRef<const EventSet*> parts, int priority);
 
   bool empty() const noexcept { return events_.empty(); }
-  bool is_captured() const noexcept;  // the host can neither query the events nor wait for them
+  bool is_captured() const noexcept {  // the host can neither query the events nor wait for them
+    for (const DeviceEventPtr& event : events_) {
+      if (event->is_captured()) return true;
+    }
+    return false;
+  }
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
 

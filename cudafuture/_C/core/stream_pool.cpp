@@ -87,8 +87,8 @@ std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int pr
   return streams;
 }
 
-std::vector<c10::Device> current_devices() {
-  std::vector<c10::Device> devices;
+CurrentDevices current_devices() {
+  CurrentDevices devices;
   for (c10::DeviceType type : kTypes) {
     const DeviceGuardImplInterface* guard = guard_of(type);
     if (guard != nullptr && guard->deviceCount() > 0) devices.push_back(guard->getDevice());

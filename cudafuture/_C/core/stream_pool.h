@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <vector>
 
@@ -30,8 +31,9 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 c10::Stream pool_stream(c10::Device device, int priority);
 std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority);
 
-// The calling thread's current device of each type that has streams.
-std::vector<c10::Device> current_devices();
+// The calling thread's current device of each type that has streams: nearly always there is one such type.
+using CurrentDevices = c10::SmallVector<c10::Device, 2>;
+CurrentDevices current_devices();
 
 c10::Stream current_stream(c10::Device device);
 std::vector<c10::Stream> current_streams(c10::ArrayRef<c10::Device> devices);

@@ -75,12 +75,15 @@ void Accelerator::end_capture(StreamName stream) {
 }
 
 bool Accelerator::is_capturing(StreamName stream) const {
+  if (!state_->any_capture.load(std::memory_order_relaxed)) return false;  // asked for each event that is recorded
   const Entry entry(*state_);
   return state_->stream(stream).capture != nullptr;
 }
 
 void Accelerator::make_context(int device) noexcept {
-  if (device >= 0 && device < device_count()) state_->devices[static_cast<std::size_t>(device)].has_context = true;
+  if (device < 0 || device >= device_count()) return;
+  std::atomic<bool>& has_context = state_->devices[static_cast<std::size_t>(device)].has_context;
+  if (!has_context.load(std::memory_order_relaxed)) has_context.store(true, std::memory_order_relaxed);
 }
 
 bool Accelerator::has_context(int device) const noexcept {

@@ -57,6 +57,7 @@ void Machine::stop(Lock& lock) {
 void Machine::drop_everything() {
   ++generation_;
   captures_.clear();
+  any_capture = false;
   agents_.resize(1);
   host_ = {};
   host_version_ = 0;
@@ -176,6 +177,7 @@ void Machine::synchronize_device(Lock& lock, int index) {
 void Machine::begin_capture(Stream& stream) {
   if (stream.capture != nullptr) throw CaptureError(name_of(stream.name) + " is in a capture already");
   stream.capture = captures_.emplace_back(std::make_shared<Capture>());
+  any_capture = true;
 }
 
 void Machine::end_capture(Stream& stream) {
@@ -183,6 +185,7 @@ void Machine::end_capture(Stream& stream) {
   if (capture == nullptr) throw CaptureError(name_of(stream.name) + " is in no capture");
   capture->has_ended = true;
   std::erase(captures_, capture);
+  any_capture = !captures_.empty();
   for (Device& device : devices) {
     for (const auto& each : device.streams) {
       if (each != nullptr && each->capture == capture) each->capture.reset();

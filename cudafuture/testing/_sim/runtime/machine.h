@@ -70,6 +70,7 @@ class Machine {
 
   std::mutex mutex;
   std::atomic<int> device_count{0};
+  std::atomic<bool> any_capture{false};  // in progress
   Options options;
   std::array<Device, kMaxDevices> devices;
   double now = 0;
