@@ -167,7 +167,7 @@ class KeptSearch final : public torch::CustomClassHolder {
     return true;
   }
 
-  // What is kept for a list of the values.
+  // Add the outcome of another search, for a list of both values.
   void append(const KeptSearch& other) {
     may_stop |= other.may_stop;
     objects_.insert(objects_.end(), other.objects_.begin(), other.objects_.end());

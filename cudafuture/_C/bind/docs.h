@@ -77,7 +77,7 @@ DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_ex
 completed with streams ordered after the events, and failed with the exception object itself. Torch's future of a pending
 one knows the devices that have a context at the call, and those that are current. A value on any other device is
 delivered when that device has finished; torch's `then` refuses to return such a value (ValueError). To avoid that, use
-the device before this call. Torch's futures keep no events of a failure: whoever recovers from one there is
+the device before this call. Torch's futures keep no events of a failure: a consumer that recovers from one there is
 not ordered after the device work behind it.
 
 >>> from cudafuture import CUDAFuture

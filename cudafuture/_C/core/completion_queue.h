@@ -36,7 +36,7 @@ class CompletionQueue {
 
   ContinuationList queue_;
   int depth_ = 0;
-  bool is_inside_ = false;  // whether the innermost drain runs inside the interpreter
+  bool is_inside_ = false;  // true if the innermost drain runs inside the interpreter
 };
 
 }  // namespace cudafuture
