@@ -268,7 +268,7 @@ class Server:
         def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
             try:
                 answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
-            except BaseException as e:  # the caller is told of that
+            except BaseException as e:  # the caller gets this error
                 answer.set_exception(e)
 
         _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)

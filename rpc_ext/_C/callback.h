@@ -55,7 +55,7 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
   const Held serve_;
 };
 
-// What a future of torch's holds of a message for its streams.
+// The storages of a message, as torch's futures keep them to order streams.
 using Storages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
 // A copy of a message without its seal.

@@ -39,7 +39,7 @@ TEST_CASE_FIXTURE(DeviceRules, "the devices of a pending future can be asked for
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "of many who wait for the first of several futures, each is told of every one") {
+TEST_CASE_FIXTURE(Rules, "many threads that wait for the first of several futures each get every one of them") {
   const auto futures = many(200);
   together(kThreads, [&](int thread) {
     if (thread == 0) {

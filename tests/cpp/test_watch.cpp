@@ -1,4 +1,4 @@
-// What an engine does about devices that have not finished: here, when the process exits.
+// An engine whose devices have not finished when the process exits.
 #include <memory>
 #include <utility>
 

@@ -78,6 +78,7 @@ def test_streams_are_ordered_after_a_captured_future(accelerator: Device) -> Non
         future.events[accelerator.at()].wait(side)
         doubled.wait(non_blocking=True)
         accelerator.current().wait_stream(side)  # a stream that joined the capture comes back to its first stream
+        assert "captured" in repr(doubled.events[accelerator.at()])
 
 
 def test_await_of_a_future_that_completes_in_a_capture_raises(accelerator: Device) -> None:

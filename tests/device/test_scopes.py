@@ -75,7 +75,7 @@ def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
     assert submitted.wait() == 1
     assert torch.accelerator.current_device_index() == 0
     with torch.accelerator.device_index(1):
-        event = None  # torch's own: whoever drops it sees to the device
+        event = None  # torch's own event: its user selects the device
 
 
 def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:

@@ -16,8 +16,8 @@ class EventSet {
   // Records one event per device: on the stream of `streams` that lives there, else on the device's current stream.
   static EventSet record(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams = {});
 
-  // The same, of the devices on which recording works; `error` becomes what the first of the others reports. For work
-  // that has failed: whoever recovers is ordered after the part of it that can be known.
+  // The same for work that has failed: devices that cannot record are left out, and `error` becomes the first of their
+  // errors. A consumer that recovers is ordered after the work on the other devices.
   static EventSet record_possible(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams,
                                   std::exception_ptr& error) noexcept;
 

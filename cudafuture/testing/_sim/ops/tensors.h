@@ -26,7 +26,7 @@ class DeviceScope {
 // The index of a device that was asked for; of the current one when there is none.
 int device_index(std::optional<c10::Device> device);
 
-// Whether the tensor lies in pinned memory of the host.
+// Return true if the tensor lies in pinned memory of the host.
 bool is_pinned(const at::Tensor& tensor);
 
 at::Tensor new_tensor(int device, c10::IntArrayRef sizes, c10::ScalarType dtype,

@@ -40,8 +40,8 @@ namespace sim {
 
 constexpr int kMaxDevices = 8;
 constexpr int kStreamsPerPriority = 32;
-constexpr int kHighestPriority = -3;  // lower is more urgent; what is more urgent than this is clamped
-constexpr int kLowestPriority = 0;    // what is less urgent is refused, as CUDA's pool does
+constexpr int kHighestPriority = -3;  // lower is more urgent; a more urgent priority is clamped to this
+constexpr int kLowestPriority = 0;    // a less urgent priority is refused, as by CUDA's pool
 
 enum class Schedule : std::uint8_t { free, jitter, lazy };
 
@@ -88,7 +88,7 @@ struct CaptureError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What other host calls of a thread do to captures in progress: cudaStreamCaptureMode, with its values.
+// The effect of a thread's host calls on captures in progress: cudaStreamCaptureMode, with its values.
 enum class CaptureMode : int { global = 0, thread_local_ = 1, relaxed = 2 };
 extern thread_local CaptureMode capture_mode;
 
