@@ -49,6 +49,11 @@ def has_context(device: torch.device | str | int) -> bool:
 
     Raises:
         ValueError: a device without streams, such as the CPU.
+
+    >>> has_context("cpu")
+    Traceback (most recent call last):
+        ...
+    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
     """
     return _C.has_context(device)
 
