@@ -92,7 +92,7 @@ def test_a_device_that_is_lost_on_the_callee_fails_the_call_with_its_error(ranks
             if rank == 0:
                 for call in (device_calls.broken, device_calls.broken_later):
                     error = rpc_async(1, call, (filled(1.0),)).exception(timeout=LONG)
-                    assert isinstance(error, RuntimeError)
+                    assert type(error) is RuntimeError
                     assert "a broken bit" in str(error)
                     assert error.worker == "worker1"  # type: ignore[attr-defined]
                     rpc_sync(1, sim.clear_error)

@@ -340,7 +340,7 @@ c10::IValue searches_of(c10::ArrayRef<PyObject*> parts) {
 
 std::vector<at::Tensor> tensors_of(Future& future) { return items_of<at::Tensor>(future); }
 std::vector<DeviceMemory> memory_of(Future& future) {
-  if (future.lifetime() == Lifetime::hold) return {};  // the allocator is told nothing
+  if (future.lifetime() == Lifetime::hold) return {};  // no stream is recorded
   return items_of<DeviceMemory>(future);
 }
 

@@ -43,7 +43,7 @@ CallbackThread::Run CallbackThread::start() noexcept {
 }
 
 CallbackThread::Run CallbackThread::start_locked() noexcept {
-  if (stopping_) return Run::stopped;  // what is posted from now on would keep the process from ending
+  if (stopping_) return Run::stopped;  // a post from now on would keep the process alive
   if (thread_.joinable()) return Run::begun;
   mark_used();
   try {

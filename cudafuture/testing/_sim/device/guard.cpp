@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
+#include <stdexcept>
 #include <utility>
 
 #include "device/current.h"
@@ -86,7 +87,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
     check_device(stream.device_index(), "block()");
-    Accelerator::get().wait(stream_name(stream), static_cast<Event*>(event)->recording);
+    try {
+      Accelerator::get().wait(stream_name(stream), static_cast<Event*>(event)->recording);
+    } catch (const std::runtime_error& error) {  // of torch's own type, as a call of CUDA's guard has
+      TORCH_CHECK(false, error.what());
+    }
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
