@@ -5,11 +5,13 @@
 #   JOBS=...    how many processes pytest uses (auto).
 #   UNITY=OFF   compile each C++ file separately, in a build folder of its own: a change of one file is rebuilt in
 #               seconds. The result is slower, so this is not for benchmarks.
+#   BUILD=...   the build folder (build/{wheel_tag}).
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
 UNITY ?= ON
+CUDA_VENV ?= .venv-cuda
 
 ifeq ($(strip $(VENV)),)
   PY := $(shell command -v $(PYTHON))
@@ -21,15 +23,19 @@ endif
 export PATH := $(dir $(PY)):$(PATH)
 export NINJA_STATUS := [%f/%t, %e s]$() $()
 
-BUILD_OPTIONS := $(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files )
+BUILD_OPTIONS := $(if $(BUILD),-C build-dir=$(BUILD) )$(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF $\
+  -C build-dir=$(or $(BUILD),build/{wheel_tag})-files )
 # Folders are listed too: they change when a file is added or taken away.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 
 .NOTPARALLEL:
-.PHONY: setup demo test test-native soak lint bench docs clean
+.PHONY: setup demo test test-native test-cuda soak lint bench docs clean
+.PHONY: setup-test
 setup: $(STATE)/built
+
+setup-test: $(STATE)/built $(STATE)/has-test
 
 demo: $(STATE)/built $(STATE)/has-demo
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py

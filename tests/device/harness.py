@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cudafuture import CUDAFuture
+from cudafuture.testing import fakecuda
 
 SIZE = 256  # floats in a tensor of the suite
 PRIORITIES = (0, -1)  # that every accelerator has
@@ -132,7 +133,7 @@ class Simulated(Accelerator):
 
 
 class Cuda(Accelerator):
-    """A hold is a kernel that takes a time; what the host does meanwhile takes a hundredth of it."""
+    """A GPU, or a device of fakecuda. On a GPU a hold is a kernel that takes much longer than a test's calls."""
 
     name = "cuda"
 
@@ -142,6 +143,8 @@ class Cuda(Accelerator):
             _warm_up(index)
 
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
+        if fakecuda.is_active():
+            return fakecuda.hold(stream)
         with self.on(stream):
             torch.cuda._sleep(200 * _cycles_per_ms())
         return contextlib.nullcontext()
@@ -153,6 +156,8 @@ class Cuda(Accelerator):
         return torch.cuda.graph(torch.cuda.CUDAGraph())
 
     def finish(self) -> None:
+        if fakecuda.is_active():
+            fakecuda.release()
         for index in range(self.count):
             torch.accelerator.synchronize(index)
 

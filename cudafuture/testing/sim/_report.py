@@ -98,10 +98,10 @@ def detect_races() -> Iterator[None]:
 
 
 def _site(parts: tuple[str, str] | None) -> Site | None:
-    return None if parts is None else Site(parts[0], _of_the_test(parts[1].splitlines()))
+    return None if parts is None else Site(parts[0], of_the_test(parts[1].splitlines()))
 
 
-def _of_the_test(stack: list[str]) -> tuple[str, ...]:
+def of_the_test(stack: list[str]) -> tuple[str, ...]:
     """Leave out how pytest came to call the test."""
     runners = [i for i, frame in enumerate(stack) if "/_pytest/" in frame or "/pluggy/" in frame]
     return tuple(stack[runners[-1] + 1 :] if runners else stack)

@@ -1,0 +1,157 @@
+#include "cudart/call.h"
+
+#include <atomic>
+#include <cstdio>
+
+namespace fakecuda {
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+std::atomic<const char*> unsupported_call{nullptr};  // the last one, for the error's text
+
+}  // namespace
+
+cudaError_t Call::fail(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+cudaError_t Call::device_error() const { return fail(static_cast<cudaError_t>(machine.error)); }
+
+cudaError_t Call::refuse_in_captures() {
+  const cudaStreamCaptureMode mode = capture_mode();
+  if (mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  bool refused = false;
+  for (const CapturePtr& capture : machine.captures) {
+    const bool is_own = capture->thread == this_thread() && capture->mode != cudaStreamCaptureModeRelaxed;
+    const bool is_global = mode == cudaStreamCaptureModeGlobal && capture->mode == cudaStreamCaptureModeGlobal;
+    if (!is_own && !is_global) continue;
+    capture->invalidated = true;
+    refused = true;
+  }
+  if (!refused) return cudaSuccess;
+  if (machine.settings.verbose) fprintf(stderr, "fakecuda: %s ends a capture\n", name);
+  return fail(cudaErrorStreamCaptureUnsupported);
+}
+
+cudaError_t Call::enqueue(Stream& stream, Operation&& operation) {
+  if (stream.capture != nullptr && stream.capture->invalidated) return fail(cudaErrorStreamCaptureInvalidated);
+  operation.name = operation.name[0] == 0 ? name : operation.name;
+  machine.enqueue(lock, stream, std::move(operation));
+  return cudaSuccess;
+}
+
+cudaStreamCaptureMode& capture_mode() {
+  thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  return mode;
+}
+
+uint64_t this_thread() {
+  static std::atomic<uint64_t> next{1};
+  thread_local const uint64_t id = next++;
+  return id;
+}
+
+}  // namespace fakecuda
+
+using fakecuda::Call;
+
+extern "C" {
+
+// Called by the generated functions, for what fakecuda does not have.
+int fakecuda_unsupported(const char* function) {
+  fakecuda::unsupported_call = function;
+  if (fakecuda::Machine::get().settings.verbose) fprintf(stderr, "fakecuda: %s is not supported\n", function);
+  return Call::fail(cudaErrorNotSupported);
+}
+
+cudaError_t cudaPeekAtLastError() {
+  const Call call(__func__);
+  return call.machine.error != 0 ? static_cast<cudaError_t>(call.machine.error) : fakecuda::last_error;
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = cudaPeekAtLastError();
+  fakecuda::last_error = cudaSuccess;
+  return error;
+}
+
+const char* cudaGetErrorName(cudaError_t error) {
+#define NAME(error) \
+  case error:       \
+    return #error
+  switch (error) {
+    NAME(cudaSuccess);
+    NAME(cudaErrorInvalidValue);
+    NAME(cudaErrorMemoryAllocation);
+    NAME(cudaErrorInitializationError);
+    NAME(cudaErrorCudartUnloading);
+    NAME(cudaErrorInvalidDevice);
+    NAME(cudaErrorInvalidResourceHandle);
+    NAME(cudaErrorIllegalState);
+    NAME(cudaErrorNotReady);
+    NAME(cudaErrorIllegalAddress);
+    NAME(cudaErrorAssert);
+    NAME(cudaErrorLaunchFailure);
+    NAME(cudaErrorNotSupported);
+    NAME(cudaErrorStreamCaptureUnsupported);
+    NAME(cudaErrorStreamCaptureInvalidated);
+    NAME(cudaErrorStreamCaptureMerge);
+    NAME(cudaErrorStreamCaptureUnmatched);
+    NAME(cudaErrorStreamCaptureUnjoined);
+    NAME(cudaErrorStreamCaptureIsolation);
+    NAME(cudaErrorCapturedEvent);
+    NAME(cudaErrorHostMemoryAlreadyRegistered);
+    NAME(cudaErrorHostMemoryNotRegistered);
+    NAME(cudaErrorUnknown);
+    default:
+      return "cudaError";
+  }
+#undef NAME
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInitializationError:
+      return "initialization error";
+    case cudaErrorCudartUnloading:
+      return "driver shutting down";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorNotReady:
+      return "device not ready";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    case cudaErrorAssert:
+      return "device-side assert triggered";
+    case cudaErrorLaunchFailure:
+      return "unspecified launch failure";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureUnjoined:
+      return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+      return "dependency created on uncaptured work in another stream";
+    case cudaErrorCapturedEvent:
+      return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorNotSupported: {
+      thread_local std::string text;
+      const char* const function = fakecuda::unsupported_call;
+      text = std::string("operation not supported: fakecuda does not have ") + (function ? function : "this function");
+      return text.c_str();
+    }
+    default:
+      return cudaGetErrorName(error);
+  }
+}
+}

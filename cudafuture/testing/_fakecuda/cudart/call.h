@@ -1,0 +1,46 @@
+// One call of the CUDA API: it holds the machine's lock, and knows the errors that all calls share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "machine/machine.h"
+
+namespace fakecuda {
+
+class Call {
+ public:
+  explicit Call(const char* name) : machine(Machine::get()), lock(machine.mutex), name(name) {}
+
+  // Sets the thread's last error, which cudaGetLastError returns and resets.
+  static cudaError_t fail(cudaError_t error);
+
+  // The error that ended the device's work (a "sticky" error: all further calls return it), or cudaSuccess.
+  cudaError_t device_error() const;
+
+  // CUDA runtime API, cudaThreadExchangeStreamCaptureMode: a potentially unsafe call fails during captures, and ends
+  // them. In the global mode of a thread that means every global capture, and every capture of the thread itself that
+  // is not relaxed; in the thread-local mode only the latter; in the relaxed mode none.
+  cudaError_t refuse_in_captures();
+
+  Stream* stream(cudaStream_t handle) { return machine.find_stream(handle, current_device()); }
+
+  // Enqueues work, unless the stream's capture has ended with an error.
+  cudaError_t enqueue(Stream& stream, Operation&& operation);
+
+  Machine& machine;
+  Machine::Lock lock;
+  const char* const name;
+};
+
+// How this thread's calls treat captures: a cudaStreamCaptureMode.
+cudaStreamCaptureMode& capture_mode();
+
+uint64_t this_thread();
+
+}  // namespace fakecuda
+
+// Returns from the calling function with an error, if there is one.
+#define FAKECUDA_RETURN_IF(expression)                                    \
+  if (const cudaError_t failed = (expression); failed != cudaSuccess) { \
+    return failed;                                                        \
+  }

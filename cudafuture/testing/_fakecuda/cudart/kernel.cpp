@@ -1,0 +1,130 @@
+// CUDA runtime API, "Execution Control": kernels are registered and launched, but their code is for a GPU and is not
+// run. torch's operators compute through ops/ instead; a kernel that arrives here counts as skipped. One kernel has a
+// meaning without its code: the one of torch.cuda._sleep.
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "cudart/call.h"
+
+using namespace fakecuda;
+
+namespace {
+
+using Names = std::unordered_map<const void*, std::string>;
+
+// By the address of the host's function; guarded by the machine's lock.
+Names& kernel_names() {
+  static auto* const names = new Names;
+  return *names;
+}
+
+struct CallConfiguration {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+};
+thread_local std::vector<CallConfiguration> configurations;
+
+cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) {
+  Call call("cudaLaunchKernel");
+  FAKECUDA_RETURN_IF(call.device_error());
+  Stream* const stream = call.stream(handle);
+  // A kernel is launched in the context of the current device, to which its stream must belong.
+  if (stream == nullptr || stream->device != current_device()) return Call::fail(cudaErrorInvalidResourceHandle);
+  const std::string& name = kernel_names()[function];
+  Operation operation;
+  if (name.find("spin_kernel") != std::string::npos) {
+    operation.kind = Operation::Kind::kSleep;
+    operation.duration = std::chrono::nanoseconds(*static_cast<int64_t*>(arguments[0]));  // cycles of 1 GHz
+    ++call.machine.counters.kernels_run;
+  } else {
+    ++call.machine.counters.kernels_skipped;
+    ++call.machine.skipped[name];
+    if (call.machine.settings.verbose) fprintf(stderr, "fakecuda: the kernel %s is not run\n", name.c_str());
+    operation.run = [] {};
+  }
+  return call.enqueue(*stream, std::move(operation));
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- what the compiler generates for a program with kernels
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
+  const Call call(__func__);
+  kernel_names()[host] = name;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+  const CallConfiguration configuration = configurations.back();
+  configurations.pop_back();
+  *grid = configuration.grid;
+  *block = configuration.block;
+  *shared = configuration.shared;
+  *static_cast<cudaStream_t*>(stream) = configuration.stream;
+  return cudaSuccess;
+}
+
+// ---- launches
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launch(reinterpret_cast<const void*>(kernel), arguments, stream);
+}
+
+cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launch(function, arguments, stream);
+}
+
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void** arguments, size_t,
+                                        cudaStream_t stream) {
+  return launch(function, arguments, stream);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function, void** arguments) {
+  return launch(function, arguments, configuration->stream);
+}
+
+// ---- attributes, of any kernel
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  std::memset(attributes, 0, sizeof *attributes);
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->numRegs = 32;
+  attributes->binaryVersion = attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+}

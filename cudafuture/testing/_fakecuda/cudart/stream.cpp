@@ -1,0 +1,154 @@
+// CUDA runtime API, "Stream Management", and the interface of launch.h.
+#include "machine/launch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cudart/call.h"
+
+using namespace fakecuda;
+
+namespace {
+
+// A capturing stream cannot be waited for; trying to ends the capture.
+cudaError_t refuse_captured(const Stream* stream) {
+  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  if (stream->capture == nullptr) return cudaSuccess;
+  stream->capture->invalidated = true;
+  return Call::fail(cudaErrorStreamCaptureUnsupported);
+}
+
+void launch(void* handle, Operation&& operation) {
+  operation.site = Machine::get().races.here(operation.name);
+  Call call(operation.name);
+  Stream* const stream = call.stream(static_cast<cudaStream_t>(handle));
+  if (stream == nullptr) return;
+  ++call.machine.counters.kernels_run;
+  call.enqueue(*stream, std::move(operation));
+}
+
+cudaError_t enqueue_host_function(Call& call, cudaStream_t handle, std::function<void()> run) {
+  FAKECUDA_RETURN_IF(call.device_error());
+  Stream* const stream = call.stream(handle);
+  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  Operation operation;
+  operation.kind = Operation::Kind::kHostFunction;
+  operation.run = std::move(run);
+  return call.enqueue(*stream, std::move(operation));
+}
+
+}  // namespace
+
+void fakecuda_launch(void* stream, const char* name, std::vector<Access> accesses, std::function<void()> kernel) {
+  Operation operation;
+  operation.name = name;
+  operation.accesses = std::move(accesses);
+  operation.run = std::move(kernel);
+  launch(stream, std::move(operation));
+}
+
+void fakecuda_launch_until(void* stream, const char* name, std::vector<Access> accesses,
+                           std::function<bool()> attempt) {
+  Operation operation;
+  operation.kind = Operation::Kind::kAttempt;
+  operation.name = name;
+  operation.accesses = std::move(accesses);
+  operation.attempt = std::move(attempt);
+  launch(stream, std::move(operation));
+}
+
+void fakecuda_wake() {
+  const Call call(__func__);
+  call.machine.wake();
+}
+
+void* fakecuda_host_pointer(const void* pointer, size_t size) {
+  Call call(__func__);
+  void* const found = call.machine.memory.reach(pointer, size);
+  if (found != nullptr) return found;
+  fprintf(stderr, "fakecuda: a kernel uses %zu bytes at %p, beyond the end of the allocation\n", size, pointer);
+  call.machine.break_device(cudaErrorIllegalAddress);
+  const Block* const block = call.machine.memory.find(pointer);
+  return block->mirror + (static_cast<const char*>(pointer) - block->base);
+}
+
+int fakecuda_stream_device(void* handle) {
+  Call call(__func__);
+  const Stream* const stream = call.stream(static_cast<cudaStream_t>(handle));
+  return stream == nullptr ? -1 : stream->device;
+}
+
+extern "C" {
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  Call call(__func__);
+  FAKECUDA_RETURN_IF(call.device_error());
+  call.machine.make_context(current_device(), call.name);
+  Stream* const stream = call.machine.make_stream(current_device(), flags, std::clamp(priority, -5, 0));
+  *handle = reinterpret_cast<cudaStream_t>(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
+  return cudaStreamCreateWithPriority(handle, flags, 0);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  Call call(__func__);
+  Stream* const stream = call.stream(handle);
+  if (stream == nullptr || reinterpret_cast<uintptr_t>(handle) <= 2) return Call::fail(cudaErrorInvalidResourceHandle);
+  call.machine.destroy_stream(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  Call call(__func__);
+  const Stream* const stream = call.stream(handle);
+  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  *priority = stream->priority;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
+  Call call(__func__);
+  const Stream* const stream = call.stream(handle);
+  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  *flags = stream->flags;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  *device = fakecuda_stream_device(handle);
+  return *device < 0 ? Call::fail(cudaErrorInvalidResourceHandle) : cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  Call call(__func__);
+  FAKECUDA_RETURN_IF(call.device_error());
+  Stream* const stream = call.stream(handle);
+  FAKECUDA_RETURN_IF(refuse_captured(stream));
+  return call.machine.query(*stream) ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  Call call(__func__);
+  Stream* const stream = call.stream(handle);
+  FAKECUDA_RETURN_IF(refuse_captured(stream));
+  call.machine.make_context(stream->device, call.name);
+  call.machine.synchronize(call.lock, *stream, stream->enqueued);
+  call.machine.races.host_saw(*stream);
+  return call.device_error();
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
+  Call call(__func__);
+  return enqueue_host_function(call, handle, [=] { function(data); });
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
+  Call call(__func__);
+  return enqueue_host_function(call, handle, [=] { function(handle, cudaSuccess, data); });
+}
+}

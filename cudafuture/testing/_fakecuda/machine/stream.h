@@ -1,0 +1,87 @@
+// A stream: a queue of operations. An event is recorded as a position in a stream.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "machine/launch.h"
+#include "runtime/site.h"
+#include "runtime/vector_clock.h"
+
+namespace fakecuda {
+
+using Clock = std::chrono::steady_clock;
+struct Stream;
+struct Capture;
+
+// A position in a stream, and what the stream had seen of other streams when it got there.
+struct Recording {
+  Stream* stream = nullptr;
+  uint64_t position = 0;
+  Clock::time_point time{};                          // when it was reached; for timed events
+  std::shared_ptr<const sim::VectorClock> clock;     // null without race detection
+  std::shared_ptr<Capture> capture;                  // recorded inside this capture
+  std::vector<std::pair<Stream*, uint64_t>> follows;  // in a capture: what of each stream comes before
+  bool reached() const;
+};
+using RecordingPtr = std::shared_ptr<Recording>;
+
+// Holds a stream until a test opens it.
+struct Gate {
+  bool is_open = false;
+};
+using GatePtr = std::shared_ptr<Gate>;
+
+struct Operation {
+  enum class Kind {
+    kWork,          // a kernel or a copy: `run`, once, without the lock
+    kAttempt,       // `attempt` until it returns true, without the lock
+    kHostFunction,  // `run`, on the thread of host functions
+    kRecord,
+    kWait,
+    kSleep,  // takes `duration`
+    kHold,
+  };
+  Kind kind = Kind::kWork;
+  const char* name = "";
+  std::function<void()> run;
+  std::function<bool()> attempt;
+  RecordingPtr recording;  // kRecord, kWait
+  GatePtr gate;            // kHold
+  std::chrono::nanoseconds duration{0};
+  std::vector<Access> accesses;
+  sim::SitePtr site;  // of the call, for the race detector
+  Clock::time_point due{};
+  Clock::time_point begun{};  // kSleep
+};
+
+// Never freed: recordings name it.
+struct Stream {
+  int device = 0;
+  unsigned flags = 0;
+  int priority = 0;
+  sim::Agent agent = 0;  // in the race detector
+  std::deque<Operation> queue;
+  uint64_t enqueued = 0;   // operations, ever
+  uint64_t completed = 0;  // of those
+  bool running = false;    // the front runs without the lock
+  bool busy = false;       // in the machine's list of streams that have something to do
+  std::shared_ptr<Capture> capture;
+  sim::VectorClock clock;
+  std::shared_ptr<const sim::VectorClock> snapshot;  // of `clock`, until that changes
+};
+
+inline bool Recording::reached() const { return stream->completed >= position; }
+
+struct Event {
+  int device = -1;
+  unsigned flags = 0;
+  RecordingPtr recording;  // null: never recorded
+};
+
+}  // namespace fakecuda

@@ -1,0 +1,58 @@
+"""CUDA devices without a GPU: torch's CUDA build runs on a replacement of the CUDA runtime.
+
+torch's own CUDA code runs: streams, guards, caching allocators, contexts, captures, sticky errors, and with the fake
+NCCL, ``ProcessGroupNCCL``. Only what lies below it is replaced. Devices are memory of the host, streams are queues, and
+CUDA kernels are replaced by torch's kernels for the host, run at their place in the stream. Start a program on it with::
+
+    python -m cudafuture.testing.fakecuda --schedule jitter --seed 3 -- pytest tests
+
+==========  =========================================================================================================
+schedule    when an operation runs that no host thread waits for
+==========  =========================================================================================================
+``lazy``    late, so that a program that forgot to wait reads NaN, which fresh memory is filled with
+``jitter``  after a random time, which the seed chooses
+``eager``   at once
+==========  =========================================================================================================
+
+What does not exist: kernels that are not torch's operators (Triton, cuBLAS handles, custom kernels) are skipped and
+counted; the driver's behaviour is modelled after its documentation; time means nothing. A test that fails here has found
+a bug. A test that passes here can still fail on a GPU.
+"""
+
+from cudafuture.testing.fakecuda._build import BuildError, build
+from cudafuture.testing.fakecuda._controls import (
+    Hold,
+    Statistics,
+    contexts,
+    fail,
+    fail_allocations,
+    hold,
+    release,
+    skipped_kernels,
+    statistics,
+)
+from cudafuture.testing.fakecuda._environment import Schedule, environment
+from cudafuture.testing.fakecuda._library import is_active
+from cudafuture.testing.fakecuda._races import detect_races, races
+from cudafuture.testing.sim import RaceError, Report
+
+__all__ = [
+    "BuildError",
+    "Hold",
+    "RaceError",
+    "Report",
+    "Schedule",
+    "Statistics",
+    "build",
+    "contexts",
+    "detect_races",
+    "environment",
+    "fail",
+    "fail_allocations",
+    "hold",
+    "is_active",
+    "races",
+    "release",
+    "skipped_kernels",
+    "statistics",
+]

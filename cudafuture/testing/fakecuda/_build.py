@@ -1,0 +1,193 @@
+"""The build of the fake CUDA libraries: once for each torch, into the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BuildError", "Torch", "build", "installed_torch"]
+
+SOURCES = Path(__file__).resolve().parents[1] / "_fakecuda"
+SIMULATOR = Path(__file__).resolve().parents[1] / "_sim"
+RUNTIME_PARTS = ("machine", "cudart", "driver", "control")
+DETECTOR = ("runtime/shadow.cpp", "runtime/findings.cpp")  # of the simulated accelerator
+RUNTIME = "libcudart.so.13"
+
+
+class BuildError(RuntimeError):
+    """The fake CUDA libraries cannot be built here; the message names what is missing and how to get it."""
+
+    __module__ = "cudafuture.testing.fakecuda"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch, and the CUDA packages that came with it. Nothing is imported to find them."""
+
+    version: str
+    folder: Path
+    cuda: Path
+    nccl: Path
+
+
+def installed_torch() -> Torch:
+    """Return the installed torch.
+
+    Raises:
+        BuildError: torch is missing, or it is not a build for CUDA 13, or the headers of its CUDA are missing.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError(f"{sys.executable} has no torch; install a build for CUDA 13: pip install torch")
+    folder = Path(spec.origin).parent
+    version = importlib.metadata.version("torch")
+    if not (folder / "lib" / "libtorch_cuda.so").exists():
+        raise BuildError(f"torch {version} in {folder} is a build without CUDA; install one for CUDA 13 from PyPI")
+    cuda, nccl = folder.parent / "nvidia" / "cu13", folder.parent / "nvidia" / "nccl"
+    if not (cuda / "lib" / RUNTIME).exists():
+        raise BuildError(f"torch {version} in {folder} does not use {RUNTIME}; only builds for CUDA 13 can be run")
+    if not (cuda / "include" / "crt" / "host_defines.h").exists():
+        runtime = importlib.metadata.version("nvidia-cuda-runtime")
+        raise BuildError(f"headers of CUDA are missing in {cuda}; run: pip install 'nvidia-cuda-crt<={runtime}'")
+    return Torch(version, folder, cuda, nccl)
+
+
+def build(cache: Path | None = None) -> Path:
+    """Return the folder with the libraries for the installed torch; build them where the cache lacks them.
+
+    Args:
+        cache: the folder to keep libraries in; default: ``cudafuture/fakecuda`` in ``$XDG_CACHE_HOME`` or ``~/.cache``
+
+    Raises:
+        BuildError: torch or a compiler is missing, or the compiler failed.
+    """
+    torch = installed_torch()
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError("a C++ compiler is missing; install g++, or name one in the environment variable CXX")
+    parent = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudafuture" / "fakecuda"
+    folder = parent / f"torch-{torch.version}-{_fingerprint(torch, compiler)}"
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix="building-") as made:
+            _Build(torch, compiler, Path(made)).run()
+            shutil.copytree(made, made + "-done")  # the temporary folder stays for its own removal
+        try:
+            Path(made + "-done").rename(folder)  # at once, so that nobody uses half a folder
+        except OSError:
+            shutil.rmtree(made + "-done")  # another process was faster
+    return folder
+
+
+def _sources() -> Iterator[Path]:
+    for folder in (SOURCES, SIMULATOR / "runtime"):
+        yield from sorted(f for f in folder.rglob("*") if f.suffix in {".h", ".cpp"})
+
+
+def _fingerprint(torch: Torch, compiler: str) -> str:
+    """Return a name for all that the libraries are made from."""
+    digest = hashlib.sha256(f"{torch} {compiler} {sys.version_info[:2]}".encode())
+    for file in (*_sources(), Path(__file__)):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class _Build:
+    """One build, in a folder of its own."""
+
+    def __init__(self, torch: Torch, compiler: str, folder: Path) -> None:
+        self._torch = torch
+        self._compiler = compiler
+        self._folder = folder
+        self._flags = ["-std=c++20", "-O2", "-g1", "-fPIC", f"-I{SOURCES}", f"-I{SIMULATOR}"]
+        self._flags += [f"-I{torch.cuda / 'include'}", f"-I{torch.nccl / 'include'}"]
+
+    def run(self) -> None:
+        print(f"building the fake CUDA libraries for torch {self._torch.version}, once", file=sys.stderr)
+        with ThreadPoolExecutor() as pool:
+            ops = pool.submit(self._compile, "ops", sorted((SOURCES / "ops").glob("*.cpp")), self._torch_flags())
+            nccl = pool.submit(self._compile, "nccl", sorted((SOURCES / "nccl").glob("*.cpp")))
+            self._link_runtime()
+            self._link(["nccl.o", f"./{RUNTIME}", "-lpthread"], "libnccl.so.2", needs=nccl.result())
+            libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10", f"./{RUNTIME}"]
+            self._link(["ops.o", f"-L{self._torch.folder / 'lib'}", *libraries], "libfakecuda_ops.so", needs=ops.result())
+        for rest in self._folder.glob("*.o"):
+            rest.unlink()
+        self._write_backend()
+
+    def _torch_flags(self) -> list[str]:
+        headers = self._torch.folder / "include"
+        return ["-w", "-DNDEBUG", f"-I{headers}", f"-I{headers / 'torch' / 'csrc' / 'api' / 'include'}"]
+
+    def _link_runtime(self) -> None:
+        parts = [f for part in RUNTIME_PARTS for f in sorted((SOURCES / part).glob("*.cpp"))]
+        self._compile("runtime", [*parts, *(SIMULATOR / f for f in DETECTOR)], ["-Wall", "-Wextra"])
+        self._compile("unsupported", [self._unsupported_functions()])
+        exported = self._folder / "exported.map"
+        exported.write_text(f"{RUNTIME} {{ global: cuda*; __cuda*; cu*; nvml*; fakecuda_*; local: *; }};\n")
+        self._link(["runtime.o", "unsupported.o", f"-Wl,--version-script={exported}", "-lpthread"], RUNTIME)
+        # The driver's functions are in the runtime too: these libraries are empty, and need it.
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+            self._link(["-Wl,--no-as-needed", f"./{RUNTIME}"], name)
+
+    def _unsupported_functions(self) -> Path:
+        """Write a function for each one of the real runtime that the fake one lacks; it returns an error."""
+        real = self._symbols("-D", "--defined-only", str(self._torch.cuda / "lib" / RUNTIME))
+        missing = sorted(real - self._symbols("--defined-only", "runtime.o"))
+        lines = ['extern "C" {', "int fakecuda_unsupported(const char* function);"]
+        lines += [f'int {name}() {{ return fakecuda_unsupported("{name}"); }}' for name in missing]
+        file = self._folder / "unsupported.cpp"
+        file.write_text("\n".join([*lines, "}", ""]))
+        return file
+
+    def _symbols(self, *arguments: str) -> set[str]:
+        return set(re.findall(r" [TW] (_*cuda\w+)", self._output("nm", *arguments)))
+
+    def _compile(self, name: str, sources: list[Path], flags: list[str] | None = None) -> str:
+        unit = self._folder / f"{name}_unit.cpp"  # one, so that headers are parsed once
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+        self._output(self._compiler, *self._flags, *(flags or []), "-c", unit.name, "-o", f"{name}.o")
+        unit.unlink()
+        return name
+
+    def _link(self, arguments: list[str], library: str, needs: str | None = None) -> None:
+        del needs  # evaluated by the caller: the object is there
+        self._output(self._compiler, "-shared", f"-Wl,-soname,{library}", *arguments, "-o", library)
+
+    def _output(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{command[0]} failed to build the fake CUDA libraries:\n{done.stderr[-4000:]}")
+        return done.stdout
+
+    def _write_backend(self) -> None:
+        """Write the module that torch loads when it is imported, as it does for each ``torch.backends`` entry point."""
+        python = self._folder / "python"
+        information = python / "fakecuda_backend-0.dist-info"
+        information.mkdir(parents=True)
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: fakecuda-backend\nVersion: 0\n")
+        (information / "entry_points.txt").write_text("[torch.backends]\nfakecuda = fakecuda_backend:load\n")
+        (python / "fakecuda_backend.py").write_text(BACKEND)
+
+
+BACKEND = '''"""Redirects torch's operators on CUDA tensors to the host, in a process that runs on fakecuda."""
+
+import ctypes
+import pathlib
+
+
+def load():
+    if hasattr(ctypes.CDLL(None), "fakecuda_launch"):
+        ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_ops.so"))
+'''

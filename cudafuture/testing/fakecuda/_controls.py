@@ -1,0 +1,167 @@
+"""Controls for tests: hold streams, make calls fail, and count what the program has made of the devices."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from cudafuture.testing.fakecuda import _library
+from cudafuture.testing.fakecuda._library import library, stream_of
+
+__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "hold", "release", "skipped_kernels", "statistics"]
+
+ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
+
+
+class Hold:
+    """A stop in a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle: int | None = handle
+        _holds.add(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # at exit the runtime drops all work
+            self.open()
+
+    def open(self) -> None:
+        """Let the stream continue. Further calls do nothing.
+
+        >>> held = fakecuda.hold()
+        >>> held.open()
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            library().fakecuda_open(handle)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+
+
+_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def hold(stream: torch.Stream | None = None) -> Hold:
+    """Hold a stream (default: the current one) here, so that work enqueued later stays pending.
+
+    A host thread that synchronises with a held stream blocks until another thread opens the hold.
+
+    >>> with fakecuda.hold():
+    ...     x = torch.ones(4, device="cuda")
+    ...     torch.cuda.current_stream().query()
+    False
+    """
+    handle, device = stream_of(stream)
+    return Hold(library().fakecuda_hold(handle, device))
+
+
+def release() -> None:
+    """Open every hold of the process.
+
+    >>> held = fakecuda.hold()
+    >>> fakecuda.release()
+    >>> torch.cuda.synchronize()
+    """
+    for held in list(_holds):
+        held.open()
+
+
+def fail(error: str = "illegal address", stream: torch.Stream | None = None) -> None:
+    """Enqueue a kernel that breaks the devices, so that every later CUDA call of the process fails.
+
+    CUDA calls such an error sticky: only a new process can use the devices again (CUDA runtime API, ``cudaError_t``).
+
+    Args:
+        error: ``illegal address``, ``assert`` or ``launch failure``
+        stream: default: the current stream
+
+    >>> fakecuda.fail("assert")
+    >>> torch.cuda.synchronize()
+    Traceback (most recent call last):
+        ...
+    torch.AcceleratorError: CUDA error: device-side assert triggered
+    """
+    if error not in ERRORS:
+        raise ValueError(f"{error!r} is none of the errors that a kernel can fail with: {', '.join(ERRORS)}")
+    library().fakecuda_fail(*stream_of(stream), ERRORS[error])
+
+
+def fail_allocations(count: int = 1) -> None:
+    """Let the next ``count`` allocations of device or pinned memory by the runtime fail; 0 ends that.
+
+    torch's caching allocators ask the runtime only for memory that they do not have, and free what they keep before
+    they try a second time. To fail one request of the program, let two allocations fail.
+
+    >>> fakecuda.fail_allocations(2)
+    >>> torch.empty(1 << 28, device="cuda")
+    Traceback (most recent call last):
+        ...
+    torch.OutOfMemoryError: CUDA out of memory. ...
+    """
+    if count < 0:
+        raise ValueError(f"the number of allocations that fail is 0 or more, not {count}")
+    library().fakecuda_fail_allocations(count)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counters of the process since it started.
+
+    ``kernels_run`` counts operators that computed on the host, and ``kernels_skipped`` kernels whose code is for a GPU:
+    they did nothing. ``contexts`` names the devices that have a primary context.
+    """
+
+    kernels_run: int
+    kernels_skipped: int
+    copies: int
+    events_created: int
+    events_alive: int
+    streams_created: int
+    pinned_bytes: int
+    contexts: tuple[int, ...]
+
+
+def statistics() -> Statistics:
+    """Return the counters of the process.
+
+    >>> before = fakecuda.statistics().kernels_run
+    >>> x = torch.ones(4, device="cuda") + 1
+    >>> fakecuda.statistics().kernels_run - before
+    2
+    """
+    found = _library.Statistics()
+    library().fakecuda_statistics(ctypes.byref(found))
+    counts = {name: int(getattr(found, name)) for name, _ in found._fields_[:-1]}
+    return Statistics(**counts, contexts=tuple(d for d in range(64) if found.contexts >> d & 1))
+
+
+def contexts() -> tuple[int, ...]:
+    """Return the devices that have a primary context. A program should have none on a device that it does not use.
+
+    >>> x = torch.ones(4, device="cuda:0")
+    >>> fakecuda.contexts()
+    (0,)
+    """
+    return statistics().contexts
+
+
+def skipped_kernels() -> dict[str, int]:
+    """Return the names of kernels that were launched and not run, and how often.
+
+    Their results are whatever memory held before, so a test whose operators are listed here proves nothing about values.
+
+    >>> fakecuda.skipped_kernels()
+    {}
+    """
+    lines = [line.partition(" ") for line in _library.text("fakecuda_skipped_kernels").splitlines()]
+    return {name: int(count) for count, _, name in lines}

@@ -1,0 +1,57 @@
+"""Races between streams, found by the race detector of the simulated accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from cudafuture.testing.fakecuda._library import library, text
+from cudafuture.testing.sim._report import RaceError, Report, Site, of_the_test
+
+__all__ = ["detect_races", "races"]
+
+
+def races() -> list[Report]:
+    """Return the races found since the last call.
+
+    Races are found from the order that streams and events impose, so they show under every schedule.
+
+    Raises:
+        RuntimeError: the process was started without race detection.
+
+    >>> with torch.cuda.stream(torch.cuda.Stream()):
+    ...     x = torch.ones(4, device="cuda")
+    >>> total = x.sum()
+    >>> [report.kind for report in fakecuda.races()]
+    ['race']
+    """
+    if not library().fakecuda_detects_races():
+        raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races -- ...")
+    return [_report(each) for each in text("fakecuda_take_races").split("\x1d") if each]
+
+
+@contextlib.contextmanager
+def detect_races() -> Iterator[None]:
+    """Raise RaceError at the end of the block if a race was found in it. Earlier races are dropped.
+
+    >>> with fakecuda.detect_races():
+    ...     with torch.cuda.stream(torch.cuda.Stream()):
+    ...         x = torch.ones(4, device="cuda")
+    ...     total = x.sum()
+    Traceback (most recent call last):
+        ...
+    cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of cuda:0 reads 16 bytes ...
+    """
+    races()
+    yield
+    if found := races():
+        raise RaceError(found)
+
+
+def _report(fields: str) -> Report:
+    kind, summary, *sites = fields.split("\x1e")
+    found: dict[str, Site] = {}
+    for site in filter(None, sites):
+        side, operation, stack = site.split("\x1f")
+        found[side] = Site(operation, of_the_test(stack.splitlines()))
+    return Report(kind, summary, found.get("earlier"), found.get("later"))
