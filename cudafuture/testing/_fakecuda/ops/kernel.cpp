@@ -1,5 +1,6 @@
 #include "ops/kernel.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ThreadLocalState.h>
 
 #include "ops/values.h"
@@ -36,12 +37,21 @@ Kernel::Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& ar
 }
 
 // A tensor of the host is copied, as CUDA copies the scalars that it passes to a kernel.
+//
+// No tensor of a kernel may belong to a Python object. The thread that destroys the kernel would need the GIL for it,
+// and the thread that holds the GIL may be waiting for the kernel. So placeholders are not made by an operator: some
+// operators on meta tensors are written in Python.
 at::Tensor Kernel::to_placeholder(const at::Tensor& tensor, bool writes) {
-  if (!tensor.is_cuda()) return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
+  if (!tensor.is_cuda()) {
+    at::Tensor copy = tensor.clone();
+    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
+  }
+  at::Tensor placeholder = at::detail::empty_meta({0}, at::kByte);
+  index_of_[placeholder.unsafeGetTensorImpl()] = places_.size();
   places_.emplace_back(tensor);
   accesses_.push_back(places_.back().access(writes));
-  const auto index = static_cast<int64_t>(places_.size()) - 1;
-  return at::empty({0}, tensor.options().device(at::kMeta)).as_strided({0}, {1}, index);
+  return placeholder;
 }
 
 void Kernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
@@ -59,7 +69,9 @@ std::vector<c10::IValue> Kernel::run() const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> views;
   for (const Place& place : places_) views.push_back(place.view());
-  const auto to_view = [&](const at::Tensor& t) { return t.is_meta() ? views.at(t.storage_offset()) : t; };
+  const auto to_view = [&](const at::Tensor& t) {
+    return t.is_meta() ? views.at(index_of_.at(t.unsafeGetTensorImpl())) : t;
+  };
   torch::jit::Stack stack;
   for (const c10::IValue& argument : arguments_) stack.push_back(map_tensors(argument, to_view));
   op_.callBoxed(&stack);

@@ -3,7 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <memory>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -13,7 +13,6 @@ namespace fakecuda {
 
 class Kernel {
  public:
-  // `device` replaces nothing: arguments that are devices become the host.
   Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments);
 
   // The results at `index` that are new are written to these tensors.
@@ -30,6 +29,7 @@ class Kernel {
   c10::OperatorHandle op_;
   std::vector<c10::IValue> arguments_;  // with a placeholder for each tensor of the device
   std::vector<Place> places_;
+  std::map<const c10::TensorImpl*, size_t> index_of_;  // a placeholder's place
   std::vector<std::pair<size_t, std::vector<Place>>> results_;
   std::vector<Access> accesses_;
 };
