@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -152,8 +153,12 @@ class Cuda(Accelerator):
     def delay(self) -> None:
         torch.cuda._sleep(5 * _cycles_per_ms())
 
-    def capture(self) -> AbstractContextManager[Any]:
-        return torch.cuda.graph(torch.cuda.CUDAGraph())
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                yield
 
     def finish(self) -> None:
         if fakecuda.is_active():

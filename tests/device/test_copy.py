@@ -362,4 +362,4 @@ def test_a_sparse_tensor_is_copied_or_says_why_not(device: Device, layout: torch
         assert isinstance(error, RuntimeError)
         assert "sparse" in str(error).lower()
     else:
-        assert copied.wait().to_dense().tolist() == torch.eye(3).tolist()
+        assert copied.wait().to(HOST).to_dense().tolist() == torch.eye(3).tolist()

@@ -126,7 +126,8 @@ def test_a_sparse_tensor_is_ordered(accelerator: Device) -> None:
     with accelerator.stream():
         x = accelerator.produce(3.0)
         try:
-            sparse = torch.sparse_coo_tensor(torch.arange(x.numel(), device=x.device)[None], x, is_coalesced=True)
+            indices = torch.arange(x.numel(), device=x.device)[None]
+            sparse = torch.sparse_coo_tensor(indices, x, is_coalesced=True, check_invariants=False)
         except (NotImplementedError, RuntimeError) as e:
             pytest.skip(f"no sparse tensors on {accelerator.name}: {str(e).partition(chr(10))[0]}")
         future.set_result(sparse)

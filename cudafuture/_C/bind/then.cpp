@@ -124,6 +124,7 @@ class Then final : public Continuation, public Deferred {
   StreamChoice choice;
   bool async = false;
   bool plain_call = false;      // submit(): call fn(), not fn(parent)
+  bool is_wake_up = false;      // fn uses no device: a stream that waited for it would join a capture for nothing
   bool names_executor = false;  // of concurrent.futures: whoever chose it answers for the order
   bool is_unordered = false;    // attached in a callback that has no order itself
 
@@ -140,11 +141,11 @@ class Then final : public Continuation, public Deferred {
     std::optional<CallerContext::Scope> caller;
     if (contextvars_.is_valid()) caller.emplace(caller_);
     const EnteredContext context(contextvars_.ptr());
-    const bool has_events = !parent.events().empty();
+    const bool has_events = !is_wake_up && !parent.events().empty();
     // A device that has reported an error refuses whatever it is asked, and the callback is to hear of it.
     const bool is_broken = has_events && parent.late_error() != nullptr;
     std::vector<c10::Stream> streams;
-    if (!is_broken && (has_events || !choice.pool || parent.is_bounded())) {
+    if (!is_wake_up && !is_broken && (has_events || !choice.pool || parent.is_bounded())) {
       streams = streams_for(parent, choice, child != nullptr ? child->priority() : parent.priority());
     }
     const StreamScope scope(streams);
@@ -335,6 +336,7 @@ void add_ready_callback(nb::handle future, nb::object fn) {
   }
   auto then = std::make_unique<Then>(std::move(fn), nb::object());
   then->executor = &InlineExecutor::get();
+  then->is_wake_up = true;
   then->flags |= Continuation::when_ready;
   parent.attach(then.release());
   raise_kept_interrupt();
