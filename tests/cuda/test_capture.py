@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -85,34 +85,34 @@ def test_asking_for_earlier_work_does_not_end_a_capture(cuda: Cuda, x: torch.Ten
 
 def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: torch.Tensor) -> None:
     side = cuda.stream()
-    with cuda.hold(side):
-        pass
     ran = threading.Event()
-    watched = cuda.completed(1.0, stream=side).then(lambda f: ran.set(), non_blocking=False)
     graph = torch.cuda.CUDAGraph()
-    with capture_at_once(graph):
-        y = x + 1
-        for _ in range(2000):
+    with ExitStack() as held:
+        held.enter_context(cuda.hold(side))
+        watched = cuda.completed(1.0, stream=side).then(lambda f: ran.set(), non_blocking=False)
+        with capture_at_once(graph):
+            y = x + 1
+            for _ in range(1000):  # the watcher polls meanwhile
+                y = y + 1
+            held.close()
+            assert ran.wait(60)
             y = y + 1
-            if ran.is_set():
-                break
     watched.wait()
     torch.cuda.synchronize()
-    assert replayed(graph, x, y, 1) >= 3
+    assert replayed(graph, x, y, 1) == 1003
 
 
 def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
     side = cuda.stream()
-    with cuda.hold(side):
-        pass
-    future = cuda.completed(1.0, stream=side)
-    waiter = threading.Thread(target=future.wait)
-    waiter.start()
     graph = torch.cuda.CUDAGraph()
-    with capture_at_once(graph):
-        y = x + 1
-        for _ in range(200):
-            y = y + 1
+    with cuda.hold(side):
+        future = cuda.completed(1.0, stream=side)
+        waiter = threading.Thread(target=future.wait)
+        waiter.start()
+        with capture_at_once(graph):
+            y = x + 1
+            for _ in range(200):
+                y = y + 1
     waiter.join()
     assert replayed(graph, x, y, 1) == 202
 

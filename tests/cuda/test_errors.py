@@ -11,9 +11,9 @@ BROKEN = """
     from cudafuture import CUDAFuture, gather
 
     def break_device():
+        values, index = torch.zeros(4, device="cuda"), torch.tensor([100], device="cuda")
         torch.cuda._sleep(100_000_000)
-        values = torch.zeros(4, device="cuda")
-        return values[torch.tensor([100], device="cuda")]  # a device-side assertion, found when the kernel runs
+        return values[index]  # a device-side assertion, found when the kernel runs
 
     def expect_error(call):
         try:

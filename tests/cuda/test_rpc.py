@@ -59,12 +59,12 @@ def test_the_caller_is_not_blocked_while_its_gpu_is_at_work(tmp_path: Path, cuda
     with begin(tmp_path / "meeting", 0, 1):
         rpc_sync("worker0", cuda_calls.doubled, (slow(1.0),))  # loads what is needed
         done = torch.cuda.Event()
-        cuda.hold()
-        x = torch.full((cuda_calls.SIZE,), 3.0, device="cuda")
-        done.record()
-        future = rpc_async("worker0", cuda_calls.doubled, (x,))
-        result = future.wait(non_blocking=True, timeout=LONG)
-        assert not done.query(), "the host has waited for the GPU"
+        with cuda.hold():
+            x = torch.full((cuda_calls.SIZE,), 3.0, device="cuda")
+            done.record()
+            future = rpc_async("worker0", cuda_calls.doubled, (x,))
+            result = future.wait(non_blocking=True, timeout=LONG)
+            assert not done.query(), "the host has waited for the GPU"
         assert only(result) == 6.0
 
 

@@ -26,16 +26,12 @@ def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cud
 def test_a_timeout_ends_a_wait_for_the_device(cuda: Cuda) -> None:
     with cuda.hold():
         future = CUDAFuture.completed(cuda.produce(2.0))
-    with pytest.raises(TimeoutError, match="device work has not finished"):
-        future.wait(timeout=0.01)
+        with pytest.raises(TimeoutError, match="device work has not finished"):
+            future.wait(timeout=0.01)
     assert cuda.read(future.wait()) == 2.0
 
 
 def test_ctrl_c_ends_a_wait_for_the_device(cuda: Cuda) -> None:
-    for _ in range(2):
-        with cuda.hold():
-            pass
-    future = CUDAFuture.completed(cuda.produce(2.0))
     begun = threading.Event()
 
     def interrupt() -> None:
@@ -48,28 +44,30 @@ def test_ctrl_c_ends_a_wait_for_the_device(cuda: Cuda) -> None:
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # the other thread goes on when this one gives the GIL up, which is in wait()
-    try:
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not future.ready()
+    thread = threading.Thread(target=interrupt)
+    with cuda.hold(), cuda.hold():
+        future = CUDAFuture.completed(cuda.produce(2.0))
+        try:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+        finally:
+            sys.setswitchinterval(interval)
+        assert not future.ready()
     thread.join()
     assert cuda.read(future.wait()) == 2.0
 
 
 def test_other_threads_run_while_one_waits_for_the_device(cuda: Cuda) -> None:
+    steps = 0
     with cuda.hold():
         future = CUDAFuture.completed(cuda.produce(2.0))
-    waiter = threading.Thread(target=future.wait)
-    waiter.start()
-    steps = 0
-    while not future.ready():
-        steps += 1
+        waiter = threading.Thread(target=future.wait)
+        waiter.start()
+        while steps < 100 and not future.ready():
+            steps += 1
     waiter.join()
-    assert steps > 100
+    assert steps == 100
 
 
 def test_a_wait_leaves_the_timers_of_its_thread_as_they_were(cuda: Cuda) -> None:
