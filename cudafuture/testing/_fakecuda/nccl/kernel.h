@@ -1,0 +1,39 @@
+// A kernel: the operations of one communicator that one call or one group launches together.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "operation.h"
+
+namespace fakenccl {
+
+class Kernel {
+ public:
+  // A captured kernel takes its place among the communicator's kernels when a graph runs it, each time anew.
+  Kernel(ncclComm* communicator, std::vector<Operation> operations, bool captured);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+
+  // Make progress. Return true when the kernel has ended.
+  bool attempt();
+
+ private:
+  bool may_run();
+  bool advance(Segment& segment, std::vector<int>* waits_for);
+  bool done() const;
+  void end();
+
+  ncclComm* communicator_;
+  std::vector<Operation> operations_;
+  bool captured_;
+  uint64_t ticket_ = 0;
+  bool resident_ = false;
+  std::vector<std::unique_ptr<Task>> tasks_;
+};
+
+// Launch the operations on a stream of the communicator's device.
+void launch(ncclComm* communicator, std::vector<Operation> operations, cudaStream_t stream, bool captured);
+
+}  // namespace fakenccl

@@ -1,0 +1,50 @@
+#include "residency.h"
+
+#include <stdlib.h>
+
+#include <map>
+#include <mutex>
+
+#include "../machine/launch.h"
+
+namespace fakenccl {
+namespace {
+
+struct Channels {
+  std::mutex mutex;
+  std::map<int, int> used;  // by device
+  const int limit = [] {
+    const char* value = getenv("FAKENCCL_CHANNELS");
+    return value == nullptr ? 0 : atoi(value);
+  }();
+};
+
+Channels& channels() {
+  static auto* const object = new Channels;
+  return *object;
+}
+
+}  // namespace
+
+bool take_channel(int device) {
+  const std::lock_guard lock(channels().mutex);
+  int& used = channels().used[device];
+  if (channels().limit > 0 && used >= channels().limit) return false;
+  ++used;
+  return true;
+}
+
+void release_channel(int device) {
+  {
+    const std::lock_guard lock(channels().mutex);
+    --channels().used[device];
+  }
+  if (channels().limit > 0) fakecuda_wake();
+}
+
+}  // namespace fakenccl
+
+extern "C" int fakenccl_running_kernels(int device) {
+  const std::lock_guard lock(fakenccl::channels().mutex);
+  return fakenccl::channels().used[device];
+}
