@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -235,14 +234,15 @@ def test_killed_rank_is_an_asynchronous_error_and_leaves_no_file(tmp_path: Path)
         print(error)
     os._exit(0)
     """
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     ranks = start_ranks(program, 2, tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
     (status, output), (killed, _) = finish_ranks(ranks)
     assert killed == -signal.SIGKILL
     assert status == 0, output
     assert "remote process exited" in output
     assert f"Rank 1 (process {ranks[1].pid}) has died." in output
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("fakenccl")}
+    made = set(Path("/dev/shm").iterdir()) - before
+    assert not {path for path in made if path.name.startswith("fakenccl")}
 
 
 def test_mismatched_collectives_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ ncclResult_t Segment::claim(const std::string& bus_id) {
     return fail(ncclInvalidArgument, "Rank " + std::to_string(rank_) + " initialises a communicator of " +
                                          std::to_string(ranks_) + " ranks, but another rank gave " +
                                          std::to_string(known) + ".");
-  Membership free = Membership::absent;
+  // The process is known as soon as the rank is claimed, so its death is seen whenever it comes.
+  pid_t free = 0;
   RankSlot& slot = own();
-  if (!slot.membership.compare_exchange_strong(free, Membership::claimed))
+  if (!slot.pid.compare_exchange_strong(free, getpid()))
     return fail(ncclInvalidUsage, "Rank " + std::to_string(rank_) + " is used twice in one communicator.");
-  slot.pid = getpid();
   slot.started = start_time(getpid());
   snprintf(slot.bus_id, sizeof slot.bus_id, "%s", bus_id.c_str());
   slot.membership.store(Membership::joined);
@@ -98,20 +98,40 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, int ranks, int
 
 Segment::~Segment() {
   if (base_ != nullptr) munmap(base_, size());
-  if (file_ >= 0) close(file_);
+  if (file_ < 0) return;
+  unlink_if_unused();
+  close(file_);
+}
+
+// Each rank that waits for others holds a shared lock of the file, which ends with its process.
+void Segment::unlink_if_unused() {
+  if (flock(file_, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name_).c_str());
+}
+
+// Return whether a rank has claimed its place and will never finish the initialisation.
+bool Segment::is_lost(int rank) const {
+  const RankSlot& peer = slot(rank);
+  if (peer.membership.load() == Membership::aborted) return true;
+  const pid_t pid = peer.pid.load();
+  if (pid == 0) return false;
+  const uint64_t started = peer.started.load();
+  return started == 0 ? start_time(pid) == 0 : !is_alive(pid, started);
 }
 
 ncclResult_t Segment::wait_for_ranks(const std::function<bool()>& stop) {
   auto& header = *reinterpret_cast<Header*>(base_);
   for (uint64_t turn = 1; header.joined.load() < ranks_; ++turn) {
-    if (stop()) return fail(ncclInternalError, "The communicator was aborted while it was initialised.");
-    for (int rank = 0; turn % 64 == 0 && rank < ranks_; ++rank) {
-      const RankSlot& peer = slot(rank);
-      if (peer.membership.load() != Membership::joined || is_alive(peer.pid, peer.started)) continue;
-      if (header.joined.load() == ranks_) break;
-      shm_unlink(("/" + name_).c_str());
-      return fail(ncclRemoteError, "Rank " + std::to_string(rank) + " (process " + std::to_string(peer.pid) +
-                                       ") died while the communicator was initialised.");
+    bool stopped = stop();
+    std::string message = "The communicator was aborted while it was initialised.";
+    for (int rank = 0; turn % 64 == 0 && rank < ranks_ && !stopped; ++rank) {
+      if (!is_lost(rank) || header.joined.load() == ranks_) continue;
+      stopped = true;
+      message = "Rank " + std::to_string(rank) + " (process " + std::to_string(slot(rank).pid) +
+                ") died or gave up while the communicator was initialised.";
+    }
+    if (stopped) {
+      own().membership.store(Membership::aborted);
+      return fail(stop() ? ncclInternalError : ncclRemoteError, message);
     }
     const timespec pause{0, 200000};
     nanosleep(&pause, nullptr);
@@ -141,7 +161,6 @@ void remove_abandoned_segments() {
     const std::string path = std::string("/") + entry->d_name;
     const int file = shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0600);
     if (file < 0) continue;
-    // Each rank that waits for others holds a shared lock of the file, which ends with its process.
     if (flock(file, LOCK_EX | LOCK_NB) == 0) shm_unlink(path.c_str());
     close(file);
   }

@@ -30,7 +30,7 @@ struct Descriptor {
   uint64_t discarded = 0;  // empty collectives that the rank issued before it
 };
 
-enum class Membership : uint32_t { absent, claimed, joined, left, aborted };
+enum class Membership : uint32_t { absent, joined, left, aborted };
 
 // A small message of each rank to all others, for what the host does collectively: ncclCommSplit.
 struct HostMessage {
@@ -38,11 +38,14 @@ struct HostMessage {
   int32_t key = 0;
 };
 
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<pid_t>::is_always_lock_free,
+              "Atomic words in shared memory need no lock.");
+
 struct alignas(64) RankSlot {
+  std::atomic<pid_t> pid;  // of the process that claimed the rank
   std::atomic<Membership> membership;
-  pid_t pid;
-  uint64_t started;  // the start time of the process, which tells it from a later one with the same pid
-  char bus_id[32];   // of its device
+  std::atomic<uint64_t> started;  // the start time of the process, which tells it from a later one with the same pid
+  char bus_id[32];                // of its device
 
   alignas(64) std::atomic<uint32_t> rung;  // whether a message to the rank's doorbell is under way
 
@@ -90,6 +93,8 @@ class Segment {
   ncclResult_t map();
   ncclResult_t claim(const std::string& bus_id);
   ncclResult_t check_devices() const;
+  bool is_lost(int rank) const;
+  void unlink_if_unused();
   size_t size() const;
 
   std::string name_;
