@@ -200,6 +200,26 @@ def test_groups_and_training_give_the_right_values(program: str, blocking: bool,
     run_ranks(program, 4, tmp_path, TORCH_NCCL_USE_COMM_NONBLOCKING="0" if blocking else "1")
 
 
+def test_captured_collective_runs_with_each_replay(tmp_path: Path) -> None:
+    program = """
+    start(device_id=device)
+    x = torch.full((3,), 1.0, device=device)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x)
+    equal(x, [2.0] * 3)
+    for _ in range(3):
+        graph.replay()
+    dist.all_reduce(x)
+    graph.replay()
+    equal(x, [64.0] * 3)
+    dist.destroy_process_group()
+    """
+    run_ranks(program, 2, tmp_path)
+
+
 def test_aborted_collective_releases_its_stream(tmp_path: Path) -> None:
     program = """
     start(device_id=device)

@@ -178,7 +178,7 @@ ncclResult_t ncclComm::async_error() {
     if (error_ != ncclSuccess) return error_;
     if (ended) return ncclInvalidUsage;
     if (starting_ || job_runs_) return ncclInProgress;
-    settled = first_ > issued_;
+    settled = idle_locked();
   }
   // A pending kernel may still end well: its peer may have died after it sent all. The kernel itself tells.
   const auto shared = segment.load();
@@ -228,16 +228,20 @@ uint64_t ncclComm::issue() {
   return ++issued_;
 }
 
-bool ncclComm::is_first(uint64_t ticket) {
+bool ncclComm::begin(const void* kernel, uint64_t ticket) {
   const std::lock_guard lock(state_mutex_);
-  return ticket == first_;
+  if (running_ == kernel) return true;
+  if (running_ != nullptr || (ticket != 0 && ticket != first_)) return false;
+  running_ = kernel;
+  return true;
 }
 
-void ncclComm::retire(uint64_t ticket) {
+void ncclComm::retire(const void* kernel, uint64_t ticket) {
   bool others;
   {
     const std::lock_guard lock(state_mutex_);
-    retired_.insert(ticket);
+    if (running_ == kernel) running_ = nullptr;
+    if (ticket != 0) retired_.insert(ticket);
     while (retired_.erase(first_) != 0) ++first_;
     others = first_ <= issued_;
     changed_.notify_all();
@@ -245,22 +249,17 @@ void ncclComm::retire(uint64_t ticket) {
   if (others) fakecuda_wake();
 }
 
-bool ncclComm::idle() {
-  const std::lock_guard lock(state_mutex_);
-  return first_ > issued_;
-}
-
 // As NCCL's destruction and finalisation do, this waits for what was issued, without a limit (NCCL user guide,
 // Finalizing a communicator).
 ncclResult_t ncclComm::wait_kernels() {
   std::unique_lock lock(state_mutex_);
-  changed_.wait(lock, [this] { return first_ > issued_ || ended.load(); });
+  changed_.wait(lock, [this] { return idle_locked() || ended.load(); });
   return ncclSuccess;
 }
 
 ncclResult_t ncclComm::wait_idle() {
   std::unique_lock lock(state_mutex_);
-  changed_.wait(lock, [this] { return (first_ > issued_ && !job_runs_) || ended.load(); });
+  changed_.wait(lock, [this] { return (idle_locked() && !job_runs_) || ended.load(); });
   return ncclSuccess;
 }
 

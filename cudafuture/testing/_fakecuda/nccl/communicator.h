@@ -43,9 +43,9 @@ struct ncclComm {
 
   // --- kernels, in the order in which the host issued them
   uint64_t issue();
-  bool is_first(uint64_t ticket);
-  void retire(uint64_t ticket);
-  bool idle();
+  // Let `kernel` run: where no other one does, and, unless its ticket is 0, all issued before it have ended.
+  bool begin(const void* kernel, uint64_t ticket);
+  void retire(const void* kernel, uint64_t ticket);
   // Wait until the issued kernels have ended, and in wait_idle for the job too.
   ncclResult_t wait_kernels();
   ncclResult_t wait_idle();
@@ -90,6 +90,8 @@ struct ncclComm {
   uint64_t issued_ = 0;
   uint64_t first_ = 1;  // the ticket of the first kernel that has not ended
   std::set<uint64_t> retired_;
+  const void* running_ = nullptr;
+  bool idle_locked() const { return first_ > issued_ && running_ == nullptr; }
   ncclResult_t error_ = ncclSuccess;
   std::string message_;
   bool starting_ = true;  // not initialised yet

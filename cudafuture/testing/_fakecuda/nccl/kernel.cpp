@@ -7,21 +7,21 @@
 namespace fakenccl {
 
 Kernel::Kernel(ncclComm* communicator, std::vector<Operation> operations, bool captured)
-    : communicator_(communicator), operations_(std::move(operations)), captured_(captured) {
-  if (!captured_) ticket_ = communicator_->issue();
+    : communicator_(communicator), operations_(std::move(operations)) {
+  if (!captured) ticket_ = communicator_->issue();
 }
 
 // A kernel that the machine dropped, after an error of the device, must not hold up the others.
 Kernel::~Kernel() {
-  if (ticket_ != 0) end();
+  if (pending_) end();
 }
 
 void Kernel::end() {
   tasks_.clear();
   if (resident_) release_channel(communicator_->device);
   resident_ = false;
-  communicator_->retire(ticket_);
-  ticket_ = 0;
+  communicator_->retire(this, ticket_);
+  pending_ = false;
 }
 
 bool Kernel::attempt() {
@@ -51,8 +51,8 @@ bool Kernel::attempt() {
 // The kernels of one communicator run in the order of their launches, whatever their streams: NCCL orders them by a
 // stream of its own.
 bool Kernel::may_run() {
-  if (ticket_ == 0) ticket_ = communicator_->issue();
-  if (!communicator_->is_first(ticket_)) return false;
+  if (!communicator_->begin(this, ticket_)) return false;
+  pending_ = true;
   if (!resident_) resident_ = take_channel(communicator_->device);
   if (!resident_) return false;
   for (size_t i = tasks_.size(); i < operations_.size(); ++i)

@@ -11,7 +11,7 @@ namespace fakenccl {
 
 class Kernel {
  public:
-  // A captured kernel takes its place among the communicator's kernels when a graph runs it, each time anew.
+  // A captured kernel has no place among the communicator's other kernels: a graph runs it, and may do so repeatedly.
   Kernel(ncclComm* communicator, std::vector<Operation> operations, bool captured);
   ~Kernel();
   Kernel(const Kernel&) = delete;
@@ -27,8 +27,8 @@ class Kernel {
 
   ncclComm* communicator_;
   std::vector<Operation> operations_;
-  bool captured_;
-  uint64_t ticket_ = 0;
+  uint64_t ticket_ = 0;  // 0 for a captured kernel
+  bool pending_ = true;
   bool resident_ = false;
   std::vector<std::unique_ptr<Task>> tasks_;
 };
