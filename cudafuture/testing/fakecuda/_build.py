@@ -23,6 +23,7 @@ SIMULATOR = Path(__file__).resolve().parents[1] / "_sim"
 RUNTIME_PARTS = ("machine", "cudart", "driver", "control")
 DETECTOR = ("runtime/shadow.cpp", "runtime/findings.cpp")  # of the simulated accelerator
 RUNTIME = "libcudart.so.13"
+NCCL = "libnccl.so.2"
 
 
 class BuildError(RuntimeError):
@@ -116,13 +117,13 @@ class _Build:
     def run(self) -> None:
         print(f"building the fake CUDA libraries for torch {self._torch.version}, once", file=sys.stderr)
         with ThreadPoolExecutor() as pool:
-            ops = pool.submit(self._compile, "ops", sorted((SOURCES / "ops").glob("*.cpp")), self._torch_flags())
-            nccl = pool.submit(self._compile, "nccl", sorted((SOURCES / "nccl").glob("*.cpp")))
-            self._link_runtime()
-            self._link(["nccl.o", f"./{RUNTIME}", "-lpthread"], "libnccl.so.2", needs=nccl.result())
-            libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10", f"./{RUNTIME}"]
-            self._link(["ops.o", f"-L{self._torch.folder / 'lib'}", *libraries], "libfakecuda_ops.so", needs=ops.result())
-        for rest in self._folder.glob("*.o"):
+            ops = pool.submit(self._compile, "ops", self._sources("ops"), self._torch_flags())
+            self._build_runtime()
+            self._build_nccl()
+            ops.result()
+        libraries = [f"-L{self._torch.folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", f"./{RUNTIME}"]
+        self._link(["ops.o", *libraries], "libfakecuda_ops.so")
+        for rest in (*self._folder.glob("*.o"), *self._folder.glob("*.cpp"), *self._folder.glob("*.map")):
             rest.unlink()
         self._write_backend()
 
@@ -130,39 +131,49 @@ class _Build:
         headers = self._torch.folder / "include"
         return ["-w", "-DNDEBUG", f"-I{headers}", f"-I{headers / 'torch' / 'csrc' / 'api' / 'include'}"]
 
-    def _link_runtime(self) -> None:
-        parts = [f for part in RUNTIME_PARTS for f in sorted((SOURCES / part).glob("*.cpp"))]
-        self._compile("runtime", [*parts, *(SIMULATOR / f for f in DETECTOR)], ["-Wall", "-Wextra"])
-        self._compile("unsupported", [self._unsupported_functions()])
-        exported = self._folder / "exported.map"
-        exported.write_text(f"{RUNTIME} {{ global: cuda*; __cuda*; cu*; nvml*; fakecuda_*; local: *; }};\n")
-        self._link(["runtime.o", "unsupported.o", f"-Wl,--version-script={exported}", "-lpthread"], RUNTIME)
+    def _sources(self, *parts: str) -> list[Path]:
+        return [file for part in parts for file in sorted((SOURCES / part).glob("*.cpp"))]
+
+    def _build_runtime(self) -> None:
+        sources = [*self._sources(*RUNTIME_PARTS), *(SIMULATOR / file for file in DETECTOR)]
+        self._compile("runtime", sources, ["-Wall", "-Wextra"])
+        self._add_unsupported("runtime", self._torch.cuda / "lib" / RUNTIME, "cuda", "fakecuda_unsupported")
+        exported = self._version_script(f"{RUNTIME} {{ global: cuda*; __cuda*; cu*; nvml*; fakecuda_*; local: *; }};")
+        self._link(["runtime.o", "runtime_unsupported.o", exported, "-lpthread"], RUNTIME)
         # The driver's functions are in the runtime too: these libraries are empty, and need it.
         for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
             self._link(["-Wl,--no-as-needed", f"./{RUNTIME}"], name)
 
-    def _unsupported_functions(self) -> Path:
-        """Write a function for each one of the real runtime that the fake one lacks; it returns an error."""
-        real = self._symbols("-D", "--defined-only", str(self._torch.cuda / "lib" / RUNTIME))
-        missing = sorted(real - self._symbols("--defined-only", "runtime.o"))
-        lines = ['extern "C" {', "int fakecuda_unsupported(const char* function);"]
-        lines += [f'int {name}() {{ return fakecuda_unsupported("{name}"); }}' for name in missing]
-        file = self._folder / "unsupported.cpp"
-        file.write_text("\n".join([*lines, "}", ""]))
-        return file
+    def _build_nccl(self) -> None:
+        self._compile("nccl", self._sources("nccl"), ["-Wall", "-Wextra"])
+        self._add_unsupported("nccl", self._torch.nccl / "lib" / NCCL, "nccl", "fakenccl_unsupported")
+        exported = self._version_script("{ global: nccl*; local: *; };")
+        self._link(["nccl.o", "nccl_unsupported.o", exported, f"./{RUNTIME}", "-lpthread"], NCCL)
 
-    def _symbols(self, *arguments: str) -> set[str]:
-        return set(re.findall(r" [TW] (_*cuda\w+)", self._output("nm", *arguments)))
+    def _add_unsupported(self, name: str, real: Path, prefix: str, call: str) -> None:
+        """Compile a function for each one of the real library that the fake one lacks; it returns an error."""
+        missing = sorted(self._symbols(prefix, "-D", str(real)) - self._symbols(prefix, f"{name}.o"))
+        lines = ['extern "C" {', f"int {call}(const char* function);"]
+        lines += [f'int {function}() {{ return {call}("{function}"); }}' for function in missing]
+        source = self._folder / f"{name}_unsupported.cpp"
+        source.write_text("\n".join([*lines, "}", ""]))
+        self._compile(f"{name}_unsupported", [source])
 
-    def _compile(self, name: str, sources: list[Path], flags: list[str] | None = None) -> str:
+    def _symbols(self, prefix: str, *arguments: str) -> set[str]:
+        listed = self._output("nm", "--defined-only", *arguments)
+        return set(re.findall(rf" [TW] (_*{prefix}\w+)", listed))
+
+    def _version_script(self, text: str) -> str:
+        file = self._folder / f"{len(list(self._folder.glob('*.map')))}.map"
+        file.write_text(text + "\n")
+        return f"-Wl,--version-script={file}"
+
+    def _compile(self, name: str, sources: list[Path], flags: list[str] | None = None) -> None:
         unit = self._folder / f"{name}_unit.cpp"  # one, so that headers are parsed once
         unit.write_text("".join(f'#include "{source}"\n' for source in sources))
         self._output(self._compiler, *self._flags, *(flags or []), "-c", unit.name, "-o", f"{name}.o")
-        unit.unlink()
-        return name
 
-    def _link(self, arguments: list[str], library: str, needs: str | None = None) -> None:
-        del needs  # evaluated by the caller: the object is there
+    def _link(self, arguments: list[str], library: str) -> None:
         self._output(self._compiler, "-shared", f"-Wl,-soname,{library}", *arguments, "-o", library)
 
     def _output(self, *command: str) -> str:

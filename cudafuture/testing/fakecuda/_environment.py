@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from cudafuture.testing.fakecuda._build import RUNTIME, build
+from cudafuture.testing.fakecuda._build import NCCL, RUNTIME, build
 
 __all__ = ["Schedule", "environment"]
 
@@ -59,7 +59,8 @@ def environment(
         raise ValueError(f"a fake device has at least 1 MiB of memory, not {memory} bytes")
     libraries = build()
     variables = dict(os.environ if base is None else base)
-    variables["LD_PRELOAD"] = _with(variables.get("LD_PRELOAD"), libraries / RUNTIME)
+    # torch's libraries name the folders of NVIDIA's packages, which come before LD_LIBRARY_PATH.
+    variables["LD_PRELOAD"] = _with(_with(variables.get("LD_PRELOAD"), libraries / NCCL), libraries / RUNTIME)
     variables["LD_LIBRARY_PATH"] = _with(variables.get("LD_LIBRARY_PATH"), libraries)
     variables["PYTHONPATH"] = _with(variables.get("PYTHONPATH"), libraries / "python")
     variables["FAKECUDA_SCHEDULE"] = schedule

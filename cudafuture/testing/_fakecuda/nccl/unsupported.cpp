@@ -3,7 +3,7 @@
 #include "error.h"
 #include "group.h"
 
-int fakenccl::unsupported(const char* function) {
-  return note(fail(ncclInvalidUsage,
-                   std::string(function) + " is not supported: simulated devices run no device code of NCCL."));
+extern "C" int fakenccl_unsupported(const char* function) {
+  return fakenccl::note(fakenccl::fail(
+      ncclInvalidUsage, std::string(function) + " is not supported: fake devices run no device code of NCCL."));
 }
