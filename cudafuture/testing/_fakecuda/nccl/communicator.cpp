@@ -236,17 +236,13 @@ bool ncclComm::begin(const void* kernel, uint64_t ticket) {
   return true;
 }
 
-void ncclComm::retire(const void* kernel, uint64_t ticket) {
-  bool others;
-  {
-    const std::lock_guard lock(state_mutex_);
-    if (running_ == kernel) running_ = nullptr;
-    if (ticket != 0) retired_.insert(ticket);
-    while (retired_.erase(first_) != 0) ++first_;
-    others = first_ <= issued_;
-    changed_.notify_all();
-  }
-  if (others) fakecuda_wake();
+bool ncclComm::retire(const void* kernel, uint64_t ticket) {
+  const std::lock_guard lock(state_mutex_);
+  if (running_ == kernel) running_ = nullptr;
+  if (ticket != 0) retired_.insert(ticket);
+  while (retired_.erase(first_) != 0) ++first_;
+  changed_.notify_all();
+  return first_ <= issued_;
 }
 
 // As NCCL's destruction and finalisation do, this waits for what was issued, without a limit (NCCL user guide,

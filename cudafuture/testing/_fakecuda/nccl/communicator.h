@@ -45,7 +45,8 @@ struct ncclComm {
   uint64_t issue();
   // Let `kernel` run: where no other one does, and, unless its ticket is 0, all issued before it have ended.
   bool begin(const void* kernel, uint64_t ticket);
-  void retire(const void* kernel, uint64_t ticket);
+  // End a kernel. Return whether others are pending.
+  bool retire(const void* kernel, uint64_t ticket);
   // Wait until the issued kernels have ended, and in wait_idle for the job too.
   ncclResult_t wait_kernels();
   ncclResult_t wait_idle();

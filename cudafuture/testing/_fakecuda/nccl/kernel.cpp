@@ -11,17 +11,18 @@ Kernel::Kernel(ncclComm* communicator, std::vector<Operation> operations, bool c
   if (!captured) ticket_ = communicator_->issue();
 }
 
-// A kernel that the machine dropped, after an error of the device, must not hold up the others.
+// A kernel that the machine dropped, after an error of the device, must not hold up the others. The machine may hold
+// its lock here, so it is not woken; it tries the others within a millisecond anyway.
 Kernel::~Kernel() {
   if (pending_) end();
 }
 
-void Kernel::end() {
+bool Kernel::end() {
   tasks_.clear();
-  if (resident_) release_channel(communicator_->device);
+  const bool released = resident_ && release_channel(communicator_->device);
   resident_ = false;
-  communicator_->retire(this, ticket_);
   pending_ = false;
+  return communicator_->retire(this, ticket_) || released;
 }
 
 bool Kernel::attempt() {
@@ -44,7 +45,7 @@ bool Kernel::attempt() {
     }
   }
   if (moved) communicator_->ring_peers();
-  if (ended) end();
+  if (ended && end()) fakecuda_wake();
   return ended;
 }
 

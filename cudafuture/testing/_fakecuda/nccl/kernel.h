@@ -23,7 +23,8 @@ class Kernel {
   bool may_run();
   bool advance(Segment& segment, std::vector<int>* waits_for);
   bool done() const;
-  void end();
+  // Release what the kernel holds. Return whether another kernel may wait for that.
+  bool end();
 
   ncclComm* communicator_;
   std::vector<Operation> operations_;

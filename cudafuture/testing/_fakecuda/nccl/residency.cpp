@@ -5,8 +5,6 @@
 #include <map>
 #include <mutex>
 
-#include "../machine/launch.h"
-
 namespace fakenccl {
 namespace {
 
@@ -34,12 +32,10 @@ bool take_channel(int device) {
   return true;
 }
 
-void release_channel(int device) {
-  {
-    const std::lock_guard lock(channels().mutex);
-    --channels().used[device];
-  }
-  if (channels().limit > 0) fakecuda_wake();
+bool release_channel(int device) {
+  const std::lock_guard lock(channels().mutex);
+  --channels().used[device];
+  return channels().limit > 0;
 }
 
 }  // namespace fakenccl

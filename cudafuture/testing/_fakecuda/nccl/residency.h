@@ -9,7 +9,8 @@ namespace fakenccl {
 
 // Let one more kernel run on the device, and return true; or return false where all channels are in use.
 bool take_channel(int device);
-void release_channel(int device);
+// Release it, and return whether another kernel may wait for it.
+bool release_channel(int device);
 
 }  // namespace fakenccl
 
