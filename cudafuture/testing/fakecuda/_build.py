@@ -147,7 +147,7 @@ class _Build:
     def _build_nccl(self) -> None:
         self._compile("nccl", self._sources("nccl"), ["-Wall", "-Wextra"])
         self._add_unsupported("nccl", self._torch.nccl / "lib" / NCCL, "nccl", "fakenccl_unsupported")
-        exported = self._version_script("{ global: nccl*; local: *; };")
+        exported = self._version_script("{ global: nccl*; fakenccl_*; local: *; };")
         self._link(["nccl.o", "nccl_unsupported.o", exported, f"./{RUNTIME}", "-lpthread"], NCCL)
 
     def _add_unsupported(self, name: str, real: Path, prefix: str, call: str) -> None:
