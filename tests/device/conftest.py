@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudafuture.testing import fakecuda
 from device.harness import Cuda, Device, Simulated, devices
 
 
@@ -22,7 +23,7 @@ def _parameter(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.sim(devices=2, schedule=schedule, strict_devices=True))
 
 
-def _made(name: str) -> Iterator[Device]:
+def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
     if name == "cuda" and torch.accelerator.current_accelerator() != torch.device("cuda"):
         pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
     device = Simulated() if name.startswith("sim-") else Cuda() if name == "cuda" else Device()
@@ -30,18 +31,23 @@ def _made(name: str) -> Iterator[Device]:
     yield device
     device.finish()
     device.rest()
+    if fakecuda.is_active() and device.first > 0:
+        contexts = fakecuda.contexts()
+        fakecuda.forget_contexts()
+        is_of_torch = request.node.get_closest_marker("torch_makes_contexts") is not None
+        assert 0 not in contexts or is_of_torch, "the test made a context on cuda:0, which it does not use"
 
 
 @pytest.fixture(params=_parameters(with_host=True))
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The host, or an accelerator."""
-    yield from _made(request.param)
+    yield from _made(request.param, request)
 
 
 @pytest.fixture(params=_parameters(with_host=False))
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Device]:
     """An accelerator."""
-    yield from _made(request.param)
+    yield from _made(request.param, request)
 
 
 @pytest.fixture

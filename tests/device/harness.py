@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.testing import fakecuda
 
 SIZE = 256  # floats in a tensor of the suite
+MOST_DEVICES = 2  # that a test uses
 PRIORITIES = (0, -1)  # that every accelerator has
+
+# Device 0 is current in a new thread. torch selects it again at the end of a stream's scope, after a copy between
+# devices, and after a callback of its own futures; from CUDA 12 on that makes a context there.
+OTHER_THREAD = pytest.mark.torch_makes_contexts("torch selects device 0 again in a thread that never selected a device")
 
 
 class Device:
@@ -28,11 +34,25 @@ class Device:
     count = 1
     has_streams = False
 
+    first = 0  # torch's index of the first device that tests use
+
+    def index(self, index: int = 0) -> int:
+        """Return torch's index of a device."""
+        return self.first + index
+
     def at(self, index: int = 0) -> torch.device:
-        return torch.device(self.name, index) if self.has_streams else torch.device(self.name)
+        return torch.device(self.name, self.index(index)) if self.has_streams else torch.device(self.name)
+
+    def select(self, index: int) -> AbstractContextManager[Any]:
+        """Make a device the current one for a scope."""
+        return torch.accelerator.device_index(self.index(index))
+
+    def selected(self) -> int:
+        """Return the index of the current device, as `at` counts them."""
+        return torch.accelerator.current_device_index() - self.first
 
     def indices(self) -> list[int]:
-        return list(range(min(2, self.count)))
+        return list(range(min(MOST_DEVICES, self.count)))
 
     # ---- streams
     def stream(self, priority: int = 0, index: int = 0) -> Any:
@@ -47,7 +67,7 @@ class Device:
     def priority_of(self, stream: torch.Stream) -> int | None:
         """Return the priority of a pool stream; None for the default stream."""
         for priority in PRIORITIES:
-            if stream.stream_id in _pool(self.at(stream.device_index), priority):
+            if stream.stream_id in _pool(torch.device(self.name, stream.device_index), priority):
                 return priority
         return None
 
@@ -67,7 +87,7 @@ class Device:
         """Return a tensor that the current stream fills, after a while."""
         x = self.empty(index)
         if self.has_streams:
-            with torch.accelerator.device_index(index):
+            with self.select(index):
                 self.delay()
         return x.fill_(value)
 
@@ -100,9 +120,10 @@ class Device:
         """Make current in this thread what is so in a new one: device 0, and the default streams."""
         for index in range(self.count if self.has_streams else 0):
             kind = int(self.current(index).device_type)
-            torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=kind))
+            stream = torch.Stream(stream_id=0, device_index=self.index(index), device_type=kind)
+            torch.accelerator.set_stream(stream)
         if self.has_streams:
-            torch.accelerator.set_device_index(0)
+            torch.accelerator.set_device_index(self.index())
 
 
 class Accelerator(Device):
@@ -140,8 +161,10 @@ class Cuda(Accelerator):
 
     def __init__(self) -> None:
         self.count = torch.cuda.device_count()
+        if fakecuda.is_active() and self.count > MOST_DEVICES:
+            self.first, self.count = 1, self.count - 1  # a context on device 0 is then nobody's wish
         for index in range(self.count):
-            _warm_up(index)
+            _warm_up(self.index(index))
 
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
         if fakecuda.is_active():
@@ -164,7 +187,7 @@ class Cuda(Accelerator):
         if fakecuda.is_active():
             fakecuda.release()
         for index in range(self.count):
-            torch.accelerator.synchronize(index)
+            torch.accelerator.synchronize(self.index(index))
 
 
 def devices() -> Iterator[str]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, as_completed, gather
-from device.harness import Device
+from device.harness import OTHER_THREAD, Device
 
 
+@OTHER_THREAD
 def test_awaiting_gives_a_value_that_any_stream_may_read(device: Device) -> None:
     async def main() -> float:
         x = await device.completed(2.0)
@@ -150,6 +151,7 @@ def test_as_completed_comes_in_the_order_of_the_devices(accelerator: Device) -> 
     assert asyncio.run(main()) == [2.0, 1.0]
 
 
+@OTHER_THREAD
 def test_awaiting_a_child_on_another_device(pair: Device) -> None:
     async def main() -> float:
         moved = pair.completed(2.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))

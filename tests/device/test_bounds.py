@@ -30,12 +30,12 @@ def test_devices_that_are_given_are_known_at_once(pair: Device) -> None:
 
 
 def test_a_device_may_be_given_by_name_or_number(accelerator: Device) -> None:
-    for name in (str(accelerator.at()), accelerator.name, 0, accelerator.at()):
+    for name in (str(accelerator.at()), accelerator.name, accelerator.index(), accelerator.at()):
         assert CUDAFuture[Any](devices=[name]).devices == (accelerator.at(),)
 
 
 def test_a_type_alone_means_the_current_device(pair: Device) -> None:
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         assert CUDAFuture[Any](devices=[pair.name]).devices == (pair.at(1),)
 
 

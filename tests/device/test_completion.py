@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, submit
-from device.harness import PRIORITIES, Device
+from device.harness import OTHER_THREAD, PRIORITIES, Device
 
 Future = CUDAFuture[torch.Tensor]
 
@@ -32,6 +32,7 @@ def in_a_thread(body: Callable[[], Any]) -> None:
         raise errors[0]
 
 
+@OTHER_THREAD
 def test_another_threads_current_stream_is_where_the_work_is(device: Device) -> None:
     future = Future()
 
@@ -86,6 +87,7 @@ def test_a_device_without_a_named_stream_is_ordered_by_its_current_one(pair: Dev
         assert [pair.read(x) for x in future.wait(non_blocking=True)] == [0.0, 1.0]
 
 
+@OTHER_THREAD
 def test_callbacks_run_in_the_completing_thread_on_streams_of_their_own(device: Device) -> None:
     future = Future()
     seen: list[Any] = []
@@ -108,6 +110,7 @@ def test_callbacks_run_in_the_completing_thread_on_streams_of_their_own(device: 
     assert device.read(child.wait(non_blocking=True)) == 3.0
 
 
+@OTHER_THREAD
 def test_a_thread_that_waits_is_woken_and_ordered(device: Device) -> None:
     future = Future()
     read: list[float] = []
@@ -135,6 +138,7 @@ def test_what_submit_returns_is_ordered(device: Device, where: str) -> None:
         assert device.read(future.wait(non_blocking=True)) == 2.0
 
 
+@OTHER_THREAD
 def test_many_threads_complete_many_futures(device: Device) -> None:
     futures = [Future() for _ in range(16)]
 
@@ -169,7 +173,7 @@ def test_a_future_goes_to_a_thread_whose_device_is_another(pair: Device) -> None
     future = Future()
 
     def produce() -> None:
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(pair.index(1))
         future.set_result(pair.produce(2.0, 0))
 
     in_a_thread(produce)

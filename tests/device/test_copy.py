@@ -13,7 +13,7 @@ import torch
 
 from cudafuture import CUDAFuture, copy, gather, use_streams
 from cudafuture._transfer import LARGE
-from device.harness import PRIORITIES, SIZE, Device
+from device.harness import OTHER_THREAD, PRIORITIES, SIZE, Device
 
 Tensor = torch.Tensor
 ROUTES = list(itertools.product(("host", "here", "there"), repeat=2))
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@OTHER_THREAD
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("source", "target"), ROUTES)
 def test_a_copy_is_what_to_makes_and_memory_of_its_own(
@@ -108,7 +109,7 @@ def test_two_views_of_a_tensor_become_two_tensors(device: Device) -> None:
 
 
 def test_a_type_alone_means_the_current_device(pair: Device) -> None:
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         copied = copy(torch.ones(2), pair.name).wait(non_blocking=True)
         assert copied.device == pair.at(1)
         assert torch.equal(copied.cpu(), torch.ones(2))
@@ -245,10 +246,10 @@ def test_sources_on_several_devices_are_ordered_on_each(pair: Device, target: st
 @pytest.mark.parametrize("target", ["host", "here", "there"])
 def test_whatever_device_is_current_stays_current(pair: Device, current: int, target: str) -> None:
     x = [pair.produce(1.0, i) for i in (0, 1)]
-    with torch.accelerator.device_index(current):
+    with pair.select(current):
         before = [pair.current(i) for i in (0, 1)]
         copying = copy([*x, torch.ones(SIZE)], at(pair, target))
-        assert torch.accelerator.current_device_index() == current
+        assert pair.selected() == current
         assert [pair.current(i) for i in (0, 1)] == before
     assert all(c.unique().tolist() == [1.0] for c in copying.wait())
 
@@ -299,7 +300,7 @@ def test_the_source_beside_much_host_memory_is_read_after_what_was_enqueued(acce
 def test_a_device_that_is_not_there_is_refused(accelerator: Device) -> None:
     for value in (torch.ones(1), accelerator.produce(1.0), []):
         with pytest.raises((RuntimeError, ValueError)):
-            copy(value, torch.device(accelerator.name, accelerator.count))
+            copy(value, torch.device(accelerator.name, accelerator.index(accelerator.count)))
 
 
 def test_nothing_is_copied_out_of_meta(device: Device) -> None:

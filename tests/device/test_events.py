@@ -127,10 +127,10 @@ def test_a_stream_that_waits_for_the_event_of_torch_may_read(accelerator: Device
 def test_an_event_of_torch_can_be_made_while_another_device_is_current(pair: Device) -> None:
     future = pair.completed(4.0, 1)
     event = future.events[pair.at(1)].to_torch_event()
-    with torch.accelerator.device_index(1):  # torch's own event: its user selects the device
+    with pair.select(1):  # torch's own event: its user selects the device
         pair.current(1).wait_event(event)
     assert pair.read(future.value()) == 4.0
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         del event  # torch's own: whoever drops it sees to the device
 
 

@@ -17,9 +17,9 @@ def test_completing_with_a_value_elsewhere(pair: Device) -> None:
     with pair.on(pair.stream(index=1)):
         x = pair.produce(1.0, 1)
     side = pair.stream(index=1)
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         pair.finish()
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
     future.set_result(x, stream=side)
     assert future.devices == (pair.at(1),)
 
@@ -29,7 +29,7 @@ def test_asking_for_what_is_elsewhere(pair: Device) -> None:
     while not future.ready():
         pass
     assert future.events[pair.at(1)].query()
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
 
 
 def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
@@ -41,8 +41,8 @@ def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
 def test_a_stream_that_waits_for_what_is_elsewhere(pair: Device) -> None:
     with pair.on(pair.stream(index=1)):
         future = pair.completed(1.0, 1)
-        assert torch.accelerator.current_device_index() == 1
-    assert torch.accelerator.current_device_index() == 0
+        assert pair.selected() == 1
+    assert pair.selected() == 0
     future.wait(non_blocking=True)
     assert pair.read(future.value()) == 1.0
 
@@ -65,13 +65,13 @@ def test_more_events_elsewhere_than_are_kept_are_destroyed(pair: Device) -> None
     for future in futures:
         future.set_result(x)
     del futures, future
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
 
 
 def test_an_event_of_torch_for_what_is_elsewhere(pair: Device) -> None:
     event = pair.completed(1.0, 1).events[pair.at(1)].to_torch_event()
     assert event.device == pair.at(1)
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         del event  # torch's own: whoever drops it sees to the device
 
 

@@ -49,47 +49,47 @@ def test_a_stream_that_was_current_for_a_while_must_be_waited_for_by_the_callbac
 
 def test_a_device_that_a_callback_made_current_is_not_so_afterwards(pair: Device) -> None:
     event = pair.current(0).record_event()
-    pair.completed(3.0).then(lambda _: torch.accelerator.set_device_index(1))
+    pair.completed(3.0).then(lambda _: torch.accelerator.set_device_index(pair.index(1)))
     event.synchronize()  # whose device must be current
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
 
 
 def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(pair: Device) -> None:
     event = pair.current(0).record_event()
     with use_streams(pair.stream()):
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(pair.index(1))
     event.synchronize()  # whose device must be current
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
 
 
 def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
-    with torch.accelerator.device_index(1):
+    with pair.select(1):
         event: Any = pair.current(1).record_event()
-        child = future.then(lambda _: event.synchronize() or torch.accelerator.current_device_index())
-        submitted = submit(torch.accelerator.current_device_index)
+        child = future.then(lambda _: event.synchronize() or pair.selected())
+        submitted = submit(pair.selected)
     thread = threading.Thread(target=future.set_result, args=(None,))  # its current device is 0
     thread.start()
     thread.join()
     assert child.wait() == 1
     assert submitted.wait() == 1
-    assert torch.accelerator.current_device_index() == 0
-    with torch.accelerator.device_index(1):
+    assert pair.selected() == 0
+    with pair.select(1):
         event = None  # torch's own event: its user selects the device
 
 
 def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     seen: list[int] = []
-    with torch.accelerator.device_index(1):
-        future.add_done_callback(lambda _: seen.append(torch.accelerator.current_device_index()))
+    with pair.select(1):
+        future.add_done_callback(lambda _: seen.append(pair.selected()))
     future.set_result(None)
     assert seen == [0]
 
 
 def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Device) -> None:
     def callback(done: Future) -> torch.Tensor:
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(pair.index(1))
         return done.value().to(pair.name, non_blocking=True) + 1
 
     child = pair.completed(3.0).then(callback)
@@ -100,14 +100,14 @@ def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Devic
 
 def test_a_callback_that_raises_leaves_nothing_behind(pair: Device) -> None:
     def callback(_: Future) -> None:
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(pair.index(1))
         torch.accelerator.set_stream(pair.stream(index=1))
         raise KeyError("no")
 
     before = [pair.current(i) for i in (0, 1)]
     child = pair.completed(3.0).then(callback)
     assert isinstance(child.exception(), KeyError)
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
     assert pair.current(0) == before[0]
 
 
@@ -166,7 +166,7 @@ def test_streams_of_two_devices_are_current_at_once(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     with use_streams(*sides):
         assert current_streams([pair.at(0), pair.at(1)]) == sides
-        assert torch.accelerator.current_device_index() == 0
+        assert pair.selected() == 0
 
 
 def test_scopes_nest_and_one_can_be_used_again(accelerator: Device) -> None:
@@ -189,9 +189,9 @@ def test_what_was_changed_inside_is_put_back(pair: Device) -> None:
     before = pair.current(0)
     with use_streams(pair.stream(index=0)):
         torch.accelerator.set_stream(pair.stream(index=0))
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(pair.index(1))
     assert pair.current(0) == before
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
 
 
 def test_work_after_the_scope_follows_work_before_it(accelerator: Device) -> None:

@@ -13,6 +13,9 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, gather, use_streams
 from device.harness import SIZE, Device
 
+# torch's, in the threads of ProcessGroupGloo: device 0 is current there.
+pytestmark = pytest.mark.torch_makes_contexts("ProcessGroupGloo selects device 0 again after each copy of a tensor")
+
 Tensor = torch.Tensor
 LONG = 40.0  # seconds; much more than anything takes
 
@@ -157,10 +160,10 @@ def test_a_long_line_of_collectives_keeps_its_order(accelerator: Device) -> None
 
 def test_whatever_device_is_current_stays_current(pair: Device) -> None:
     for current in (0, 1):
-        with torch.accelerator.device_index(current):
+        with pair.select(current):
             before = [pair.current(i) for i in (0, 1)]
             reduced = [cfd.all_reduce(pair.produce(1.0, i)) for i in (0, 1)]
-            assert torch.accelerator.current_device_index() == current
+            assert pair.selected() == current
             assert [pair.current(i) for i in (0, 1)] == before
             assert [pair.read(f.wait(timeout=LONG)) for f in reduced] == [1.0, 1.0]
 
@@ -185,15 +188,15 @@ def test_a_serial_queue_and_object_collectives_run_with_the_callers_device(pair:
 
     class Pickled:
         def __reduce__(self) -> Any:  # on the thread of the object collective
-            seen.append(torch.accelerator.current_device_index())
+            seen.append(pair.selected())
             return int, ()
 
     done: CUDAFuture[None] = CUDAFuture(executor=cfd.ProcessGroup().queue)
-    with torch.accelerator.device_index(1):
-        child = done.then(lambda _: torch.accelerator.current_device_index())
+    with pair.select(1):
+        child = done.then(lambda _: pair.selected())
         gathered = cfd.all_gather_object([None], Pickled())
     done.set_result(None)
     assert child.wait(timeout=LONG) == 1
     gathered.wait(timeout=LONG)
     assert set(seen) == {1}
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0

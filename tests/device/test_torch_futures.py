@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from cudafuture import _C, CUDAFuture
-from device.harness import Device
+from device.harness import OTHER_THREAD, Device
 
 TorchFuture = torch.futures.Future
 
@@ -101,6 +101,7 @@ def test_there_and_back_again(device: Device) -> None:
         assert device.read(back.wait(non_blocking=True)) == 2.0
 
 
+@OTHER_THREAD
 def test_a_chain_through_both_kinds(device: Device) -> None:
     """As a communication hook: ours, torch's callback, ours again, and a last one of torch's."""
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
@@ -151,6 +152,7 @@ def test_memory_of_torchs_value_is_kept_for_who_waits_here(device: Device) -> No
         assert device.read(y) == 6.0
 
 
+@OTHER_THREAD
 def test_a_value_without_tensors_passes_both_ways(device: Device) -> None:
     source = theirs(device)
     future = CUDAFuture.from_torch(CUDAFuture.from_torch(source).to_torch())
@@ -180,6 +182,7 @@ def test_a_failure_of_ours_that_has_work_pending_passes_to_torch(device: Device)
         target.wait()
 
 
+@OTHER_THREAD
 def test_torch_completes_ours_from_another_thread(device: Device) -> None:
     source = theirs(device)
     child = CUDAFuture.from_torch(source).then(lambda done: done.value() + 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, wait_all
-from device.harness import PRIORITIES, Device
+from device.harness import OTHER_THREAD, PRIORITIES, Device
 
 
 @pytest.mark.parametrize("consumer", ["default", *PRIORITIES], ids=str)
@@ -133,12 +133,13 @@ def test_the_value_of_two_devices_is_waited_for_on_both(pair: Device) -> None:
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_a_value_on_a_device_that_is_not_current(pair: Device, non_blocking: bool) -> None:
     future = pair.completed(2.0, 1)
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
     x = future.wait(non_blocking=non_blocking)
-    assert torch.accelerator.current_device_index() == 0
+    assert pair.selected() == 0
     assert pair.read(x) == 2.0
 
 
+@OTHER_THREAD
 def test_the_thread_that_waits_is_ordered_and_no_other(device: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     read: list[float] = []

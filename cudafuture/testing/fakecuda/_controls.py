@@ -13,7 +13,7 @@ import torch
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
 
-__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "hold", "release", "skipped_kernels", "statistics"]
+__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "forget_contexts", "hold", "release", "skipped_kernels", "statistics"]
 
 ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
 
@@ -153,6 +153,17 @@ def contexts() -> tuple[int, ...]:
     (0,)
     """
     return statistics().contexts
+
+
+def forget_contexts() -> None:
+    """Count contexts anew: ``contexts()`` then names the devices that calls from now on need a context on.
+
+    >>> x = torch.ones(4, device="cuda:0")
+    >>> fakecuda.forget_contexts()
+    >>> fakecuda.contexts()
+    ()
+    """
+    library().fakecuda_forget_contexts()
 
 
 def skipped_kernels() -> dict[str, int]:

@@ -82,6 +82,11 @@ void fakecuda_stop() {
 }
 
 // ---- counters
+void fakecuda_forget_contexts() {
+  const Call call(__func__);
+  call.machine.forget_contexts();
+}
+
 struct FakecudaStatistics {
   uint64_t kernels_run, kernels_skipped, copies, events_created, events_alive, streams_created, pinned_bytes;
   uint64_t contexts;  // a bit for each device

@@ -154,7 +154,7 @@ void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
   ++stream.enqueued;
   if (!std::exchange(stream.busy, true)) busy_.push_back(&stream);
   if (settings.schedule == Schedule::kEager) {
-    while (may_begin(stream) && step(lock, stream)) {
+    while (!stream.running && !stream.queue.empty() && step(lock, stream)) {
     }
   }
   if (earlier && runner_sleeps_ && stream.busy) due_.notify_one();
@@ -262,10 +262,6 @@ void Machine::synchronize_device(Lock& lock, int device) {
 
 // ---- running
 
-bool Machine::may_begin(const Stream& stream) const {
-  return !stream.running && !stream.queue.empty() && stream.queue.front().kind != Operation::Kind::kHostFunction;
-}
-
 // Run the front of a stream, if it may run now. Return whether the stream has advanced.
 bool Machine::step(Lock& lock, Stream& stream) {
   Operation& front = stream.queue.front();
@@ -342,23 +338,24 @@ void Machine::finish_front(Stream& stream) {
   if (runner_sleeps_) due_.notify_one();  // another stream may have waited for this
 }
 
-// When the runner thread should look at a stream again; the end of time where something else has to happen first.
-Clock::time_point Machine::next_due(const Stream& stream) const {
-  const Operation& front = stream.queue.front();
-  const auto now = Clock::now();
-  if (stream.running) return Clock::time_point::max();
-  if (front.due > now) return front.due;
-  switch (front.kind) {
-    case Operation::Kind::kSleep:
-      return front.begun + front.duration;
-    case Operation::Kind::kAttempt:
-      return now + kAttemptInterval;
-    default:
-      return Clock::time_point::max();
+// Run what is due in a stream. Return when the runner thread should look at it again: at the end of time where something
+// else has to happen first, which wakes the runner.
+Clock::time_point Machine::run_due_of(Lock& lock, Stream& stream, bool& has_advanced) {
+  while (!stream.running && !stream.queue.empty()) {
+    const auto now = Clock::now();
+    if (stream.queue.front().due > now) return stream.queue.front().due;
+    if (step(lock, stream)) {
+      has_advanced = true;
+    } else if (!stream.running && !stream.queue.empty()) {
+      const Operation& front = stream.queue.front();
+      if (front.kind == Operation::Kind::kSleep) return front.begun + front.duration;
+      return front.kind == Operation::Kind::kAttempt ? now + kAttemptInterval : Clock::time_point::max();
+    }
   }
+  return Clock::time_point::max();
 }
 
-// The runner thread: runs what is due.
+// The runner thread.
 void Machine::run_due() {
   pthread_setname_np(pthread_self(), "fakecuda");
   Lock lock(mutex);
@@ -366,14 +363,7 @@ void Machine::run_due() {
     bool has_advanced = false;
     auto next = Clock::time_point::max();
     const std::vector<Stream*> busy = busy_;
-    for (Stream* stream : busy) {
-      while (may_begin(*stream) && stream->queue.front().due <= Clock::now() && step(lock, *stream)) has_advanced = true;
-      if (!stream->queue.empty() && !stream->running && stream->queue.front().kind == Operation::Kind::kHostFunction &&
-          stream->queue.front().due <= Clock::now()) {
-        host_function_.notify_one();
-      }
-      if (!stream->queue.empty()) next = std::min(next, next_due(*stream));
-    }
+    for (Stream* stream : busy) next = std::min(next, run_due_of(lock, *stream, has_advanced));
     if (has_advanced) continue;
     runner_sleeps_ = true;
     runner_sleeps_until_ = next;

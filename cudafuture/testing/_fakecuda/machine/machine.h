@@ -62,6 +62,7 @@ class Machine {
   void make_context(int device, const char* call);
   bool has_context(int device) const { return has_context_.at(static_cast<size_t>(device)); }
   std::vector<int> contexts() const;
+  void forget_contexts() { has_context_.assign(has_context_.size(), false); }
 
   // ---- streams and events
   // A handle as CUDA's API has it: 0, 1 and 2 name a default stream. Null where there is no such stream.
@@ -105,7 +106,6 @@ class Machine {
   Machine();
   void start_threads();
   Clock::time_point due();
-  bool may_begin(const Stream& stream) const;
   bool step(Lock& lock, Stream& stream);
   void run_unlocked(Lock& lock, Stream& stream);
   bool attempt_unlocked(Lock& lock, Stream& stream);
@@ -113,7 +113,7 @@ class Machine {
   void wait_for_change(Lock& lock, const Operation& front);
   void run_due();
   void run_host_functions();
-  Clock::time_point next_due(const Stream& stream) const;
+  Clock::time_point run_due_of(Lock& lock, Stream& stream, bool& has_advanced);
   void join_legacy_streams(Lock& lock, Stream& stream);
 
   std::condition_variable changed_;  // for synchronising threads: an operation is over
