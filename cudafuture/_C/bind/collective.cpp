@@ -1,4 +1,6 @@
 // The futures that cudafuture.distributed returns.
+#include <nanobind/stl/shared_ptr.h>
+
 #include <stdexcept>
 #include <string>
 
@@ -23,12 +25,13 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
 
 // The future of a collective: it follows `work` and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
-                      nb::object origin, double timeout) {
+                      nb::object origin, double timeout, std::optional<BackendsPtr> backends) {
   const Entry entry;
   refuse_after_fork();
-  FuturePtr future = make_future(name, callbacks, std::move(origin));
+  FuturePtr future = make_future(name, callbacks, origin);
   nb::object result = wrap(future);
-  follow_work(work, std::move(future), std::move(value), timeout);
+  const Group group{timeout, backends.value_or(nullptr), std::move(origin)};
+  follow_work(work, std::move(future), std::move(value), group);
   raise_kept_interrupt();
   return result;
 }
@@ -63,7 +66,7 @@ void fail_overdue(double grace, nb::handle notice) {
 
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
-        nb::arg("origin").none(), nb::arg("timeout"));
+        nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none());
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }

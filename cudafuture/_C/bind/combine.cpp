@@ -149,6 +149,10 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     return sets.empty() ? EventSet() : EventSet::join(sets, priority);
   }
 
+  void inherit_async_errors(Future& whole) const {
+    for (PyObject* part : parts_) whole.inherit_async_errors(core_of(part));
+  }
+
   void finish_gather(Future& whole, Future& part) {
     if (part.state() != State::completed) {
       fail_after(whole, exception_of(part), kept(part.events(), Edge::gather_failure_events));
@@ -163,6 +167,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       named.insert(named.end(), more.begin(), more.end());
     }
     if (!stands(Edge::gather_tensors)) named.clear();
+    inherit_async_errors(whole);
     Value values = Value::of_parts(foreign(parts));
     EventSet events = kept(joined(whole.priority()), Edge::gather_events);
     if (!events.empty()) values.native = searches_of(parts_);
@@ -180,11 +185,13 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       }
     }
     if (!stands(Edge::gather_tensors)) used.clear();
+    inherit_async_errors(whole);
     whole.complete(Value::of_object(foreign(as_list())), std::move(events), std::move(used));
   }
 
   void finish_any(Future& whole, std::size_t index, Future& part) {
     if (part.state() == State::completed) {
+      whole.inherit_async_errors(part);
       Value value = Value::of_object(foreign(nb::make_tuple(index, result_of(part))));
       if (part.value().form == Value::Form::object) value.native = part.value().native;
       whole.complete(std::move(value), kept(part.events(), Edge::any_events),

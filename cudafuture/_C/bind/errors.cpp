@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "bind/torch_future.h"
+#include "bind/work_errors.h"
 #include "core/error.h"
 #include "storage/failure.h"
 
@@ -102,6 +103,8 @@ nb::object exception_of(const std::exception_ptr& error) {
     return make_error(class_of(e.kind()), e.what());
   } catch (const storage::Failure& e) {
     return of_storage(e);
+  } catch (const WorkError& e) {
+    return e.as_exception();
   } catch (nb::python_error& e) {
     return nb::borrow(e.value());
   } catch (const python_error& e) {  // torch's own

@@ -52,6 +52,7 @@ class Forward final : public Continuation {
       fail_after(child, make_error("DeviceMismatchError", message), EventSet(inner.events()));
       return;
     }
+    child.inherit_async_errors(inner);
     Value value = Value::of_object(bind::foreign(result_of(inner)));
     if (inner.value().form == Value::Form::object) value.native = inner.value().native;
     child.complete(std::move(value), kept(inner.events(), Edge::then_async_events),

@@ -60,6 +60,7 @@ NB_MODULE(_C, m) {
   bind_combine(m);
   bind_arrivals(m);
   bind_await(m);
+  bind_work_errors(m);
   bind_collective(m);
   bind_gloo(m);
   bind_edges(m);

@@ -1,10 +1,12 @@
 #include "bind/order.h"
 
+#include <algorithm>
 #include <string>
 
 #include "bind/errors.h"
 #include "bind/executors.h"
 #include "bind/future.h"
+#include "core/issue_order.h"
 #include "core/process.h"
 #include "core/thread_cache.h"
 
@@ -39,12 +41,39 @@ nb::object issuing_lane(const HostExecutor& callbacks) {
   return nb::none();
 }
 
+constexpr std::chrono::milliseconds kSlice{50};  // how long Ctrl-C and the end of the process may have to wait
+
+// Waits until the callbacks have run that were attached before this point. False: `timeout` seconds are over.
+bool wait_for_issue_order(double timeout) {
+  const Entry entry;
+  refuse_after_fork();
+  IssueOrder& order = IssueOrder::get();
+  if (order.wait_until(Clock::now())) return true;
+  const Deadline deadline = deadline_in(nb::float_(timeout));
+  for (;;) {
+    const Clock::time_point slice = Clock::now() + kSlice;
+    bool is_turn;
+    {
+      const WithoutGil released;
+      is_turn = order.wait_until(deadline ? std::min(slice, *deadline) : slice);
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (is_turn) return true;
+    if (deadline && Clock::now() >= *deadline) return false;
+    if (is_shut_down()) raise_error("InvalidStateError", "the process is exiting: no collective is issued any more");
+  }
+}
+
 }  // namespace
 
 void bind_order(nb::module_& m) {
   m.def(
-      "ordered_executor", [](std::string name) { return HostExecutor{name, &OrderedExecutor::make(name)}; },
-      nb::arg("name"));
+      "ordered_executor",
+      [](std::string name, bool in_issue_order) {
+        return HostExecutor{name, &OrderedExecutor::make(name, in_issue_order)};
+      },
+      nb::arg("name"), nb::arg("in_issue_order") = false);
+  m.def("wait_for_issue_order", wait_for_issue_order, nb::arg("timeout"));
   m.def("issuing_lane", issuing_lane, nb::arg("callbacks"));
   m.def("refuse_after_fork", refuse_after_fork);
   m.def("set_leavable", ThreadCache::set_leavable, nb::arg("leavable"));

@@ -179,6 +179,7 @@ class Then final : public Continuation, public Deferred {
 
   void deliver(Future& parent, Future* child, nb::object result) {
     if (child == nullptr) return;
+    child->inherit_async_errors(parent);
     if (!async) {
       complete(*child, std::move(result), {}, {}, Edge::then_record);
       return;

@@ -16,6 +16,7 @@
 #include "bind/future.h"
 #include "bind/promise.h"
 #include "bind/torch_future.h"
+#include "bind/work_errors.h"
 #include "core/error.h"
 #include "core/stream_pool.h"
 
@@ -65,12 +66,15 @@ EventSet record_work(const std::vector<c10::Device>& devices) {
 }
 
 // The value stays as it is in C++; no interpreter is needed.
-void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
-  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
+void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise,
+                     std::shared_ptr<WorkErrors> errors) {
+  source->addCallback([promise = std::move(promise), errors = std::move(errors)](TorchFuture& done) {
+    EventSet events = record_devices(done);
+    if (errors != nullptr) errors->set_events(events);
     if (done.hasError()) {
-      promise->fail(done.exception_ptr(), record_devices(done));
+      promise->fail(done.exception_ptr(), std::move(events));
     } else {
-      promise->complete(done.constValue(), record_devices(done));
+      promise->complete(done.constValue(), std::move(events));
     }
   });
 }
@@ -127,35 +131,40 @@ void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Prom
   }
 }
 
-// NCCL's futures are complete when the work is enqueued; what goes wrong with it later, only the Work learns.
-class WorkAftermath final : public Aftermath {
- public:
-  explicit WorkAftermath(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
-  std::exception_ptr error() noexcept override { return work_->exception(); }
+// The backends that may carry the Work of a caller who names no group: all that torch knows.
+BackendsPtr all_backends() {
+  static Imported known{"cudafuture.distributed._backends", "of_all_groups"};
+  const nb::object backends = call(known());
+  return backends.is_none() ? nullptr : nb::cast<BackendsPtr>(backends);
+}
 
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
-};
+// NCCL's futures are complete when the work is enqueued; a failure after that is an asynchronous one.
+std::shared_ptr<WorkErrors> add_errors(Future& future, c10d::Work& work, const std::optional<Group>& group) {
+  const nb::object origin = group ? group->origin : nb::none();
+  const std::shared_ptr<WorkErrors> errors = WorkErrors::of(work, group ? group->backends : all_backends(), origin);
+  if (errors != nullptr) future.add_async_errors(errors);
+  return errors;
+}
 
-void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, double timeout) {
+void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, const std::optional<Group>& group) {
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
   TorchFuturePtr native;
   try {
     native = owned->getFuture();
   } catch (const c10::Error&) {  // not implemented for this kind of work
   }
-  if (native != nullptr && !native->devices().empty()) {
-    future->set_aftermath(std::make_unique<WorkAftermath>(owned));
-  }
+  std::shared_ptr<WorkErrors> errors;
+  if (native != nullptr && !native->devices().empty()) errors = add_errors(*future, work, group);
   std::vector<c10::Device> devices;
   if (value) devices = find_tensors(nb::handle(static_cast<PyObject*>(value.get())), true).devices;
+  const double timeout = group ? group->timeout : kNoTimeout;
   auto promise = std::make_shared<Promise>(std::move(future), std::move(value), timeout, std::move(devices));
   if (native == nullptr) {
     follow_by_waiting(std::move(owned), std::move(promise));
   } else if (native->devices().empty()) {
     follow_without_devices(native, std::move(promise));
   } else {
-    follow_natively(native, std::move(promise));
+    follow_natively(native, std::move(promise), std::move(errors));
   }
 }
 
@@ -211,17 +220,17 @@ void follow(nb::handle work, FuturePtr future) {
   if (is_python_work(work)) {
     follow_python_work(work, std::move(future));
   } else {
-    follow_native_work(*behind<c10d::Work>(work), std::move(future), {}, kNoTimeout);
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), {}, std::nullopt);
   }
 }
 
-void follow_work(nb::handle work, FuturePtr future, nb::object value, double timeout) {
+void follow_work(nb::handle work, FuturePtr future, nb::object value, const Group& group) {
   if (!is_work(work)) {
     const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
     throw nb::type_error(message.c_str());
   }
   if (!is_python_work(work)) {
-    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)), timeout);
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)), group);
     return;
   }
   const nb::object followed = from_torch(work);

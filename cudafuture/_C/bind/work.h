@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bind/python.h"
+#include "bind/work_errors.h"
 
 namespace cudafuture::bind {
 
@@ -10,7 +11,14 @@ bool is_work(nb::handle object);
 // `future` completes with the Work's result.
 void follow(nb::handle work, FuturePtr future);
 
-// `future` completes with `value`. The engine should be done with it within `timeout` seconds.
-void follow_work(nb::handle work, FuturePtr future, nb::object value, double timeout);
+// What is known of the group that a Work belongs to.
+struct Group {
+  double timeout;        // seconds within which the engine should be done
+  BackendsPtr backends;  // null: none that say whether they have failed
+  nb::object origin;     // words the errors
+};
+
+// `future` completes with `value`.
+void follow_work(nb::handle work, FuturePtr future, nb::object value, const Group& group);
 
 }  // namespace cudafuture::bind

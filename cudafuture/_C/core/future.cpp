@@ -56,7 +56,7 @@ struct Future::Rare {
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
   Foreign origin;
-  std::unique_ptr<Aftermath> aftermath;
+  AsyncErrors async_errors;
   std::exception_ptr late_error;
   FuturePtr released;
   bool releases = false;
@@ -147,7 +147,17 @@ void* Future::origin() const noexcept {
   return rare == nullptr ? nullptr : rare->origin.get();
 }
 void Future::set_origin(Foreign origin) { rare().origin = std::move(origin); }
-void Future::set_aftermath(std::unique_ptr<Aftermath> aftermath) { rare().aftermath = std::move(aftermath); }
+void Future::add_async_errors(std::shared_ptr<AsyncErrorSource> source) {
+  std::lock_guard lock(mutex_);
+  if (!done()) rare().async_errors.add(std::move(source));
+}
+void Future::inherit_async_errors(const Future& parent) {
+  const AsyncErrors* const inherited = parent.async_errors();
+  if (inherited == nullptr) return;
+  const AsyncErrors undecided = inherited->undecided();
+  std::lock_guard lock(mutex_);
+  if (!done() && !undecided.empty()) rare().async_errors.add(undecided);
+}
 void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
 FuturePtr Future::released() {
   FuturePtr released;
@@ -253,29 +263,38 @@ const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   return rare == nullptr || rare->named_tensors == nullptr ? none : *rare->named_tensors;
 }
 
-void Future::look_at_aftermath() noexcept {
-  const Rare* rare = find_rare();
-  if (rare == nullptr || rare->aftermath == nullptr || !done()) return;
-  if (std::exception_ptr error = rare->aftermath->error()) set_late_error(std::move(error));
+// Null while others may still be added.
+const AsyncErrors* Future::async_errors() const noexcept {
+  const Rare* rare = done() ? find_rare() : nullptr;
+  return rare == nullptr || rare->async_errors.empty() ? nullptr : &rare->async_errors;
+}
+
+// Returns true if there is a late error. Of captured work the host learns nothing.
+bool Future::poll_async_errors() noexcept {
+  const AsyncErrors* const errors = async_errors();
+  if (errors != nullptr && !events_.is_captured()) {
+    if (std::exception_ptr error = errors->error()) set_late_error(std::move(error));
+  }
+  return has_late_error_.load(std::memory_order_acquire);
 }
 
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
-  look_at_aftermath();
-  if (events_.empty() || events_.is_captured() || !stands(Edge::host_query) ||
-      has_late_error_.load(std::memory_order_acquire))
-    return true;
+  if (poll_async_errors() || events_.empty() || events_.is_captured() || !stands(Edge::host_query)) return true;
   try {
-    return events_.query();
+    if (!events_.query()) return false;
   } catch (...) {
     set_late_error(std::current_exception());
     return true;
   }
+  const AsyncErrors* const errors = async_errors();
+  if (errors == nullptr) return true;
+  const bool is_decided = errors->confirm();  // after the query: an abort ends device work, too
+  return poll_async_errors() || is_decided;
 }
 
 std::exception_ptr Future::late_error() {
-  look_at_aftermath();
-  if (!has_late_error_.load(std::memory_order_acquire)) return nullptr;
+  if (!poll_async_errors()) return nullptr;
   std::lock_guard lock(mutex_);
   return find_rare()->late_error;
 }

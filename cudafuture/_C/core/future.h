@@ -33,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "core/async_error_source.h"
 #include "core/continuation.h"
 #include "core/device_memory.h"
 #include "core/edge.h"
@@ -57,14 +58,6 @@ class Producer {
   virtual bool cancel(Future&) { return true; }  // may be asked twice; false: it is too late
   virtual void finished(Future&) noexcept {}     // the future is done, however it came about
   virtual int visit(ForeignVisitor) const { return 0; }
-};
-
-// An engine that may learn of a failure after it has completed the future: NCCL, whose collectives are complete when
-// they are enqueued. Asked, by any thread, for as long as the future is.
-class Aftermath {
- public:
-  virtual ~Aftermath() = default;
-  virtual std::exception_ptr error() noexcept = 0;  // null: none so far
 };
 
 class Future final : public c10::intrusive_ptr_target {
@@ -93,7 +86,10 @@ class Future final : public c10::intrusive_ptr_target {
   // An object of the embedding language that says what made the future; dropped with it.
   void* origin() const noexcept;
   void set_origin(Foreign origin);
-  void set_aftermath(std::unique_ptr<Aftermath> aftermath);
+  // Adds an engine that may report a failure of this future's value later. Ignored once the future is done.
+  void add_async_errors(std::shared_ptr<AsyncErrorSource> source);
+  // Adds those of a future that is done, from whose value this one's value is made.
+  void inherit_async_errors(const Future& parent);
   void set_producer(std::shared_ptr<Producer> producer);
   // Of what reads memory: a future that is done when it has read it; null: it reads none. It is another's, or this
   // one's own: promised first, made when somebody asks for it, and completed by release().
@@ -134,9 +130,10 @@ class Future final : public c10::intrusive_ptr_target {
   std::vector<c10::Device> devices() const;
   // Tensors that the producer named because they cannot be found in the value.
   const std::vector<at::Tensor>& named_tensors() const noexcept;
-  // Has the device work behind every event finished? What a device reports instead becomes the late error, and counts
-  // as finished: nothing more will come. False while pending. Work of a stream capture counts as finished, because the
-  // host cannot query it: a caller that needs it to be finished looks at events().is_captured() first.
+  // Has the device work behind every event finished, and do the async error sources know how it ended? What a device or
+  // a source reports instead becomes the late error, and counts as finished: nothing more will come. False while
+  // pending. Work of a stream capture counts as finished, because the host cannot query it: a caller that needs it to
+  // be finished looks at events().is_captured() first.
   bool device_work_finished() noexcept;
   std::exception_ptr late_error();
   void set_late_error(std::exception_ptr error) noexcept;
@@ -169,7 +166,8 @@ class Future final : public c10::intrusive_ptr_target {
   Rare& rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
   void leak_tensors() noexcept;
-  void look_at_aftermath() noexcept;
+  const AsyncErrors* async_errors() const noexcept;
+  bool poll_async_errors() noexcept;
   ContinuationList sweep() noexcept;
 
   mutable std::mutex mutex_;

@@ -20,10 +20,12 @@ Lane* Lane::current() noexcept { return lane_of_thread; }
 
 void Lane::enrol(Continuation& c) noexcept {
   if (is_forked_child()) return;
+  Place place;
+  if (in_issue_order_) place.position = IssueOrder::get().enter();
   std::lock_guard lock(mutex_);
   c.executor = this;
   c.place = first_ + line_.size();
-  line_.emplace_back();
+  line_.push_back(std::move(place));
 }
 
 // Changes the line, and has a thread come if that made its head ready.
@@ -78,7 +80,12 @@ void Lane::give_up() noexcept {
 void Lane::leave(Continuation& c) noexcept {
   const std::uint64_t place = std::exchange(c.place, 0);
   if (is_forked_child()) return;
-  change([&] { line_[place - first_].left = true; });
+  IssueOrder::Position position;
+  change([&] {
+    line_[place - first_].left = true;
+    position = std::move(line_[place - first_].position);
+  });
+  if (!position.empty()) IssueOrder::get().leave(position);
 }
 
 void Lane::post(Continuation* c) noexcept {
@@ -94,16 +101,25 @@ bool Lane::head_is_ready() noexcept {
   return !line_.empty() && line_.front().ready != nullptr;
 }
 
-Continuation* Lane::take_head() noexcept {
+Continuation* Lane::take_head(IssueOrder::Position& position) noexcept {
   std::lock_guard lock(mutex_);
   if (!head_is_ready()) {
     running_ = false;
     return nullptr;
   }
   Continuation* const c = line_.front().ready;
+  position = std::move(line_.front().position);
   line_.pop_front();
   ++first_;
   c->place = 0;
+  return c;
+}
+
+// Of a callback that will not run.
+Continuation* Lane::take_head() noexcept {
+  IssueOrder::Position position;
+  Continuation* const c = take_head(position);
+  if (!position.empty()) IssueOrder::get().leave(position);
   return c;
 }
 
@@ -116,13 +132,23 @@ void Lane::perform() noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   if (!runtime.enter()) return;  // the interpreter is gone: leak what stands in the line
   lane_of_thread = this;
-  CompletionQueue& queue = CompletionQueue::current();
-  while (Continuation* c = take_head()) {
-    queue.push(c);
-    queue.drain(true);
+  IssueOrder::Position position;
+  while (Continuation* c = take_head(position)) {
+    run(c, position);
+    position.clear();
   }
   lane_of_thread = nullptr;
   runtime.leave();
+}
+
+void Lane::run(Continuation* c, const IssueOrder::Position& position) noexcept {
+  CompletionQueue& queue = CompletionQueue::current();
+  {
+    const IssueOrder::Running running(position);
+    queue.push(c);
+    queue.drain(true);
+  }
+  if (!position.empty()) IssueOrder::get().leave(position);
 }
 
 }  // namespace cudafuture

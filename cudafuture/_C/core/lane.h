@@ -8,6 +8,8 @@
 // A lane has a thread while something in it can run, so what runs there may block. Its callbacks run inside the lane:
 // Lane::current() tells what they attach and issue from what the program does beside them.
 //
+// A lane may take part in the order of issue: each of its callbacks then has a position there until it has run.
+//
 // Lock: mutex_ guards the line; nothing is taken under it.
 #pragma once
 
@@ -17,13 +19,15 @@
 #include <string>
 
 #include "core/executor.h"
+#include "core/issue_order.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture {
 
 class Lane final : public Executor, private ThreadCache::Task {
  public:
-  explicit Lane(std::string name) : name_(std::move(name)) {}
+  explicit Lane(std::string name, bool in_issue_order = false)
+      : name_(std::move(name)), in_issue_order_(in_issue_order) {}
 
   static Lane* current() noexcept;  // whose callback this thread runs; null: none
   const std::string& name() const noexcept { return name_; }
@@ -38,6 +42,7 @@ class Lane final : public Executor, private ThreadCache::Task {
   struct Place {
     Continuation* ready = nullptr;
     bool left = false;
+    IssueOrder::Position position{};  // empty: it takes no part
   };
 
   template <class Change>
@@ -45,10 +50,13 @@ class Lane final : public Executor, private ThreadCache::Task {
   void give_up() noexcept;
   void refuse_ready() noexcept;
   bool head_is_ready() noexcept;
+  Continuation* take_head(IssueOrder::Position& position) noexcept;
   Continuation* take_head() noexcept;
+  void run(Continuation* c, const IssueOrder::Position& position) noexcept;
   void perform() noexcept override;
 
   const std::string name_;
+  const bool in_issue_order_;
   mutable std::mutex mutex_;
   std::deque<Place> line_;
   std::uint64_t first_ = 1;  // the number of the head's place; 0 is no place

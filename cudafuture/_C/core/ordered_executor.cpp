@@ -12,16 +12,17 @@ namespace cudafuture {
 
 // What the executors of all depths share.
 struct OrderedExecutor::Line {
-  explicit Line(std::string name) : name(std::move(name)) {}
+  Line(std::string name, bool in_issue_order) : name(std::move(name)), in_issue_order(in_issue_order) {}
 
   const std::string name;
+  const bool in_issue_order;
   std::mutex mutex;
   std::vector<OrderedExecutor*> depths;
   std::map<std::pair<Lane*, int>, Lane*> lanes;  // by attacher (null: the program) and depth
 };
 
-OrderedExecutor& OrderedExecutor::make(std::string name) {
-  auto line = std::make_shared<Line>(std::move(name));
+OrderedExecutor& OrderedExecutor::make(std::string name, bool in_issue_order) {
+  auto line = std::make_shared<Line>(std::move(name), in_issue_order);
   auto* first = new OrderedExecutor(line, 0);
   line->depths.push_back(first);
   return *first;
@@ -44,7 +45,7 @@ Lane& OrderedExecutor::lane_of_thread() noexcept {
     std::ostringstream name;
     if (attacher != nullptr) name << attacher->name() << '>';
     name << line_->name << '.' << depth_;
-    lane = new Lane(name.str());
+    lane = new Lane(name.str(), line_->in_issue_order);
   }
   return *lane;
 }

@@ -24,7 +24,8 @@ namespace cudafuture {
 class OrderedExecutor final : public Executor {
  public:
   // One that is never freed, as are its lanes: futures and callbacks may refer to it to the end of the process.
-  static OrderedExecutor& make(std::string name);
+  // `in_issue_order`: its callbacks take part in the order of issue.
+  static OrderedExecutor& make(std::string name, bool in_issue_order = false);
 
   // Puts the continuation into the lane of the calling thread.
   void enrol(Continuation& c) noexcept override;

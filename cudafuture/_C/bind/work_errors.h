@@ -1,0 +1,85 @@
+// Failures that a backend of c10d reports after an operation was enqueued: NCCL's.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bind/python.h"
+#include "core/async_error_source.h"
+
+namespace cudafuture::bind {
+
+// Backends that say whether they have failed. Not kept alive.
+class Backends {
+ public:
+  // `own`: they belong to the group of one operation. Otherwise some of them may, and it is not known which.
+  Backends(std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends, bool own)
+      : backends_(std::move(backends)), own_(own) {}
+
+  bool are_own() const noexcept { return own_; }
+  c10d::ErrorType error() const noexcept;  // the first failure
+
+ private:
+  const std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends_;
+  const bool own_;
+};
+using BackendsPtr = std::shared_ptr<Backends>;
+
+// Becomes a CollectiveError in Python; `origin` words it, if there is one.
+class WorkError final : public std::runtime_error {
+ public:
+  WorkError(const std::string& message, std::shared_ptr<const Foreign> origin)
+      : std::runtime_error(message), origin_(std::move(origin)) {}
+  nb::object as_exception() const;
+
+ private:
+  std::shared_ptr<const Foreign> origin_;
+};
+
+// The failure of one operation.
+//
+// ProcessGroupNCCL's watchdog works on copies of a Work: the Work that the caller holds learns nothing. The copies
+// share the future of getFutureResult(). The watchdog goes through the pending operations of a group in order. For each
+// it sets that future, then the error of the backend, then aborts all communicators of the group; after that it comes
+// to the next operation, up to a minute later. Meanwhile the streams go on, and the events of the later operations are
+// over. So success is an event that is over while the backend, asked afterwards, has no error: the abort comes later.
+class WorkErrors final : public AsyncErrorSource {
+ public:
+  // Null where the backend has no such errors.
+  static std::shared_ptr<WorkErrors> of(c10d::Work& work, BackendsPtr backends, const nb::object& origin);
+
+  WorkErrors(c10::intrusive_ptr<c10::ivalue::Future> result, BackendsPtr backends,
+             std::shared_ptr<const Foreign> origin)
+      : result_(std::move(result)), backends_(std::move(backends)), origin_(std::move(origin)) {}
+
+  // Names the device work of the operation: before its future completes.
+  void set_events(const EventSet& events) { events_ = events; }
+
+  std::exception_ptr error() noexcept override;
+  bool confirm() noexcept override;
+  bool has_succeeded() const noexcept override { return has_succeeded_.load(std::memory_order_acquire); }
+
+ private:
+  void decide() noexcept;
+  void fail(const char* what);
+  void fail_with_group(c10d::ErrorType error);
+
+  const c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult
+  const BackendsPtr backends_;                            // null: unknown
+  const std::shared_ptr<const Foreign> origin_;           // null: none
+  EventSet events_;
+  std::mutex mutex_;  // guards what follows; errorMutex_ of the backend is taken under it
+  std::exception_ptr error_;
+  std::atomic<bool> has_succeeded_{false};
+};
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,48 @@
+// An async error source: an engine that may report a failure after it has completed a future. NCCL is one: a collective
+// is complete when it is enqueued.
+//
+//     collective ── source ──┐
+//     collective ── source ──┼──► every future whose value was made from them: then(), then_async(), gather() ...
+//
+// An aborted communicator lets its streams go on, and the tensors then hold garbage. So device work that has finished
+// does not prove success; it proves success only if the source reports no failure when it is asked afterwards.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <vector>
+
+namespace cudafuture {
+
+class AsyncErrorSource {
+ public:
+  virtual ~AsyncErrorSource() = default;
+
+  // Returns the failure, or null while the engine has reported none. Any thread may ask, at any time.
+  virtual std::exception_ptr error() noexcept = 0;
+
+  // Decides, after device work that follows the operation has finished, whether the operation succeeded. False: the
+  // engine has yet to say so. After true, error() keeps its answer.
+  virtual bool confirm() noexcept { return true; }
+
+  // Returns true if the operation has succeeded for good: error() will always return null.
+  virtual bool has_succeeded() const noexcept { return false; }
+};
+
+// The sources of one future. Filled before the future is done, and only read afterwards.
+class AsyncErrors {
+ public:
+  bool empty() const noexcept { return sources_.empty(); }
+  void add(std::shared_ptr<AsyncErrorSource> source);
+  void add(const AsyncErrors& others);
+  // Returns those that have not succeeded for good. A long chain of futures does not collect the others.
+  AsyncErrors undecided() const;
+
+  std::exception_ptr error() const noexcept;  // the first
+  bool confirm() const noexcept;              // all of them
+
+ private:
+  std::vector<std::shared_ptr<AsyncErrorSource>> sources_;
+};
+
+}  // namespace cudafuture
