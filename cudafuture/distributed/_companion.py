@@ -1,4 +1,7 @@
-"""Companion groups: the same ranks and backends as a group, on connections of their own.
+"""Companion groups: the same ranks as a group, on connections of their own, for tensors and objects on the host.
+
+NCCL has no part in them: several communicators on one device need one order of execution on all ranks. A group that
+has no other backend gets a companion over Gloo.
 
 They are made without a collective of the group, by meeting in its store under a name that every rank derives alike. So
 one is made where it is first needed, by the thread that needs it, which blocks until the other ranks come. torch's
@@ -17,13 +20,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
+from cudafuture.distributed._backends import unwrapped
 from cudafuture.errors import CollectiveError
 
 __all__ = ["kind_of", "make_companion", "store_of", "timeout_of"]
 
 
 def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Return a process group like `group`, unknown to torch's registry; every rank of it asks for `name`.
+    """Return a process group of the same ranks, unknown to torch's registry; every rank of it asks for `name`.
 
     Raises:
         CollectiveError: the other ranks did not come within the group's timeout, or its backend cannot be made again.
@@ -33,10 +37,9 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     try:
         store = store_of(group, f"companion/{name}")
         companion = dist.ProcessGroup(store, rank, size)
-        for device in group._device_types:
-            backend = group._get_backend(device)
+        for device, backend in _copied_backends(group):
             if id(backend) not in made:
-                made[id(backend)] = _like(backend, PrefixStore(f"{device.type}/", store), rank, size)
+                made[id(backend)] = _like(backend, PrefixStore(f"{device.type}/", store), rank, size, timeout_of(group))
             kind = _kind_of(backend)
             if len(made) == 1:
                 companion._set_default_backend(kind)
@@ -67,7 +70,7 @@ def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
 def timeout_of(group: dist.ProcessGroup) -> Any:
     """Return the group's timeout, a ``datetime.timedelta``."""
     for device in group._device_types:
-        options = getattr(_unwrapped(group._get_backend(device)), "options", None)
+        options = getattr(unwrapped(group._get_backend(device)), "options", None)
         if options is not None:
             return options._timeout
     return c10d.default_pg_timeout
@@ -76,33 +79,33 @@ def timeout_of(group: dist.ProcessGroup) -> Any:
 def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Return the name of the group's backend for a type of device, such as "gloo"; None where it has none."""
     try:
-        name: str = _unwrapped(group._get_backend(device)).name()
+        name: str = unwrapped(group._get_backend(device)).name()
     except RuntimeError:
         return None
     return name.lower()
 
 
-def _unwrapped(backend: Any) -> Any:
-    """Return the backend behind the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    return getattr(backend, "wrapped_pg", backend)
+def _copied_backends(group: dist.ProcessGroup) -> list[tuple[torch.device, Any]]:
+    """Return the devices and backends that a companion has; None stands for Gloo, where the group has NCCL only."""
+    backends = [(device, group._get_backend(device)) for device in group._device_types]
+    copied = [(device, backend) for device, backend in backends if _name_of(backend) != "nccl"]
+    return copied or [(torch.device("cpu"), None)]
+
+
+def _name_of(backend: Any) -> str:
+    return "gloo" if backend is None else unwrapped(backend).name().lower()
 
 
 def _kind_of(backend: Any) -> Any:
-    kinds = dist.Backend.backend_type_map
-    return kinds.get(_unwrapped(backend).name().lower(), dist.ProcessGroup.BackendType.CUSTOM)
+    return dist.Backend.backend_type_map.get(_name_of(backend), dist.ProcessGroup.BackendType.CUSTOM)
 
 
-def _like(backend: Any, store: Store, rank: int, size: int) -> Any:
-    backend = _unwrapped(backend)
-    name = backend.name().lower()
-    timeout = backend.options._timeout if hasattr(backend, "options") else c10d.default_pg_timeout
+def _like(backend: Any, store: Store, rank: int, size: int, timeout: Any) -> Any:
+    name = _name_of(backend)
     if name == "gloo":
+        if not dist.is_gloo_available():
+            raise RuntimeError("it takes the Gloo backend, which this build of torch does not have")
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if name == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.is_high_priority_stream = backend.options.is_high_priority_stream
-        return dist.ProcessGroupNCCL(store, rank, size, options)
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)

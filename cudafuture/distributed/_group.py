@@ -4,12 +4,16 @@
 
     program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
     callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
+      the same, over NCCL ──────────► the group itself            in the order of issue
     object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
     monitored barrier, in a queue ──► keys in the group's store   the barriers of that queue
     staged collective, in a line ───► companion "g/g/staged.0"    what only that line issues
 
 Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
-order of its own, has a group of its own: a companion, with the same ranks and backends.
+order of its own, has a group of its own: a companion, with the same ranks.
+
+NCCL is another matter. Several communicators on one device need one order of execution on all ranks, so there are no
+companions: a callback issues on the group itself, at its place in the order of issue (``core/issue_order.h``).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
-from cudafuture.distributed._companion import make_companion, timeout_of
+from cudafuture.distributed import _backends
+from cudafuture.distributed._companion import kind_of, make_companion, timeout_of
 from cudafuture.distributed._monitored_barrier import MonitoredBarrier
 from cudafuture.errors import CollectiveError, InvalidStateError
 
@@ -56,7 +61,11 @@ class Group:
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout_of(process_group).total_seconds()
-        self.callbacks = _C.ordered_executor(self.name)
+        devices = [device for device in process_group._device_types if kind_of(process_group, device) == "nccl"]
+        self.has_nccl = bool(devices)
+        self.has_nccl_only = len(devices) == len(process_group._device_types)
+        self.backends = _backends.of_group(process_group)  # that report failures after an operation was enqueued
+        self.callbacks = _C.ordered_executor(self.name, in_issue_order=self.has_nccl)
         self.objects = _C.ordered_executor(f"{self.name}/objects")
         self.barriers = _C.ordered_executor(f"{self.name}/barriers")
         self.staged = _C.ordered_executor(f"{self.name}/staged")
@@ -69,6 +78,7 @@ class Group:
         self.detours: dict[tuple[str, str], str | None] = {}  # of an operation on a type of device
         self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
         self._companions: dict[str, Issuer] = {}
+        self._lanes_in_issue_order: set[str] = set()
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
         self._lock = threading.Lock()  # guards _companions and sends_waiting
 
@@ -95,6 +105,28 @@ class Group:
             self._companions[lane] = issuer
         return issuer
 
+    def wait_for_issue_order(self, operation: str, lane: str | None) -> None:
+        """Wait until everything has been issued that comes before this point, to issue on the group over NCCL.
+
+        Raises:
+            InvalidStateError: a callback issues, and some rank of this group has no such callback, or the callback has
+                no place in the order of issue.
+            CollectiveError: the callbacks before this point have not run within the group's timeout.
+        """
+        if lane is not None and lane not in self._lanes_in_issue_order:
+            self._require_everywhere(lane)
+            self._require_issue_order(lane)
+            self._lanes_in_issue_order.add(lane)
+        if not _C.wait_for_issue_order(self.timeout):
+            raise CollectiveError(
+                f"{operation} on group '{self.name}', rank {self.rank}: over NCCL it comes after the callbacks that "
+                f"were attached before it, and these have not run within the group's timeout of {self.timeout:g} s. "
+                "Attach callbacks whose future completes late, or that wait for the program, after it",
+                operation=operation,
+                group=self.name,
+                rank=self.rank,
+            )
+
     def monitored_barrier(self, process_group: dist.ProcessGroup, queue: str) -> MonitoredBarrier:
         """Return the monitored barriers of a serial queue; called by the thread that runs the queue.
 
@@ -116,9 +148,20 @@ class Group:
         with self._lock:
             self.sends_waiting += change
 
+    def _require_issue_order(self, lane: str) -> None:
+        of_name = {state.name: state for _, state in list(groups.values())}
+        for name in _lines(lane):
+            if name not in of_name or not of_name[name].has_nccl:
+                raise InvalidStateError(
+                    f"a callback of '{name}' issues a collective over NCCL on group '{self.name}': such a callback has "
+                    "no place among the operations on the device, and the ranks would execute them in different "
+                    f"orders. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
+                )
+
     def _require_everywhere(self, lane: str) -> None:
-        lines = [step.rpartition(".")[0] for step in lane.split(">")]
-        attachers = [line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged") for line in lines]
+        attachers = [
+            line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged") for line in _lines(lane)
+        ]
         of_name = {state.name: state for _, state in list(groups.values())}
         for name in attachers:
             if name != self.name and not (name in of_name and self.ranks <= of_name[name].ranks):
@@ -133,6 +176,11 @@ class Group:
                 f"a chain of more than {_DEEPEST} steps that issue collectives: each step has connections of its own; "
                 "write a loop in the program, or in one callback, which may wait for each collective"
             )
+
+
+def _lines(lane: str) -> list[str]:
+    """Return the names of the groups, or of their queues, by whose callbacks the lane is attached; its own is last."""
+    return [step.rpartition(".")[0] for step in lane.split(">")]
 
 
 groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for those who look for every collective

@@ -19,8 +19,10 @@ from cudafuture import _C
 from cudafuture._staging import are_dense
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
+from cudafuture.distributed._companion import kind_of
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
+from cudafuture.distributed._twins import are_on_host, each
 from cudafuture.errors import CollectiveError
 
 __all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
@@ -114,7 +116,9 @@ class Issue(NamedTuple):
     def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
         """Return the future of the Work, which has been issued."""
         group = self.group
-        future: _Future[T] = _C.collective(work, value, self.operation, group.callbacks, self, group.timeout)
+        future: _Future[T] = _C.collective(
+            work, value, self.operation, group.callbacks, self, group.timeout, group.backends
+        )
         return self.shown(process_group, future) if _compares_order else future
 
     def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:
@@ -190,13 +194,18 @@ class Issue(NamedTuple):
 _Future = _C.CUDAFuture
 
 
-def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
+def begin(
+    operation: str, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
+) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation on `group`; None where this rank is not in it.
+
+    `on_device`: whether an operation without tensors runs on a device; None: where the group has no host backend.
 
     Raises:
         ValueError: a tensor is not contiguous.
         InvalidStateError: issued by a callback that has no order among those of the other ranks.
-        CollectiveError: issued by a callback, and the companion group for it could not be made.
+        CollectiveError: issued by a callback, and the companion group for it could not be made; or over NCCL, and the
+            callbacks that come before it have not run.
     """
     process_group: Any = _world.default_pg if group is None else group
     known = groups.get(id(process_group))
@@ -215,8 +224,13 @@ def begin(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, 
     else:
         facts = tuple([_facts(t, operation, process_group) for t in tensors])
         detour = _staged.detour_of(state, process_group, operation, tensors)
-    connected = detour != _staged.STAGED
-    issuer = state.program if lane is None else state.companion(process_group, lane, connected=connected)
+    if state.has_nccl and _is_over_nccl(state, process_group, detour, tensors, on_device):
+        state.wait_for_issue_order(operation, lane)
+        issuer = state.program
+    elif lane is None:
+        issuer = state.program
+    else:
+        issuer = state.companion(process_group, lane, connected=detour != _staged.STAGED)
     sequence = issuer.issued
     issuer.issued = sequence + 1
     return _new(Issue, (operation, state, issuer, sequence, facts, detour)), process_group
@@ -239,9 +253,21 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     state = group_of(process_group)
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     detour = _staged.detour_of(state, process_group, operation, tensors)
+    if tensors and state.has_nccl and _is_over_nccl(state, process_group, detour, tensors, None):
+        state.wait_for_issue_order(operation, _C.issuing_lane(state.callbacks))
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, detour), process_group
+
+
+def _is_over_nccl(
+    state: Group, process_group: dist.ProcessGroup, detour: str | None, tensors: tuple[Any, ...], on_device: bool | None
+) -> bool:
+    if not tensors:
+        return state.has_nccl_only if on_device is None else on_device
+    if detour is not None or are_on_host(tensors):
+        return False
+    return any(kind_of(process_group, tensor.device) == "nccl" for tensor in each(tensors))
 
 
 def _unmasked(error: BaseException) -> BaseException:

@@ -287,7 +287,7 @@ def barrier(
 
     >>> barrier().wait()
     """
-    issued = begin("barrier", group, ())
+    issued = begin("barrier", group, (), on_device=None if device_ids is None else True)
     if issued is None:
         return nothing()
     issue, pg = issued

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._companion import timeout_of
+from cudafuture.distributed._companion import kind_of, timeout_of
 from cudafuture.distributed._issue import begin_in_line, nothing
 from cudafuture.distributed._monitored_barrier import Deadline
 
@@ -56,7 +56,7 @@ def broadcast_object_list(
 ) -> CUDAFuture[list[Any]]:
     """Replace `object_list` by that of rank `src` (default 0), of the same length; the value is `object_list`.
 
-    `device`: where the bytes travel; None: the host, or the current device where the backend asks for one.
+    `device`: where the bytes travel, if the group has a backend other than NCCL for it; None: the host, if it can.
 
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
@@ -66,9 +66,12 @@ def broadcast_object_list(
         return nothing()
     issue, pg = issued
     root = issue.rank(pg, src, group_src, "src", 0)
-    return issue.run_in_line(
-        pg, lambda g: dist.broadcast_object_list(object_list, group=g, device=device, group_src=root), object_list
-    )
+
+    def broadcast(g: dist.ProcessGroup) -> None:
+        carries = device is not None and kind_of(g, device) is not None
+        dist.broadcast_object_list(object_list, group=g, device=device if carries else None, group_src=root)
+
+    return issue.run_in_line(pg, broadcast, object_list)
 
 
 def scatter_object_list(

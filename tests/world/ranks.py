@@ -1,4 +1,7 @@
-"""Ranks that may die or stop on the way: forked off one server that has imported torch, so that each costs little."""
+"""Ranks that may die or stop on the way: forked off one server that has imported torch, so that each costs little.
+
+Ranks over NCCL are started afresh.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,25 +27,34 @@ TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "cudafuture.distributed"])
+_afresh = mp.get_context("spawn")
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, lost: Collection[int] = (), patience: float = PATIENCE
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    lost: Collection[int] = (),
+    patience: float = PATIENCE,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on `size` ranks with a Gloo group, and return what it returns, by rank.
+    """Call ``function(rank, *args)`` on `size` ranks with a group, and return what it returns, by rank.
 
     `lost` ranks are meant not to come back: None stands for them. One that takes longer than `patience` seconds is a
-    failure of the test.
+    failure of the test. `environment` is set before the group is made. Over NCCL each rank has a GPU of its own.
     """
+    context: Any = _afresh if "nccl" in backend else _context
     folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
     pipes: dict[int, Connection] = {}
     processes = []
     results: list[Any] = [None] * size
     with folder:
         for rank in range(size):
-            pipes[rank], theirs = _context.Pipe()
-            job = (rank, size, str(Path(folder.name) / "store"), theirs, function, args)
-            processes.append(_context.Process(target=_main, args=job))
+            pipes[rank], theirs = context.Pipe()
+            group = (backend, str(Path(folder.name) / "store"), dict(environment or {}))
+            job = (rank, size, group, theirs, function, args)
+            processes.append(context.Process(target=_main, args=job))
             processes[-1].start()
             theirs.close()
         waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}
@@ -84,11 +96,15 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
     return group
 
 
-def _main(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
+def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
+    backend, store, environment = group
     torch.set_num_threads(1)
+    os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
         answer = (function(rank, *args), None)
     except BaseException:
@@ -96,3 +112,5 @@ def _main(rank: int, size: int, store: str, pipe: Connection, function: Callable
     pipe.send_bytes(pickle.dumps(answer))
     with contextlib.suppress(EOFError):  # which comes when all have answered: nobody's connections break before
         pipe.recv_bytes()
+    if "nccl" in backend:
+        os._exit(0)  # torch's watchdog may want the GIL after a failure, and an interpreter that ends has none to give
