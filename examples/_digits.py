@@ -64,6 +64,16 @@ class Digits:
         cut = len(images) * 4 // 5
         return cls((images[:cut], labels[:cut]), (images[cut:], labels[cut:]))
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the images."""
+        return self.train[0].device
+
+    def to(self, device: torch.device) -> Digits:
+        """Return the same images and labels on a device."""
+        train, test = ((images.to(device), labels.to(device)) for images, labels in (self.train, self.test))
+        return Digits(train, test)
+
     def batches(self, epochs: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of every batch of ``size`` images per rank; the last incomplete one is left out."""
         images, labels = self.train

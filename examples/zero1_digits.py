@@ -1,8 +1,8 @@
 """Train a small CNN with ZeRO stage 1: every rank keeps the optimizer state of its share of the parameters only.
 
-    torchrun --standalone --nproc-per-node 2 examples/zero1_digits.py
+    torchrun --standalone --nproc-per-node 2 examples/zero1_digits.py [--backend nccl]
 
-Parameters and gradients lie in flat buckets, of which each rank owns one shard. As soon as backward has filled one:
+With the backend nccl each rank trains on a GPU of its own. Parameters and gradients lie in flat buckets, of which each rank owns one shard. As soon as backward has filled one:
 
     cfd.reduce_scatter_tensor(gradients).then_async(step Adam on my shard, return cfd.all_gather_into_tensor(values))
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -44,7 +45,8 @@ class Bucket:
         world = dist.get_world_size()
         size = sum(p.numel() for p in parameters)
         size += -size % world  # equal shards
-        self.values, self.gradients = torch.zeros(size), torch.zeros(size)
+        device = parameters[0].device
+        self.values, self.gradients = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.shard = nn.Parameter(self.values.chunk(world)[dist.get_rank()])  # a view: the optimizer writes in place
         self.shard.grad = torch.zeros_like(self.shard)
         self.optimizer = torch.optim.Adam([self.shard], LEARNING_RATE)
@@ -91,7 +93,7 @@ class Run:
 def train_zero1(args: argparse.Namespace, digits: Digits) -> tuple[Run, int]:
     """Train with sharded state. Beside the run: the most buckets that were under way when backward returned."""
     torch.manual_seed(args.seed)
-    model = make_model()
+    model = make_model().to(digits.device)
     buckets = [Bucket(group.values()) for group in layer_groups(model, args.bucket_kib)]
     under_way = 0
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
@@ -105,7 +107,7 @@ def train_zero1(args: argparse.Namespace, digits: Digits) -> tuple[Run, int]:
 def train_plain(args: argparse.Namespace, digits: Digits) -> Run:
     """Train as plain torch does, from the same seed and on the same batches."""
     torch.manual_seed(args.seed)
-    model = make_model()
+    model = make_model().to(digits.device)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
         optimizer.zero_grad()
@@ -176,6 +178,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bucket-kib", type=int, default=64, help="a bucket is larger only when one layer is")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
@@ -188,8 +191,11 @@ def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # training makes little differences grow, and in float32 soon large
-    dist.init_process_group("gloo")
     digits = Digits.load(args.seed)
+    if args.backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        digits = digits.to(torch.device("cuda", torch.cuda.current_device()))
+    dist.init_process_group(args.backend)
     zero1, under_way = train_zero1(args, digits)
     results = compare(digits, zero1, train_plain(args, digits), under_way)
     if dist.get_rank() == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,19 @@ import torch.distributed as dist
 
 import cudafuture
 import cudafuture.distributed as cfd
-from cudafuture.testing import World
+from cudafuture.testing import World, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl-ranks")]
 
 RANKS = 4
 LONG = 60.0  # seconds; much more than anything takes
+CROWDED = {"FAKENCCL_CHANNELS": "1", "NCCL_MAX_NCHANNELS": "1"}  # one kernel of NCCL exhausts a device
+
+WITHOUT_CUDNN = """
+import sys, torch, zero1_digits
+torch.backends.cudnn.enabled = False  # which needs a GPU
+sys.exit(zero1_digits.main())
+"""
 
 
 def make_world(**environment: str) -> Iterator[World]:
@@ -36,7 +45,7 @@ def make_world(**environment: str) -> Iterator[World]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Give ranks whose device is exhausted by one kernel of NCCL, where that can be chosen."""
-    yield from make_world(FAKENCCL_CHANNELS="1", NCCL_MAX_NCHANNELS="1")
+    yield from make_world(**CROWDED)
 
 
 def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
@@ -154,3 +163,18 @@ def test_objects_and_callbacks_use_no_device_but_the_callers(ranks: World) -> No
 
     with World(RANKS, backend="nccl", timeout=120) as fresh:  # the others have used other devices
         fresh.run(run)
+
+
+def test_the_zero1_example_trains_over_nccl(ranks: World, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    examples = Path(__file__).parents[2] / "examples"
+    path = tmp_path / "results.json"
+    arguments = ["--backend", "nccl", "--epochs", "1", "--json", str(path)]
+    env = {"PYTHONPATH": str(examples)} | CROWDED
+    script = tmp_path / "zero1.py"
+    script.write_text(WITHOUT_CUDNN)
+    finished = torchrun(script, RANKS, *arguments, timeout=100, env=env, check=False)
+    assert path.exists(), finished.stderr
+    checks = json.loads(path.read_text())["checks"]
+    checks.pop("accuracy")  # one epoch is not enough for it
+    assert all(checks.values()), finished.stdout
