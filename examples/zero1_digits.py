@@ -2,7 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/zero1_digits.py [--backend nccl]
 
-With the backend nccl each rank trains on a GPU of its own. Parameters and gradients lie in flat buckets, of which each rank owns one shard. As soon as backward has filled one:
+With the backend nccl each rank trains on a GPU of its own.
+
+Parameters and gradients lie in flat buckets, of which each rank owns one shard. As soon as backward has filled one:
 
     cfd.reduce_scatter_tensor(gradients).then_async(step Adam on my shard, return cfd.all_gather_into_tensor(values))
 

@@ -3,6 +3,7 @@
 
 #include "callback.h"
 #include "core/event_set.h"
+#include "core/stream_order.h"
 #include "core/stream_pool.h"
 #include "fake_device.h"
 #include "rules.h"

@@ -12,6 +12,7 @@
 
 #include "bind/python.h"
 #include "core/context.h"
+#include "core/device_memory.h"
 
 namespace cudafuture::bind {
 

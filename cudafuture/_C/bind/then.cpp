@@ -19,6 +19,7 @@
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/process.h"
+#include "core/stream_order.h"
 #include "core/stream_pool.h"
 #include "core/trace.h"
 #include "core/watcher.h"

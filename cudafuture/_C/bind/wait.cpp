@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "core/lane.h"
 #include "core/process.h"
+#include "core/stream_order.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {

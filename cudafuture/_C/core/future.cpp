@@ -1,17 +1,14 @@
 #include "core/future.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <time.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/process.h"
 #include "core/reaper.h"
-#include "core/stream_pool.h"
 #include "core/trace.h"
 
 namespace cudafuture {
@@ -394,23 +391,6 @@ void Future::clear() noexcept {
     seen_ = true;
   }
   reap_continuations(list);
-}
-
-// ---- streams
-
-void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges) {
-  if (stands(edges.wait)) future.events().block_current_streams();
-  if (future.lifetime() == Lifetime::hold || !stands(edges.use)) return;
-  std::optional<c10::Stream> current;  // of the device of the last one: as a rule they are all on one
-  for (const DeviceMemory& used : memory) {
-    if (!used.storage) continue;
-    if (!current || current->device() != used.device) {
-      if (!has_streams(used.device)) continue;
-      current = current_stream(used.device);
-    }
-    const c10::impl::VirtualGuardImpl guard(used.device.type());
-    guard.recordDataPtrOnStream(used.storage.data_ptr(), *current);
-  }
 }
 
 }  // namespace cudafuture

@@ -35,7 +35,6 @@
 
 #include "core/async_error_source.h"
 #include "core/continuation.h"
-#include "core/device_memory.h"
 #include "core/edge.h"
 #include "core/event_set.h"
 #include "core/executor.h"
@@ -190,13 +189,5 @@ class Future final : public c10::intrusive_ptr_target {
 // Called with what is left of a failed future that dies before anybody has seen its error.
 using UnseenFailureHook = void (*)(Value&& error, const std::string& name, Foreign&& origin);
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept;
-
-// The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
-// `memory` (unless the future holds it).
-struct OrderingEdges {
-  Edge wait = Edge::wait_stream;
-  Edge use = Edge::wait_record_stream;
-};
-void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges = {});
 
 }  // namespace cudafuture

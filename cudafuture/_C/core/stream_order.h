@@ -1,0 +1,20 @@
+// What orders the streams of a consumer after a future.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include "core/device_memory.h"
+#include "core/edge.h"
+#include "core/future.h"
+
+namespace cudafuture {
+
+// The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
+// `memory` (unless the future holds it).
+struct OrderingEdges {
+  Edge wait = Edge::wait_stream;
+  Edge use = Edge::wait_record_stream;
+};
+void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges = {});
+
+}  // namespace cudafuture
