@@ -61,9 +61,10 @@ class Group:
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout_of(process_group).total_seconds()
-        devices = [device for device in process_group._device_types if kind_of(process_group, device) == "nccl"]
-        self.has_nccl = bool(devices)
-        self.has_nccl_only = len(devices) == len(process_group._device_types)
+        kinds = {device.type: kind_of(process_group, device) for device in process_group._device_types}
+        self.nccl_devices = frozenset(device for device, kind in kinds.items() if kind == "nccl")  # their types
+        self.has_nccl = bool(self.nccl_devices)
+        self.has_nccl_only = len(self.nccl_devices) == len(kinds)
         self.backends = _backends.of_group(process_group)  # that report failures after an operation was enqueued
         self.callbacks = _C.ordered_executor(self.name, in_issue_order=self.has_nccl)
         self.objects = _C.ordered_executor(f"{self.name}/objects")

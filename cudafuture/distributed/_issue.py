@@ -19,10 +19,9 @@ from cudafuture import _C
 from cudafuture._staging import are_dense
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
-from cudafuture.distributed._companion import kind_of
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
-from cudafuture.distributed._twins import are_on_host, each
+from cudafuture.distributed._twins import each
 from cudafuture.errors import CollectiveError
 
 __all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
@@ -224,7 +223,7 @@ def begin(
     else:
         facts = tuple([_facts(t, operation, process_group) for t in tensors])
         detour = _staged.detour_of(state, process_group, operation, tensors)
-    if state.has_nccl and _is_over_nccl(state, process_group, detour, tensors, on_device):
+    if state.has_nccl and _is_over_nccl(state, tensors, on_device):
         state.wait_for_issue_order(operation, lane)
         issuer = state.program
     elif lane is None:
@@ -253,21 +252,17 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     state = group_of(process_group)
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     detour = _staged.detour_of(state, process_group, operation, tensors)
-    if tensors and state.has_nccl and _is_over_nccl(state, process_group, detour, tensors, None):
+    if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
         state.wait_for_issue_order(operation, _C.issuing_lane(state.callbacks))
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, detour), process_group
 
 
-def _is_over_nccl(
-    state: Group, process_group: dist.ProcessGroup, detour: str | None, tensors: tuple[Any, ...], on_device: bool | None
-) -> bool:
+def _is_over_nccl(state: Group, tensors: tuple[Any, ...], on_device: bool | None) -> bool:
     if not tensors:
         return state.has_nccl_only if on_device is None else on_device
-    if detour is not None or are_on_host(tensors):
-        return False
-    return any(kind_of(process_group, tensor.device) == "nccl" for tensor in each(tensors))
+    return any(tensor.device.type in state.nccl_devices for tensor in each(tensors))
 
 
 def _unmasked(error: BaseException) -> BaseException:
