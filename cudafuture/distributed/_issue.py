@@ -217,13 +217,20 @@ def begin(
         state = known[1]
     lane = _C.issuing_lane(state.callbacks)
     first = tensors[0] if len(tensors) == 1 else None
-    if isinstance(first, torch.Tensor) and first.is_cpu and first.layout is torch.strided and first.is_contiguous():
+    if (
+        isinstance(first, torch.Tensor)
+        and (first.is_cpu or (first.is_cuda and state.has_nccl))
+        and first.layout is torch.strided
+        and first.is_contiguous()
+    ):
         facts: Any = ((first.shape, first.dtype),)  # no call of a function: this is the way of nearly all
         detour = None
+        over_nccl = not first.is_cpu
     else:
         facts = tuple([_facts(t, operation, process_group) for t in tensors])
         detour = _staged.detour_of(state, process_group, operation, tensors)
-    if state.has_nccl and _is_over_nccl(state, tensors, on_device):
+        over_nccl = state.has_nccl and _is_over_nccl(state, tensors, on_device)
+    if over_nccl:
         state.wait_for_issue_order(operation, lane)
         issuer = state.program
     elif lane is None:
