@@ -1,0 +1,39 @@
+#!/bin/sh
+# test_cuda.sh PYTHON: run the tests of CUDA's code paths on fakecuda, each set to its end, and sum them up. PYTHON is one
+# that can import a CUDA build of torch and this checkout's cudafuture; tools/cuda_torch.sh makes its environment.
+#
+#   JOBS=...  how many processes pytest uses (auto)
+set -u
+python=$1
+cd "$(dirname "$0")/.." || exit 2
+failed=
+
+# suite NAME OPTIONS-OF-FAKECUDA -- ARGUMENTS-OF-PYTEST
+suite() {
+  name=$1
+  shift
+  options=
+  while [ "$1" != -- ]; do
+    options="$options $1"
+    shift
+  done
+  shift
+  echo "== $name"
+  # shellcheck disable=SC2086 # options are words
+  "$python" -m cudafuture.testing.fakecuda $options -- \
+    "$python" -m pytest -q -n "${JOBS:-auto}" --maxprocesses 8 --dist loadgroup -p no:cacheprovider "$@" ||
+    failed="$failed '$name'"
+}
+
+# The third device is one that no test of the device suite uses: a context there fails the test.
+for schedule in lazy jitter eager; do
+  suite "device suite, $schedule" --schedule $schedule --devices 3 -- tests/device -k cuda
+done
+suite "CUDA suite" --devices 4 -- tests/cuda
+suite "fakecuda itself" --devices 4 --races -- tests/fakecuda
+TORCH_CUDA_SANITIZER=1 suite "torch's sanitizer" --devices 2 -- tests/cuda/test_sanitizer.py
+
+if [ -n "$failed" ]; then
+  echo "failed:$failed" >&2
+  exit 1
+fi
