@@ -4,7 +4,8 @@ They block while they run, so they run on threads of the library: object collect
 connections of their own; monitored barriers on another. So nothing that is issued meanwhile gets between their steps,
 and an object collective that hangs does not delay a monitored barrier.
 
-Objects are pickled: unpickling runs code that the other ranks choose, so every rank must be trusted.
+Objects are pickled: unpickling runs code that the other ranks choose, so every rank must be trusted. With
+`weights_only=True` on every rank (torch 2.14), an object that `torch.load(weights_only=True)` refuses is an error.
 
 An object that cannot be pickled fails the future of its rank with the error of pickle; the others wait for it until
 their timeout.
@@ -14,6 +15,7 @@ The examples have a default group of one process.
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -34,17 +36,29 @@ __all__ = [
 ]
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> CUDAFuture[list[Any]]:
+def _safely(weights_only: bool) -> dict[str, Any]:
+    """Return torch's option for `weights_only`, which is new in torch 2.14; raise ValueError where torch lacks it."""
+    if not weights_only:
+        return {}
+    if "weights_only" not in inspect.signature(dist.all_gather_object).parameters:
+        raise ValueError(f"weights_only=True needs torch 2.14 or newer, and this is torch {torch.__version__}")
+    return {"weights_only": True}
+
+
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False
+) -> CUDAFuture[list[Any]]:
     """Gather the `obj` of every rank into `object_list`, as long as the group is large; the value is `object_list`.
 
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
+    safely = _safely(weights_only)
     issued = begin_in_line("all_gather_object", group)
     if issued is None:
         return nothing()
     issue, pg = issued
-    return issue.run_in_line(pg, lambda g: dist.all_gather_object(object_list, obj, g), object_list)
+    return issue.run_in_line(pg, lambda g: dist.all_gather_object(object_list, obj, g, **safely), object_list)
 
 
 def broadcast_object_list(
@@ -53,6 +67,7 @@ def broadcast_object_list(
     group: Any = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> CUDAFuture[list[Any]]:
     """Replace `object_list` by that of rank `src` (default 0), of the same length; the value is `object_list`.
 
@@ -61,6 +76,7 @@ def broadcast_object_list(
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
     """
+    safely = _safely(weights_only)
     issued = begin_in_line("broadcast_object_list", group)
     if issued is None:
         return nothing()
@@ -69,7 +85,8 @@ def broadcast_object_list(
 
     def broadcast(g: dist.ProcessGroup) -> None:
         carries = device is not None and kind_of(g, device) is not None
-        dist.broadcast_object_list(object_list, group=g, device=device if carries else None, group_src=root)
+        here = device if carries else None
+        dist.broadcast_object_list(object_list, group=g, device=here, group_src=root, **safely)
 
     return issue.run_in_line(pg, broadcast, object_list)
 
@@ -80,12 +97,14 @@ def scatter_object_list(
     src: int | None = None,
     group: Any = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> CUDAFuture[list[Any]]:
     """Give each rank one object of rank `src` (default 0), as the first of its output list, which is the value.
 
     >>> scatter_object_list([None], [{"shard": 0}], src=0).wait()
     [{'shard': 0}]
     """
+    safely = _safely(weights_only)
     issued = begin_in_line("scatter_object_list", group)
     if issued is None:
         return nothing()
@@ -93,7 +112,7 @@ def scatter_object_list(
     root = issue.rank(pg, src, group_src, "src", 0)
     lists = (scatter_object_output_list, scatter_object_input_list)
     return issue.run_in_line(
-        pg, lambda g: dist.scatter_object_list(*lists, group=g, group_src=root), scatter_object_output_list
+        pg, lambda g: dist.scatter_object_list(*lists, group=g, group_src=root, **safely), scatter_object_output_list
     )
 
 
@@ -103,19 +122,23 @@ def gather_object(
     dst: int | None = None,
     group: Any = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> CUDAFuture[list[Any] | None]:
     """Gather the `obj` of every rank into the list of rank `dst` (default 0), where it is the value; elsewhere None.
 
     >>> gather_object({"loss": 0.5}, [None], dst=0).wait()
     [{'loss': 0.5}]
     """
+    safely = _safely(weights_only)
     issued = begin_in_line("gather_object", group)
     if issued is None:
         return nothing()
     issue, pg = issued
     root = issue.rank(pg, dst, group_dst, "dst", 0)
     value = object_gather_list if root == pg.rank() else None
-    return issue.run_in_line(pg, lambda g: dist.gather_object(obj, object_gather_list, group=g, group_dst=root), value)
+    return issue.run_in_line(
+        pg, lambda g: dist.gather_object(obj, object_gather_list, group=g, group_dst=root, **safely), value
+    )
 
 
 def monitored_barrier(

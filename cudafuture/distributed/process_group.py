@@ -235,8 +235,8 @@ class ProcessGroup:
 
     # ---- objects
 
-    def all_gather_object(self, object_list: list[Any], obj: Any) -> CUDAFuture[list[Any]]:
-        return objects.all_gather_object(object_list, obj, self.group)
+    def all_gather_object(self, object_list: list[Any], obj: Any, weights_only: bool = False) -> CUDAFuture[list[Any]]:
+        return objects.all_gather_object(object_list, obj, self.group, weights_only)
 
     def broadcast_object_list(
         self,
@@ -244,8 +244,9 @@ class ProcessGroup:
         src: int | None = None,
         device: torch.device | None = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> CUDAFuture[list[Any]]:
-        return objects.broadcast_object_list(object_list, src, self.group, device, group_src)
+        return objects.broadcast_object_list(object_list, src, self.group, device, group_src, weights_only)
 
     def scatter_object_list(
         self,
@@ -253,9 +254,10 @@ class ProcessGroup:
         scatter_object_input_list: list[Any] | None = None,
         src: int | None = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> CUDAFuture[list[Any]]:
         return objects.scatter_object_list(
-            scatter_object_output_list, scatter_object_input_list, src, self.group, group_src
+            scatter_object_output_list, scatter_object_input_list, src, self.group, group_src, weights_only
         )
 
     def gather_object(
@@ -264,8 +266,9 @@ class ProcessGroup:
         object_gather_list: list[Any] | None = None,
         dst: int | None = None,
         group_dst: int | None = None,
+        weights_only: bool = False,
     ) -> CUDAFuture[list[Any] | None]:
-        return objects.gather_object(obj, object_gather_list, dst, self.group, group_dst)
+        return objects.gather_object(obj, object_gather_list, dst, self.group, group_dst, weights_only)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False

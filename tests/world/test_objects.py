@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from world.comparison import TIMEOUT, Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
+HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(dist.all_gather_object).parameters
 SIZES = pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)) for n in (1, 2, 3, 4)])
 
 # A call: the function, its arguments, the list that it writes, and whether this rank has that as its value.
@@ -61,6 +65,40 @@ def test_every_rank_gets_what_torch_gives(world: World, n: int) -> None:
             for by_global_rank in (False, True):
                 compare(Place(None, root, by_global_rank), cfd)
                 compare(Place(None, root, by_global_rank), cfd.ProcessGroup())
+
+    world.run(run)
+
+
+@pytest.mark.world(2)
+@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="torch 2.14 is the first with weights_only in object collectives")
+def test_weights_only_transfers_safe_objects_and_refuses_others(world: World) -> None:
+    def run() -> None:
+        safely = {"weights_only": True}
+        compare(Place(root=1), cfd, **safely)
+        compare(Place(root=1), cfd.ProcessGroup(), **safely)
+        for name, position in (("all_gather_object", 1), ("gather_object", 0)):
+            args, kwargs = next((list(args), kwargs) for n, args, kwargs, _, _ in calls(Place(root=1)) if n == name)
+            args[position] = Fraction(1, 2)
+            future = getattr(cfd, name)(*args, **kwargs, **safely)
+            if name == "gather_object" and dist.get_rank() != 1:
+                future.wait(timeout=TIMEOUT)
+                continue
+            with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+                future.wait(timeout=TIMEOUT)
+
+    world.run(run)
+
+
+@pytest.mark.world(1)
+@pytest.mark.skipif(HAS_WEIGHTS_ONLY, reason="this torch has weights_only in object collectives")
+def test_weights_only_is_refused_where_torch_lacks_it(world: World) -> None:
+    def run() -> None:
+        for name, args, kwargs, _, _ in calls(Place()):
+            for owner in (cfd, cfd.ProcessGroup()):
+                with pytest.raises(
+                    ValueError, match=r"weights_only=True needs torch 2\.14 or newer, and this is torch"
+                ):
+                    getattr(owner, name)(*args, **kwargs, weights_only=True)
 
     world.run(run)
 
