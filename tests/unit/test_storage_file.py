@@ -124,7 +124,7 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")  # of bcomplex32, which torch 2.15 has
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
 def test_every_dtype(file: File, dtype: torch.dtype) -> None:
     try:
