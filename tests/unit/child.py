@@ -14,6 +14,8 @@ from types import TracebackType
 
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 20.0  # seconds after which a silent child counts as hung; nothing waits that long unless it is broken
+# From Python 3.12 on, a fork of a process with several threads warns; what happens then is what these tests are about.
+FORK_WARNING = "ignore:This process:DeprecationWarning"
 
 
 class Child:
@@ -32,7 +34,7 @@ class Child:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", talk + code, *arguments],
+            [sys.executable, "-W", FORK_WARNING, "-c", talk + code, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._errors,

@@ -27,6 +27,9 @@ RPC_TESTS = "testing/_internal/distributed/rpc/rpc_test.py"  # inside the wheel
 ABOUT_FUTURES = re.compile(r"    def (test_\w*(?:future|callback|wait_all|collect_all)\w*)")
 NOT_ABOUT_FUTURES = re.compile(r"wait_all_workers")  # a barrier at the end of a job
 
+# Newer versions of Python put the module in front of the name of the type.
+CANNOT_PICKLE = r"cannot pickle '(cudafuture\._C\.)?CUDAFuture'"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
