@@ -59,6 +59,7 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600
 	$(EVERYWHERE) --timeout 3600
 	$(MAKE) --no-print-directory test-native
+	tools/matrix.sh
 
 lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 	$(PY) -m ruff check

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+_SUPPORTED = "torch 2.12 to 2.15"
+
 
 def _require_built() -> str:
     """Return the torch version that the native module was built against; ImportError where there is no such module."""
@@ -33,7 +35,8 @@ def _require_same_torch(built: str) -> None:
     if found.split(".")[:2] != built.split(".")[:2]:
         raise ImportError(
             f"cudafuture was built against torch {built} but torch {found} is imported; install torch {built}, or "
-            "build cudafuture again: `make clean setup` in its checkout, or `pip install --no-build-isolation`"
+            "build cudafuture again: `make clean setup` in its checkout, or `pip install --no-build-isolation`; "
+            f"it supports {_SUPPORTED}"
         )
 
 

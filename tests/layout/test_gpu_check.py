@@ -36,7 +36,7 @@ class Check:
         python.chmod(0o755)
         record = folder / "record"
         record.touch()
-        facts = "Python 3.12, torch 2.11, " + ("CUDA 13.0, a GPU" if cuda else "no CUDA")
+        facts = "Python 3.12, torch 2.12, " + ("CUDA 13.0, a GPU" if cuda else "no CUDA")
         environment = os.environ | {"PYTHON": str(python), "RECORD": str(record), "FACTS": facts, "FAILS": fails}
         self.out = folder / "out"
         command = [ROOT / "tools" / "gpu_check.sh", *options, self.out]

@@ -116,3 +116,8 @@ def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path
     subprocess.run(["bash", checkout / ".ci" / "run"], env=environment, check=True)
     assert record.read_text().split() == ["lint", "test"]
     assert "make test " in (checkout / "README.md").read_text()
+
+
+def test_only_the_soak_runs_the_matrix_of_versions(checkout: Path) -> None:
+    assert would_do(checkout, "soak")[-1] == "tools/matrix.sh"
+    assert not any("matrix.sh" in step for step in would_do(checkout, "test"))

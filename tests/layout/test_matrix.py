@@ -1,0 +1,140 @@
+"""tools/matrix.sh with Pythons that only record their commands: combinations, the table, what a failure leads to."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from layout.tree import ROOT
+
+SCRIPT = ROOT / "tools" / "matrix.sh"
+# It answers the script's question for an interpreter, and makes an environment by copying itself.
+PYTHON = """#!/bin/sh
+case "$*" in
+  "-c import ensurepip"*) echo "$0" && exit 0 ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+echo "$*" >>"$RECORD"
+case "$*" in $FAILS) echo "this went wrong" && exit 3 ;; esac
+echo "7 passed in 1.00s"
+"""
+ALL = [
+    *[(torch, "3.11") for torch in ("2.12", "2.13", "2.14", "2.15")],
+    *[("2.13", python) for python in ("3.10", "3.12", "3.13")],
+]
+
+
+class Matrix:
+    """One run of the script: how it ended, what it printed, which commands the Pythons were given."""
+
+    def __init__(
+        self, folder: Path, *options: str, pythons: str = "3.10 3.11 3.12 3.13", fails: str = "nothing"
+    ) -> None:
+        programs = folder / "bin"
+        programs.mkdir()
+        for version in pythons.split():
+            python = programs / f"python{version}"
+            python.write_text(PYTHON)
+            python.chmod(0o755)
+        for name in ("awk", "cp", "dirname", "env", "grep", "mkdir", "nproc", "rm", "sed", "sh", "tail", "timeout"):
+            program = shutil.which(name)
+            assert program is not None, f"{name} is missing"
+            (programs / name).symlink_to(program)
+        record = folder / "record"
+        record.touch()
+        environment = {"PATH": str(programs), "HOME": str(folder), "RECORD": str(record), "FAILS": fails}
+        self.folder = folder / "matrix"
+        command = [SCRIPT, *options, self.folder]
+        self.run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        self.commands = record.read_text().splitlines()
+        rows = re.findall(r"^(2\.\d+)\.\d+ +(3\.\d+) +(\w+) +(.*)$", self.run.stdout, re.MULTILINE)
+        self.results = {(torch, python): (result, reason) for torch, python, result, reason in rows}
+
+
+def test_every_torch_and_every_python_is_run_once(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path)
+    assert matrix.run.returncode == 0, matrix.run.stderr
+    assert list(matrix.results) == ALL
+    assert {result for result, _ in matrix.results.values()} == {"passed"}
+    assert "unit: 7 passed" in matrix.results["2.15", "3.11"][1]
+    installed = [command for command in matrix.commands if "pip install --quiet torch==" in command]
+    assert len(installed) == len(ALL)
+    assert all(re.search(r"torch==2\.\d+\.\d+$", command) for command in installed)
+
+
+def test_environments_are_deleted_and_logs_stay(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, "--torch", "2.14")
+    assert list(matrix.results) == [("2.14", "3.11")]
+    assert [path.suffix for path in matrix.folder.iterdir()] == [".log"]
+
+
+def test_a_chosen_torch_is_run_on_a_chosen_python(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, "--torch", "2.12 2.15", "--python", "3.13")
+    assert list(matrix.results) == [("2.12", "3.13"), ("2.15", "3.13")]
+
+
+def test_a_missing_python_is_skipped_with_a_reason(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, pythons="3.11 3.12")
+    assert matrix.run.returncode == 0, matrix.run.stderr
+    assert list(matrix.results) == ALL
+    skipped = {pair for pair, (result, _) in matrix.results.items() if result == "skipped"}
+    assert skipped == {("2.13", "3.10"), ("2.13", "3.13")}
+    assert "there is no python3.10" in matrix.results["2.13", "3.10"][1]
+
+
+@pytest.mark.parametrize(
+    ("fails", "step", "afterwards"),
+    [
+        ("*pip*torch==2.14*", "torch", False),
+        ("*environment.py*", "requirements", False),
+        ("*--no-build-isolation*", "build", False),
+        ("*installed*", "import", False),
+        ("*tests/unit", "unit", True),
+        ("*test_collectives.py*", "collectives", True),
+        ("*fakecuda*-k?cuda*", "cuda", True),
+    ],
+)
+def test_a_step_that_fails_is_the_reason_and_the_exit_status(
+    tmp_path: Path, fails: str, step: str, afterwards: bool
+) -> None:
+    matrix = Matrix(tmp_path, "--torch", "2.14", fails=fails)
+    assert matrix.run.returncode == 1
+    result, reason = matrix.results["2.14", "3.11"]
+    assert result == "failed"
+    assert f"{step}: this went wrong" in reason
+    assert any("tests/device" in command for command in matrix.commands) == afterwards
+
+
+def test_a_failure_does_not_stop_the_other_combinations(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, fails="*torch==2.12*")
+    assert matrix.run.returncode == 1
+    results = [result for result, _ in matrix.results.values()]
+    assert results == ["failed", *["passed"] * (len(ALL) - 1)]
+
+
+def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, "--dry-run")
+    assert matrix.run.returncode == 0, matrix.run.stderr
+    named = re.findall(r"^torch (2\.\d+)\.\d+, Python (3\.\d+)$", matrix.run.stdout, re.MULTILINE)
+    assert named == ALL
+    assert matrix.run.stdout.count("tests/unit") == len(ALL)
+    assert matrix.commands == []
+    assert not matrix.folder.exists()
+
+
+def test_help_names_every_option(tmp_path: Path) -> None:
+    matrix = Matrix(tmp_path, "--help")
+    assert matrix.run.returncode == 0
+    assert all(word in matrix.run.stdout for word in ("--torch", "--python", "--dry-run", "KEEP=1", "FOLDER"))
+
+
+@pytest.mark.parametrize("wrong", [["--torch", "2.11"], ["--python", "3.9"], ["--torch", ""], ["--fast"], ["a-folder"]])
+def test_a_wrong_argument_is_refused(tmp_path: Path, wrong: list[str]) -> None:
+    matrix = Matrix(tmp_path, *wrong)
+    assert matrix.run.returncode == 2
+    assert matrix.run.stderr.startswith("matrix.sh: ")
+    assert matrix.commands == []
