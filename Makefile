@@ -35,7 +35,7 @@ PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 .PHONY: setup-test
 setup: $(STATE)/built
 
-setup-test: $(STATE)/built $(STATE)/has-test
+setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 
 demo: $(STATE)/built $(STATE)/has-demo
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py

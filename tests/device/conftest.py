@@ -26,14 +26,15 @@ def _parameter(name: str) -> Any:
 def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
     if name == "cuda" and torch.accelerator.current_accelerator() != torch.device("cuda"):
         pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
-    device = Simulated() if name.startswith("sim-") else Cuda() if name == "cuda" else Device()
+    device = Simulated() if name.startswith("sim-") else Cuda(spares_device_0=True) if name == "cuda" else Device()
     device.rest()
+    if fakecuda.is_active():
+        fakecuda.forget_contexts()
     yield device
     device.finish()
     device.rest()
     if fakecuda.is_active() and device.first > 0:
         contexts = fakecuda.contexts()
-        fakecuda.forget_contexts()
         is_of_torch = request.node.get_closest_marker("torch_makes_contexts") is not None
         assert 0 not in contexts or is_of_torch, "the test made a context on cuda:0, which it does not use"
 

@@ -159,10 +159,10 @@ class Cuda(Accelerator):
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, *, spares_device_0: bool = False) -> None:
         self.count = torch.cuda.device_count()
-        if fakecuda.is_active() and self.count > MOST_DEVICES:
-            self.first, self.count = 1, self.count - 1  # a context on device 0 is then nobody's wish
+        if spares_device_0 and fakecuda.is_active() and self.count > MOST_DEVICES:
+            self.first, self.count = 1, self.count - 1  # no test then needs a context on device 0
         for index in range(self.count):
             _warm_up(self.index(index))
 

@@ -69,7 +69,7 @@ def issue_all(group: cfd.ProcessGroup) -> dict[str, CUDAFuture[Any]]:
         "all_reduce": parts[0],
         "broadcast": parts[1],
         "then": group.all_reduce(ones()).then(lambda f: f.value().mul_(0.5)),
-        "then on the host": group.all_reduce(ones()).then(lambda f: "issued"),
+        "then on the host": group.all_reduce(ones()).then(lambda f: len(f.value())),
         "then_async": group.reduce_scatter_tensor(ones(), ones(64 * size)).then_async(
             lambda f: group.all_gather_into_tensor(ones(64 * size), f.value())
         ),

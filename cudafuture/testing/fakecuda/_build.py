@@ -199,6 +199,10 @@ import pathlib
 
 
 def load():
-    if hasattr(ctypes.CDLL(None), "fakecuda_launch"):
-        ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_ops.so"))
+    if not hasattr(ctypes.CDLL(None), "fakecuda_launch"):
+        return
+    ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_ops.so"))
+    import torch
+
+    torch.backends.cudnn.enabled = False  # its kernels are not torch's; without it torch takes its own
 '''

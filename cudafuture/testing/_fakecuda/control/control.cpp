@@ -111,6 +111,11 @@ char* fakecuda_skipped_kernels() {
 
 void fakecuda_free(void* text) { free(text); }
 
+void fakecuda_set_operators_redirected() {
+  const Call call(__func__);
+  call.machine.operators_are_redirected = true;
+}
+
 // ---- races
 void fakecuda_set_race_sites(Races::MakeSite make_site) {
   const Call call(__func__);

@@ -28,6 +28,15 @@ struct CallConfiguration {
 };
 thread_local std::vector<CallConfiguration> configurations;
 
+// torch loads ops/ when it is imported, as a backend that it finds on PYTHONPATH.
+cudaError_t refuse_without_operators(const std::string& kernel) {
+  fprintf(stderr,
+          "fakecuda: the kernel %s cannot run: torch has not loaded the operators of fakecuda. A process must keep "
+          "PYTHONPATH, and add to it, and must not set TORCH_DEVICE_BACKEND_AUTOLOAD=0\n",
+          kernel.c_str());
+  return Call::fail(cudaErrorLaunchFailure);
+}
+
 cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) {
   Call call("cudaLaunchKernel");
   FAKECUDA_RETURN_IF(call.device_error());
@@ -35,6 +44,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
   // A kernel is launched in the context of the current device, to which its stream must belong.
   if (stream == nullptr || stream->device != current_device()) return Call::fail(cudaErrorInvalidResourceHandle);
   const std::string& name = kernel_names()[function];
+  if (!call.machine.operators_are_redirected) return refuse_without_operators(name);
   Operation operation;
   if (name.find("spin_kernel") != std::string::npos) {
     operation.kind = Operation::Kind::kSleep;

@@ -14,6 +14,7 @@
 #include "ops/site.h"
 
 extern "C" void fakecuda_stop();
+extern "C" void fakecuda_set_operators_redirected();
 
 namespace fakecuda {
 namespace {
@@ -84,7 +85,9 @@ int load() {
   install_sites();
   // Before torch's libraries destroy what kernels use: this library was loaded after them.
   std::atexit(fakecuda_stop);
-  return redirect_all();
+  const int count = redirect_all();
+  fakecuda_set_operators_redirected();
+  return count;
 }
 
 const int redirected = load();
