@@ -28,15 +28,14 @@ def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
         pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
     device = Simulated() if name.startswith("sim-") else Cuda(spares_device_0=True) if name == "cuda" else Device()
     device.rest()
-    if fakecuda.is_active():
-        fakecuda.forget_contexts()
+    checks_contexts = device.first > 0
+    if checks_contexts:
+        fakecuda.reset_context(0)
     yield device
     device.finish()
     device.rest()
-    if fakecuda.is_active() and device.first > 0:
-        contexts = fakecuda.contexts()
-        is_of_torch = request.node.get_closest_marker("torch_makes_contexts") is not None
-        assert 0 not in contexts or is_of_torch, "the test made a context on cuda:0, which it does not use"
+    if checks_contexts and request.node.get_closest_marker("torch_makes_contexts") is None:
+        assert 0 not in fakecuda.contexts(), "the test made a context on cuda:0, which it does not use"
 
 
 @pytest.fixture(params=_parameters(with_host=True))

@@ -26,9 +26,9 @@ from cudafuture.testing.fakecuda._controls import (
     contexts,
     fail,
     fail_allocations,
-    forget_contexts,
     hold,
     release,
+    reset_context,
     skipped_kernels,
     statistics,
 )
@@ -50,11 +50,11 @@ __all__ = [
     "environment",
     "fail",
     "fail_allocations",
-    "forget_contexts",
     "hold",
     "is_active",
     "races",
     "release",
+    "reset_context",
     "skipped_kernels",
     "statistics",
 ]

@@ -13,7 +13,7 @@ import torch
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
 
-__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "forget_contexts", "hold", "release", "skipped_kernels", "statistics"]
+__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "hold", "release", "reset_context", "skipped_kernels", "statistics"]
 
 ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
 
@@ -155,15 +155,18 @@ def contexts() -> tuple[int, ...]:
     return statistics().contexts
 
 
-def forget_contexts() -> None:
-    """Count contexts anew: ``contexts()`` then names the devices that calls from now on need a context on.
+def reset_context(device: int) -> None:
+    """Let a device have no primary context, so that ``contexts()`` names it again only if a later call needs one there.
 
+    A test suite that leaves a device alone resets its context before each test, and finds the test in which a call
+    without a device guard makes one. What the program has made on the device stays valid.
+
+    >>> fakecuda.reset_context(1)
     >>> x = torch.ones(4, device="cuda:0")
-    >>> fakecuda.forget_contexts()
-    >>> fakecuda.contexts()
-    ()
+    >>> 1 in fakecuda.contexts()
+    False
     """
-    library().fakecuda_forget_contexts()
+    library().fakecuda_reset_context(device)
 
 
 def skipped_kernels() -> dict[str, int]:

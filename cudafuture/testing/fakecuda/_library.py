@@ -42,6 +42,7 @@ def _found() -> Any:
     process.fakecuda_statistics.argtypes = [ctypes.POINTER(Statistics)]
     for name in ("fakecuda_skipped_kernels", "fakecuda_take_races"):
         getattr(process, name).restype = ctypes.c_void_p
+    process.fakecuda_reset_context.argtypes = [ctypes.c_int]
     process.fakecuda_free.argtypes = [ctypes.c_void_p]
     return process
 

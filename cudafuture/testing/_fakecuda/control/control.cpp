@@ -82,9 +82,9 @@ void fakecuda_stop() {
 }
 
 // ---- counters
-void fakecuda_forget_contexts() {
+void fakecuda_reset_context(int device) {
   const Call call(__func__);
-  call.machine.forget_contexts();
+  if (device >= 0 && device < call.machine.device_count()) call.machine.reset_context(device);
 }
 
 struct FakecudaStatistics {

@@ -62,7 +62,7 @@ class Machine {
   void make_context(int device, const char* call);
   bool has_context(int device) const { return has_context_.at(static_cast<size_t>(device)); }
   std::vector<int> contexts() const;
-  void forget_contexts() { has_context_.assign(has_context_.size(), false); }
+  void reset_context(int device) { has_context_.at(static_cast<size_t>(device)) = false; }
 
   // ---- streams and events
   // A handle as CUDA's API has it: 0, 1 and 2 name a default stream. Null where there is no such stream.
