@@ -1,7 +1,8 @@
 """Python ends at ``bind/``: nothing below it sees a Python header, not even through another header.
 
 There are three native modules, and none includes from another. The simulated accelerator's ``runtime/`` does not even
-see torch. The module of ``rpc_ext`` is small: it has no folders, and each header with its source is a layer.
+see torch. The libraries of fakecuda see no Python, and only ``ops/`` sees torch; they use that runtime's race detector.
+The module of ``rpc_ext`` is small: it has no folders, and each header with its source is a layer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import NATIVE, ROOT, RPC_NATIVE, SIM, cpp_files, include_root, includes, rpc_files, sim_files
+from layout.tree import (
+    FAKECUDA,
+    NATIVE,
+    ROOT,
+    RPC_NATIVE,
+    SIM,
+    cpp_files,
+    fakecuda_files,
+    include_root,
+    includes,
+    rpc_files,
+    sim_files,
+)
 
 # Which folders a folder may include from, besides itself; in rpc_ext, which headers.
 LAYERS = {
     NATIVE: {"core": set(), "storage": {"core"}, "bind": {"core", "storage"}},
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
+    FAKECUDA: {
+        "machine": set(),
+        "cudart": {"machine"},
+        "driver": {"cudart", "machine"},
+        "control": {"cudart", "machine"},
+        "ops": {"machine"},
+        "nccl": {"machine"},
+    },
     RPC_NATIVE: {
         "counters": set(),
         "hmac": set(),
@@ -53,9 +74,9 @@ PYTHON_HEADER = re.compile(
 
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
 
-FILES = [*cpp_files(), *sim_files(), *rpc_files()]
+FILES = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
 CORE_AND_SIM = [*cpp_files("core", "storage"), *sim_files("runtime", "device", "ops")]
-BELOW_BIND = [*CORE_AND_SIM, *(f for f in rpc_files() if f.stem in RPC_WITHOUT_PYTHON)]
+BELOW_BIND = [*CORE_AND_SIM, *fakecuda_files(), *(f for f in rpc_files() if f.stem in RPC_WITHOUT_PYTHON)]
 
 # The files of ops/ that only register operators offer nothing to include, and neither does the one that makes a module.
 HAVE_HEADERS = [f for f in [*CORE_AND_SIM, *rpc_files()] if f.parent.name != "ops" and f.stem != "module"]
@@ -100,6 +121,12 @@ def test_no_python_header_below_bind(file: Path) -> None:
 def test_the_simulated_accelerators_runtime_knows_no_torch(file: Path) -> None:
     for header, by in reached(file).items():
         assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
+
+
+@pytest.mark.parametrize("file", [f for f in fakecuda_files() if f.parent.name != "ops"], ids=ids)
+def test_only_the_operators_of_fakecuda_know_torch(file: Path) -> None:
+    for header, by in reached(file).items():
+        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in ops/"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cudafuture"
 NATIVE = PACKAGE / "_C"
 SIM = PACKAGE / "testing" / "_sim"
+FAKECUDA = PACKAGE / "testing" / "_fakecuda"
 RPC = ROOT / "rpc_ext"
 RPC_NATIVE = RPC / "_C"
 
@@ -32,6 +33,11 @@ def sim_files(*folders: str) -> list[Path]:
     return _cpp_files(SIM, folders)
 
 
+def fakecuda_files() -> list[Path]:
+    """Return the C++ files of cudafuture/testing/_fakecuda."""
+    return _cpp_files(FAKECUDA, ())
+
+
 def rpc_files() -> list[Path]:
     """Return the C++ files of rpc_ext/_C."""
     return _cpp_files(RPC_NATIVE, ())
@@ -39,7 +45,7 @@ def rpc_files() -> list[Path]:
 
 def include_root(file: Path) -> Path:
     """Return the folder that a C++ file's own headers are named from: each native module has one."""
-    return next((root for root in (SIM, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
+    return next((root for root in (SIM, FAKECUDA, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
 
 
 def _cpp_files(root: Path, folders: tuple[str, ...]) -> list[Path]:

@@ -1,8 +1,8 @@
 """CUDA devices without a GPU: torch's CUDA build runs on a replacement of the CUDA runtime.
 
-torch's own CUDA code runs: streams, guards, caching allocators, contexts, captures, sticky errors, and with the fake
-NCCL, ``ProcessGroupNCCL``. Only what lies below it is replaced. Devices are memory of the host, streams are queues, and
-CUDA kernels are replaced by torch's kernels for the host, run at their place in the stream. Start a program on it with::
+torch's own CUDA code runs: streams, guards, caching allocators, contexts, captures, sticky errors, and over a fake NCCL
+``ProcessGroupNCCL``. Devices are memory of the host, streams are queues, and torch's kernels for the host run at the
+place of CUDA's kernels in the stream. Start a program on it with::
 
     python -m cudafuture.testing.fakecuda --schedule jitter --seed 3 -- pytest tests
 
@@ -14,9 +14,9 @@ schedule    when an operation runs that no host thread waits for
 ``eager``   at once
 ==========  =========================================================================================================
 
-What does not exist: kernels that are not torch's operators (Triton, cuBLAS handles, custom kernels) are skipped and
-counted; the driver's behaviour is modelled after its documentation; time means nothing. A test that fails here has found
-a bug. A test that passes here can still fail on a GPU.
+Kernels that are not torch's operators (Triton, custom kernels) are skipped and counted. The driver's behaviour is
+modelled after its documentation, and times mean nothing. A test that fails here has found a bug. A test that passes
+here can still fail on a GPU.
 """
 
 from cudafuture.testing.fakecuda._build import BuildError, build

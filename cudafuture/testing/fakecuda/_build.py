@@ -115,7 +115,7 @@ class _Build:
         self._flags += [f"-I{torch.cuda / 'include'}", f"-I{torch.nccl / 'include'}"]
 
     def run(self) -> None:
-        print(f"building the fake CUDA libraries for torch {self._torch.version}, once", file=sys.stderr)
+        sys.stderr.write(f"fakecuda: building its libraries for torch {self._torch.version}, once\n")
         with ThreadPoolExecutor() as pool:
             ops = pool.submit(self._compile, "ops", self._sources("ops"), self._torch_flags())
             self._build_runtime()

@@ -13,7 +13,18 @@ import torch
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
 
-__all__ = ["Hold", "Statistics", "contexts", "fail", "fail_allocations", "hold", "release", "reset_context", "skipped_kernels", "statistics"]
+__all__ = [
+    "Hold",
+    "Statistics",
+    "contexts",
+    "fail",
+    "fail_allocations",
+    "hold",
+    "release",
+    "reset_context",
+    "skipped_kernels",
+    "statistics",
+]
 
 ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
 
@@ -141,7 +152,7 @@ def statistics() -> Statistics:
     """
     found = _library.Statistics()
     library().fakecuda_statistics(ctypes.byref(found))
-    counts = {name: int(getattr(found, name)) for name, _ in found._fields_[:-1]}
+    counts = {field[0]: int(getattr(found, field[0])) for field in found._fields_[:-1]}
     return Statistics(**counts, contexts=tuple(d for d in range(64) if found.contexts >> d & 1))
 
 
@@ -172,7 +183,7 @@ def reset_context(device: int) -> None:
 def skipped_kernels() -> dict[str, int]:
     """Return the names of kernels that were launched and not run, and how often.
 
-    Their results are whatever memory held before, so a test whose operators are listed here proves nothing about values.
+    Their results are whatever the memory held before: a test that launches such a kernel proves nothing about values.
 
     >>> fakecuda.skipped_kernels()
     {}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from cudafuture.testing.fakecuda._library import library, text
-from cudafuture.testing.sim._report import RaceError, Report, Site, of_the_test
+from cudafuture.testing.sim import RaceError, Report, Site
 
 __all__ = ["detect_races", "races"]
 
@@ -26,7 +26,7 @@ def races() -> list[Report]:
     ['race']
     """
     if not library().fakecuda_detects_races():
-        raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races -- ...")
+        raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races")
     return [_report(each) for each in text("fakecuda_take_races").split("\x1d") if each]
 
 
@@ -53,5 +53,5 @@ def _report(fields: str) -> Report:
     found: dict[str, Site] = {}
     for site in filter(None, sites):
         side, operation, stack = site.split("\x1f")
-        found[side] = Site(operation, of_the_test(stack.splitlines()))
+        found[side] = Site.of(operation, stack)
     return Report(kind, summary, found.get("earlier"), found.get("later"))

@@ -19,6 +19,17 @@ class Site:
     operation: str
     stack: tuple[str, ...]
 
+    @classmethod
+    def of(cls, operation: str, stack: str) -> Site:
+        """Return the site of an operation and the lines of a stack, without those with which pytest calls a test.
+
+        >>> sim.Site.of("copy", "train.py:7 in step").stack
+        ('train.py:7 in step',)
+        """
+        frames = stack.splitlines()
+        runners = [i for i, frame in enumerate(frames) if "/_pytest/" in frame or "/pluggy/" in frame]
+        return cls(operation, tuple(frames[runners[-1] + 1 :] if runners else frames))
+
     def __str__(self) -> str:
         return "\n".join([self.operation, *(f"  {line}" for line in self.stack)])
 
@@ -98,10 +109,4 @@ def detect_races() -> Iterator[None]:
 
 
 def _site(parts: tuple[str, str] | None) -> Site | None:
-    return None if parts is None else Site(parts[0], of_the_test(parts[1].splitlines()))
-
-
-def of_the_test(stack: list[str]) -> tuple[str, ...]:
-    """Leave out how pytest came to call the test."""
-    runners = [i for i, frame in enumerate(stack) if "/_pytest/" in frame or "/pluggy/" in frame]
-    return tuple(stack[runners[-1] + 1 :] if runners else stack)
+    return None if parts is None else Site.of(*parts)

@@ -96,7 +96,7 @@ void fakecuda_statistics(FakecudaStatistics* out) {
   const Call call(__func__);
   const Machine& machine = call.machine;
   const Counters& counters = machine.counters;
-  *out = {counters.kernels_run,     counters.kernels_skipped, counters.copies,         counters.events_created,
+  *out = {counters.kernels_run,   counters.kernels_skipped, counters.copies,         counters.events_created,
           machine.events_alive(), counters.streams_created, machine.memory.pinned(), 0};
   for (const int device : machine.contexts()) out->contexts |= uint64_t{1} << device;
 }

@@ -40,7 +40,7 @@ uint64_t this_thread();
 }  // namespace fakecuda
 
 // Returns from the calling function with an error, if there is one.
-#define FAKECUDA_RETURN_IF(expression)                                    \
+#define FAKECUDA_RETURN_IF(expression)                                  \
   if (const cudaError_t failed = (expression); failed != cudaSuccess) { \
-    return failed;                                                        \
+    return failed;                                                      \
   }

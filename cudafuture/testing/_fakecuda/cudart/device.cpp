@@ -13,10 +13,10 @@ constexpr int kMultiprocessors = 4;
 constexpr int kThreadsPerBlock = 1024;
 constexpr int kThreadsPerMultiprocessor = 2048;
 constexpr int kRegisters = 65536;
-constexpr int kSharedMemory = 49152;          // bytes for each block
-constexpr int kOptInSharedMemory = 232448;    // bytes for each block that asks for more
-constexpr int kClockKilohertz = 1000000;      // torch.cuda._sleep counts cycles: a cycle is a nanosecond
-constexpr int kGreatestPriority = -5;         // as on every current device
+constexpr int kSharedMemory = 49152;        // bytes for each block
+constexpr int kOptInSharedMemory = 232448;  // bytes for each block that asks for more
+constexpr int kClockKilohertz = 1000000;    // torch.cuda._sleep counts cycles: a cycle is a nanosecond
+constexpr int kGreatestPriority = -5;       // as on every current device
 
 bool is_device(int device) { return device >= 0 && device < Machine::get().device_count(); }
 

@@ -56,15 +56,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   Call call(__func__);
   const Stream* const stream = call.stream(handle);
   if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
-  *status = stream->capture == nullptr       ? cudaStreamCaptureStatusNone
+  *status = stream->capture == nullptr     ? cudaStreamCaptureStatusNone
             : stream->capture->invalidated ? cudaStreamCaptureStatusInvalidated
-                                             : cudaStreamCaptureStatusActive;
+                                           : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t* graph, const cudaGraphNode_t** nodes,
-                                     const cudaGraphEdgeData** edges, size_t* count) {
+                                     cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* count) {
   FAKECUDA_RETURN_IF(cudaStreamIsCapturing(handle, status));
   Call call(__func__);
   const Stream* const stream = call.stream(handle);

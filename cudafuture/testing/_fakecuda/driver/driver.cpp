@@ -158,7 +158,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
     const char* name;
     void* function;
   };
-#define ENTRY(function) {#function, reinterpret_cast<void*>(&function)}
+#define ENTRY(function)                           \
+  {                                               \
+    #function, reinterpret_cast<void*>(&function) \
+  }
   static const Entry entries[] = {
       ENTRY(cuCtxGetCurrent),
       ENTRY(cuCtxSetCurrent),

@@ -7,7 +7,7 @@ using namespace fakecuda;
 namespace {
 
 constexpr size_t kGranularity = size_t{2} << 20;  // bytes, as on current devices
-constexpr int kLocationId = 3;                    // in CUmemAllocationProp: type, handle types, location type, location id
+constexpr int kLocationId = 3;  // in CUmemAllocationProp: type, handle types, location type, location id
 
 }  // namespace
 

@@ -12,10 +12,10 @@ namespace fakecuda {
 
 struct Capture {
   uint64_t id = 0;
-  int mode = 0;                 // a cudaStreamCaptureMode
-  uint64_t thread = 0;          // that began it
-  Stream* origin = nullptr;     // where it began, and must end
-  bool invalidated = false;     // by a call that CUDA forbids; the end of the capture fails
+  int mode = 0;                  // a cudaStreamCaptureMode
+  uint64_t thread = 0;           // that began it
+  Stream* origin = nullptr;      // where it began, and must end
+  bool invalidated = false;      // by a call that CUDA forbids; the end of the capture fails
   std::vector<Operation> nodes;  // in an order in which a graph may run them
 
   // How many steps each stream of the capture has taken, and how many of each other one come before its last one.

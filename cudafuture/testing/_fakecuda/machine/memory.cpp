@@ -12,13 +12,14 @@ namespace fakecuda {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr int kPoison = 0xFF;                      // NaN in every floating-point type
+constexpr int kPoison = 0xFF;                     // NaN in every floating-point type
 constexpr size_t kMostPoison = size_t{64} << 20;  // bytes: poison takes memory of the host
 
 size_t round_up(size_t size) { return (size + kPage - 1) / kPage * kPage; }
 
 char* map_pages(char* at, size_t size, int access, int file) {
-  const int flags = (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED) | (at != nullptr ? MAP_FIXED : 0);
+  const int flags =
+      (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED) | (at != nullptr ? MAP_FIXED : 0);
   void* const p = mmap(at, size, access, flags, file, 0);
   return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
 }
@@ -124,7 +125,8 @@ char* Memory::reserve(size_t size, int device) {
 
 bool Memory::free_reserved(char* base, size_t size) {
   const auto found = blocks_.find(base);
-  if (found == blocks_.end() || found->second.kind != Block::Kind::kReserved || found->second.size != size) return false;
+  if (found == blocks_.end() || found->second.kind != Block::Kind::kReserved || found->second.size != size)
+    return false;
   const Block block = found->second;
   release(block);
   return true;

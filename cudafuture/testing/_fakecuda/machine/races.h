@@ -22,7 +22,9 @@ class Races {
   // without the machine's.
   using MakeSite = sim::SitePtr (*)(const char* operation);
   MakeSite make_site = nullptr;
-  sim::SitePtr here(const char* operation) const { return enabled && make_site != nullptr ? make_site(operation) : nullptr; }
+  sim::SitePtr here(const char* operation) const {
+    return enabled && make_site != nullptr ? make_site(operation) : nullptr;
+  }
 
   sim::Agent add_agent(std::string name);
   void enqueue(Stream& stream, const std::vector<Access>& accesses, const sim::SitePtr& site);

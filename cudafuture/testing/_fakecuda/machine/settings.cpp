@@ -22,8 +22,8 @@ double number(const char* name, const char* otherwise, double least, double most
   char* end = nullptr;
   const double found = strtod(value.c_str(), &end);
   if (*end == 0 && found >= least && found <= most) return found;
-  const std::string expected = "a number from " + std::to_string(static_cast<long>(least)) + " to " +
-                               std::to_string(static_cast<long>(most));
+  const std::string expected =
+      "a number from " + std::to_string(static_cast<long>(least)) + " to " + std::to_string(static_cast<long>(most));
   refuse(name, value, expected.c_str());
 }
 

@@ -23,9 +23,9 @@ struct Capture;
 struct Recording {
   Stream* stream = nullptr;
   uint64_t position = 0;
-  Clock::time_point time{};                          // when it was reached; for timed events
-  std::shared_ptr<const sim::VectorClock> clock;     // null without race detection
-  std::shared_ptr<Capture> capture;                  // recorded inside this capture
+  Clock::time_point time{};                           // when it was reached; for timed events
+  std::shared_ptr<const sim::VectorClock> clock;      // null without race detection
+  std::shared_ptr<Capture> capture;                   // recorded inside this capture
   std::vector<std::pair<Stream*, uint64_t>> follows;  // in a capture: what of each stream comes before
   bool reached() const;
 };

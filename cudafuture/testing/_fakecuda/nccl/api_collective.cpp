@@ -1,6 +1,6 @@
 // The exported collectives and point-to-point operations.
-#include "error.h"
-#include "group.h"
+#include "nccl/error.h"
+#include "nccl/group.h"
 
 using namespace fakenccl;
 

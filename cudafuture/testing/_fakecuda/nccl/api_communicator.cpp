@@ -2,9 +2,9 @@
 #include <cuda_runtime_api.h>
 #include <string.h>
 
-#include "creation.h"
-#include "error.h"
-#include "group.h"
+#include "nccl/creation.h"
+#include "nccl/error.h"
+#include "nccl/group.h"
 
 using namespace fakenccl;
 

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "operation.h"
+#include "nccl/operation.h"
 
 namespace fakenccl {
 namespace {

@@ -1,4 +1,4 @@
-#include "communicator.h"
+#include "nccl/communicator.h"
 
 #include <cuda_runtime_api.h>
 #include <time.h>
@@ -8,9 +8,9 @@
 #include <thread>
 #include <unordered_set>
 
-#include "../machine/launch.h"
-#include "error.h"
-#include "process.h"
+#include "machine/launch.h"
+#include "nccl/error.h"
+#include "nccl/process.h"
 
 using namespace fakenccl;
 

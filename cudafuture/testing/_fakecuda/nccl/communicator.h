@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "datatype.h"
-#include "declarations.h"
-#include "segment.h"
+#include "nccl/datatype.h"
+#include "nccl/declarations.h"
+#include "nccl/segment.h"
 
 // The object behind an ncclComm_t. It is never freed, so that the use of a destroyed or aborted communicator is an
 // error and no crash.

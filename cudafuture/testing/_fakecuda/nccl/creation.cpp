@@ -1,4 +1,4 @@
-#include "creation.h"
+#include "nccl/creation.h"
 
 #include <cuda_runtime_api.h>
 #include <errno.h>
@@ -9,9 +9,9 @@
 
 #include <algorithm>
 
-#include "../machine/launch.h"
-#include "error.h"
-#include "group.h"
+#include "machine/launch.h"
+#include "nccl/error.h"
+#include "nccl/group.h"
 
 namespace fakenccl {
 namespace {

@@ -1,7 +1,7 @@
 // The ways to make communicators: from a unique id, and from another communicator.
 #pragma once
 
-#include "communicator.h"
+#include "nccl/communicator.h"
 
 namespace fakenccl {
 

@@ -1,10 +1,10 @@
-#include "datatype.h"
+#include "nccl/datatype.h"
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
-#include "narrow_float.h"
+#include "nccl/narrow_float.h"
 
 namespace fakenccl {
 namespace {

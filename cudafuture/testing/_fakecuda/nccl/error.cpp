@@ -1,4 +1,4 @@
-#include "error.h"
+#include "nccl/error.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "declarations.h"
+#include "nccl/declarations.h"
 
 namespace fakenccl {
 

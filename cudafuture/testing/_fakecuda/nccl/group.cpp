@@ -1,9 +1,9 @@
-#include "group.h"
+#include "nccl/group.h"
 
 #include <thread>
 
-#include "error.h"
-#include "kernel.h"
+#include "nccl/error.h"
+#include "nccl/kernel.h"
 
 namespace fakenccl {
 namespace {

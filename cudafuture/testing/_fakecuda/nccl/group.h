@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "operation.h"
+#include "nccl/operation.h"
 
 namespace fakenccl {
 

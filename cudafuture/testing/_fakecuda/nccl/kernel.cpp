@@ -1,8 +1,8 @@
-#include "kernel.h"
+#include "nccl/kernel.h"
 
 #include <set>
 
-#include "residency.h"
+#include "nccl/residency.h"
 
 namespace fakenccl {
 

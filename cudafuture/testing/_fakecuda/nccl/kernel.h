@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "operation.h"
+#include "nccl/operation.h"
 
 namespace fakenccl {
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "operation.h"
+#include "nccl/operation.h"
 
 namespace fakenccl {
 namespace {

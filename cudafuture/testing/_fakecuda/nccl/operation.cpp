@@ -1,4 +1,4 @@
-#include "operation.h"
+#include "nccl/operation.h"
 
 namespace fakenccl {
 namespace {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../machine/launch.h"
-#include "communicator.h"
+#include "machine/launch.h"
+#include "nccl/communicator.h"
 
 namespace fakenccl {
 

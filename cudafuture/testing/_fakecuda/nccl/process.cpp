@@ -1,4 +1,4 @@
-#include "process.h"
+#include "nccl/process.h"
 
 #include <errno.h>
 #include <poll.h>

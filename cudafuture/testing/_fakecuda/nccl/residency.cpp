@@ -1,4 +1,4 @@
-#include "residency.h"
+#include "nccl/residency.h"
 
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-#include "segment.h"
+#include "nccl/segment.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "error.h"
-#include "process.h"
+#include "nccl/error.h"
+#include "nccl/process.h"
 
 namespace fakenccl {
 namespace {

@@ -12,7 +12,7 @@
 #include <memory>
 #include <string>
 
-#include "declarations.h"
+#include "nccl/declarations.h"
 
 namespace fakenccl {
 

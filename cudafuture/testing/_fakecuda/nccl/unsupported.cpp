@@ -1,7 +1,7 @@
-#include "unsupported.h"
+#include "nccl/unsupported.h"
 
-#include "error.h"
-#include "group.h"
+#include "nccl/error.h"
+#include "nccl/group.h"
 
 extern "C" int fakenccl_unsupported(const char* function) {
   return fakenccl::note(fakenccl::fail(

@@ -79,7 +79,7 @@ Inference::Inference(const c10::OperatorHandle& op, const std::vector<IValue>& a
     succeeded = true;
   } catch (const c10::NotImplementedError&) {
   } catch (const c10::Error&) {
-    throw;  // the arguments are wrong
+    throw;                           // the arguments are wrong
   } catch (const std::exception&) {  // of a kernel in Python: the results depend on the data
   }
 }

@@ -70,7 +70,8 @@ int redirect_all() {
   remember_thread_state();
   NoWarnings no_warnings;  // torch warns of each kernel that is replaced
   const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
-  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static auto* const library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   int redirected = 0;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!is_to_be_redirected(name)) continue;
