@@ -44,7 +44,7 @@ Kernel::Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& ar
 at::Tensor Kernel::to_placeholder(const at::Tensor& tensor, bool writes) {
   if (!tensor.is_cuda()) {
     at::Tensor copy = tensor.clone();
-    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
     return copy;
   }
   at::Tensor placeholder = at::detail::empty_meta({0}, at::kByte);
