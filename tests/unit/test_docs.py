@@ -274,7 +274,11 @@ def names_for(name: str) -> dict[str, Any]:
     return dict(getattr(function, "__globals__", {}))
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in OF_TWO])
+# Examples that need fake devices of CUDA: tests/fakecuda runs them.
+OF_FAKECUDA = {name for name in WITH_EXAMPLES if name.startswith("cudafuture.testing.fakecuda.")}
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in OF_TWO | OF_FAKECUDA])
 def test_the_examples_of_a_docstring_run(name: str, group: None, rpc: Callable[[], object]) -> None:
     if name.startswith("rpc_ext.") and name.rpartition(".")[2] not in WITHOUT_A_SESSION:
         rpc()

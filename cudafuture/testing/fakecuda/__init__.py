@@ -6,6 +6,8 @@ place of CUDA's kernels in the stream. Start a program on it with::
 
     python -m cudafuture.testing.fakecuda --schedule jitter --seed 3 -- pytest tests
 
+A ``Schedule`` is one of these words:
+
 ==========  =========================================================================================================
 schedule    when an operation runs that no host thread waits for
 ==========  =========================================================================================================

@@ -72,6 +72,9 @@ def build(cache: Path | None = None) -> Path:
 
     Raises:
         BuildError: torch or a compiler is missing, or the compiler failed.
+
+    >>> (fakecuda.build() / "libcudart.so.13").exists()
+    True
     """
     torch = installed_torch()
     compiler = shutil.which(os.environ.get("CXX", "g++"))

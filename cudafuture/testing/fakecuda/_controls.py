@@ -100,7 +100,7 @@ def fail(error: str = "illegal address", stream: torch.Stream | None = None) -> 
     >>> torch.cuda.synchronize()
     Traceback (most recent call last):
         ...
-    torch.AcceleratorError: CUDA error: device-side assert triggered
+    torch.AcceleratorError: CUDA error: device-side assert triggered ...
     """
     if error not in ERRORS:
         raise ValueError(f"{error!r} is none of the errors that a kernel can fail with: {', '.join(ERRORS)}")

@@ -27,7 +27,7 @@ def environment(
     verbose: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return environment variables for a process that shall run on fake CUDA devices.
+    r"""Return environment variables for a process that shall run on fake CUDA devices.
 
     The first call for a torch builds the libraries, which takes about a minute, and keeps them in the user's cache.
 
@@ -47,7 +47,8 @@ def environment(
         ValueError: the number of devices, the seed or the memory is out of range.
 
     >>> variables = fakecuda.environment(schedule="jitter", seed=3)
-    >>> subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], env=variables)
+    >>> subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], env=variables)
+    b'2\n'
     """
     if REAL_DRIVER.exists():
         raise RuntimeError(f"{REAL_DRIVER} exists, so this machine has a CUDA driver; run on the real devices instead")

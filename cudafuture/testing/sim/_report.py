@@ -21,11 +21,7 @@ class Site:
 
     @classmethod
     def of(cls, operation: str, stack: str) -> Site:
-        """Return the site of an operation and the lines of a stack, without those with which pytest calls a test.
-
-        >>> sim.Site.of("copy", "train.py:7 in step").stack
-        ('train.py:7 in step',)
-        """
+        """Return the site of an operation and the lines of a stack, without those with which pytest calls a test."""
         frames = stack.splitlines()
         runners = [i for i, frame in enumerate(frames) if "/_pytest/" in frame or "/pluggy/" in frame]
         return cls(operation, tuple(frames[runners[-1] + 1 :] if runners else frames))

@@ -1,0 +1,41 @@
+"""Fixtures of the tests of the fake CUDA devices, which run on them: ``make test-cuda``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+from cudafuture.testing import fakecuda
+
+IMPORTS = """
+import ctypes
+import pytest
+import torch
+from cudafuture import CUDAFuture
+from cudafuture.testing import fakecuda
+"""
+
+
+@pytest.fixture(autouse=True)
+def _needs_fakecuda() -> None:
+    if not fakecuda.is_active():
+        pytest.skip("this process has no fake devices; run: python -m cudafuture.testing.fakecuda -- pytest")
+
+
+@pytest.fixture
+def alone() -> Callable[..., str]:
+    """Return a function that runs a program in a process of its own, which must succeed, and returns its output."""
+
+    def run(program: str, **variables: str) -> str:
+        command = [sys.executable, "-c", IMPORTS + textwrap.dedent(program)]
+        environment = os.environ | variables
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,246 @@
+"""Controls and counters of the fake devices, and the rules of CUDA that they follow."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from cudafuture.testing import fakecuda
+from soak import soak_count
+
+SECONDS = 60.0  # much more than anything takes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held_afterwards() -> Iterator[None]:
+    yield
+    fakecuda.release()
+    torch.cuda.synchronize()
+
+
+def test_work_behind_a_hold_is_pending_until_it_opens() -> None:
+    x = torch.zeros(4, device="cuda")
+    with fakecuda.hold():
+        x.fill_(1.0)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query()
+        assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert done.query()
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_hold_stops_one_stream_and_what_waits_for_it() -> None:
+    held, other, third = (torch.cuda.Stream() for _ in range(3))
+    x = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    with fakecuda.hold(held):
+        third.wait_stream(held)
+        with torch.cuda.stream(other):
+            y = x + 1
+        other.synchronize()
+        with torch.cuda.stream(third):
+            x.add_(1)
+        assert y.tolist() == [1.0] * 4
+        assert not third.query()
+    third.synchronize()
+
+
+def test_a_thread_that_synchronises_with_a_held_stream_goes_on_when_it_opens() -> None:
+    held = fakecuda.hold()
+    x = torch.ones(4, device="cuda")
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.append(x.sum().item()))
+    thread.start()
+    held.open()
+    thread.join(SECONDS)
+    assert seen == [4.0]
+
+
+def test_a_hold_that_is_dropped_opens() -> None:
+    fakecuda.hold()
+    torch.cuda.current_stream().synchronize()
+
+
+def test_counters_count() -> None:
+    torch.cuda.synchronize()
+    before = fakecuda.statistics()
+    event = torch.cuda.Event()
+    x = torch.ones(4, device="cuda") + 1
+    event.record()
+    x.cpu()
+    after = fakecuda.statistics()
+    assert after.kernels_run - before.kernels_run == 2
+    assert after.kernels_skipped == before.kernels_skipped
+    assert after.copies - before.copies == 1
+    assert after.events_created - before.events_created == 1
+    assert after.events_alive - before.events_alive == 1
+    del event
+    assert fakecuda.statistics().events_alive == before.events_alive
+
+
+def test_pinned_bytes_are_those_of_pinned_memory(alone: Callable[..., str]) -> None:
+    alone("""
+    before = fakecuda.statistics().pinned_bytes
+    x = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    assert fakecuda.statistics().pinned_bytes - before == 1 << 20
+    """)
+
+
+def test_a_kernel_that_is_no_operator_of_torch_is_skipped_and_named(alone: Callable[..., str]) -> None:
+    alone("""
+    sparse = torch.eye(3).to_sparse().cuda()
+    sparse.to_dense()
+    assert fakecuda.statistics().kernels_skipped > 0
+    assert any("sparse" in name for name in fakecuda.skipped_kernels()), fakecuda.skipped_kernels()
+    """)
+
+
+def test_selecting_a_device_makes_its_context(alone: Callable[..., str]) -> None:
+    alone("""
+    assert fakecuda.contexts() == ()
+    torch.cuda.set_device(1)
+    assert fakecuda.contexts() == (1,)
+    fakecuda.reset_context(1)
+    assert fakecuda.contexts() == ()
+    """)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("assert", "device-side assert triggered"),
+        ("illegal address", "an illegal memory access was encountered"),
+        ("launch failure", "unspecified launch failure"),
+    ],
+)
+def test_an_injected_error_is_sticky(alone: Callable[..., str], error: str, message: str) -> None:
+    alone(f"""
+    x = torch.ones(4, device="cuda")
+    fakecuda.fail({error!r})
+    for call in (torch.cuda.synchronize, x.sum, lambda: torch.empty(1 << 24, device="cuda:1")):
+        with pytest.raises(RuntimeError, match={message!r}):
+            call()
+            torch.cuda.synchronize()
+    """)
+
+
+def test_an_unknown_error_is_refused() -> None:
+    with pytest.raises(ValueError, match="'flood' is none of the errors that a kernel can fail with: illegal address"):
+        fakecuda.fail("flood")
+
+
+def test_allocations_fail_as_often_as_a_test_says(alone: Callable[..., str]) -> None:
+    alone("""
+    torch.ones(1, device="cuda")
+    fakecuda.fail_allocations(2)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 26, device="cuda")
+    assert torch.empty(1 << 26, device="cuda").numel() == 1 << 26
+    """)
+
+
+def test_more_memory_than_a_device_has_is_refused(alone: Callable[..., str]) -> None:
+    alone("""
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    """)
+
+
+def test_fresh_memory_is_poisoned(alone: Callable[..., str]) -> None:
+    alone("assert torch.empty(64, device='cuda').isnan().all().item()")
+
+
+def test_the_host_cannot_read_device_memory(alone: Callable[..., str]) -> None:
+    alone("""
+    import subprocess, sys, signal
+    program = "import ctypes, torch; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGSEGV
+    """)
+
+
+def test_a_kernel_is_not_launched_on_a_stream_of_another_device() -> None:
+    class Dimensions(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_uint) for name in ("x", "y", "z")]
+
+    runtime, one = ctypes.CDLL(None), Dimensions(1, 1, 1)
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.device(0):
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        error = runtime.cudaLaunchKernel(None, one, one, None, ctypes.c_size_t(0), handle)
+    assert error == 400  # cudaErrorInvalidResourceHandle
+    runtime.cudaGetLastError()
+
+
+def test_an_event_is_recorded_on_its_own_device_alone() -> None:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream("cuda:0"))
+    with pytest.raises(RuntimeError, match="invalid resource handle|device"):
+        event.record(torch.cuda.current_stream("cuda:1"))
+
+
+def test_the_legacy_default_stream_waits_for_blocking_streams() -> None:
+    """CUDA runtime API, "Stream synchronization behavior"."""
+    runtime, handle = ctypes.CDLL(None), ctypes.c_void_p()
+    x = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    assert runtime.cudaStreamCreate(ctypes.byref(handle)) == 0
+    blocking = torch.cuda.ExternalStream(handle.value)
+    with fakecuda.hold(blocking):
+        x.add_(1)  # on the default stream
+        assert not torch.cuda.default_stream().query()
+    torch.cuda.synchronize()
+    assert runtime.cudaStreamDestroy(handle) == 0
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_host_function_that_blocks_holds_up_its_own_stream_alone() -> None:
+    runtime, opened = ctypes.CDLL(None), threading.Event()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: opened.wait(SECONDS) and None)
+    blocked, free = torch.cuda.Stream(), torch.cuda.Stream()
+    assert runtime.cudaLaunchHostFunc(ctypes.c_void_p(blocked.cuda_stream), function, None) == 0
+    with torch.cuda.stream(free):
+        x = torch.ones(4, device="cuda")
+    free.synchronize()
+    assert not blocked.query()
+    opened.set()
+    blocked.synchronize()
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_stream_that_joins_a_capture_and_is_not_joined_back_ends_it_with_an_error() -> None:
+    side = torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="unjoined work"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        side.wait_stream(torch.cuda.current_stream())
+
+
+def test_after_fork_cuda_is_refused(alone: Callable[..., str]) -> None:
+    alone("""
+    import os
+    torch.ones(1, device="cuda")
+    child = os.fork()
+    if child == 0:
+        error = ctypes.CDLL(None).cudaDeviceSynchronize()
+        os._exit(error)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3  # cudaErrorInitializationError
+    """)
+
+
+@pytest.mark.soak
+def test_a_process_ends_with_work_queued(alone: Callable[..., str]) -> None:
+    for _ in range(soak_count(50)):
+        alone("""
+        torch.cuda._sleep(1_000_000_000)
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        held = fakecuda.hold(streams[0])
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                x = torch.ones(1 << 16, device="cuda").mul_(2)
+                future = CUDAFuture.completed(x)
+                child = future.then(lambda f: f.value(), non_blocking=False)
+        """)
