@@ -6,354 +6,34 @@ not enough that the test fails: the simulated accelerator has to find the reason
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
-import cudafuture
 from cudafuture import _C
 from cudafuture.testing import sim
-from device import (
-    test_combinators,
-    test_completion,
-    test_copy,
-    test_events,
-    test_failures,
-    test_guards,
-    test_lifetime,
-    test_scopes,
-    test_staging,
-    test_storage,
-    test_then,
-    test_torch_futures,
-    test_wait,
-)
 from device.harness import Simulated
-
-OURS = (Path(__file__).resolve().parents[1] / "device", Path(cudafuture.__file__).parent)
-FRAME = re.compile(r"\s*(?P<file>.+):(?P<line>\d+) in ")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A test that notices that its edge is missing.
-
-    ``earlier`` and ``later`` are what the source lines of the two sides say, each somewhere in its stack. A wrong
-    device has one side.
-    """
-
-    test: Callable[..., None]
-    kind: str
-    earlier: str | None
-    later: str | None
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-def race(test: Callable[..., None], earlier: str | None, later: str | None, **arguments: Any) -> Scenario:
-    return Scenario(test, "race", earlier, later, arguments)
-
-
-def host_race(test: Callable[..., None], earlier: str, later: str, **arguments: Any) -> Scenario:
-    return Scenario(test, "host_race", earlier, later, arguments)
-
-
-def reuse(test: Callable[..., None], earlier: str, later: str = "device.produce(-1.0)", **arguments: Any) -> Scenario:
-    return Scenario(test, "reuse", earlier, later, arguments)
-
-
-def wrong_data(test: Callable[..., None], **arguments: Any) -> Scenario:
-    """Of what a disk does: no accelerator sees it. The schedule that runs as late as it may makes it show each time."""
-    return Scenario(test, "wrong_data", None, None, arguments)
-
-
-def wrong_device(test: Callable[..., None], later: str) -> Scenario:
-    return Scenario(test, "wrong_device", None, later)
-
-
-READ = "device.read(x) == 3.0"  # in the tests of failures
-PRODUCE = "device.produce(value)"
-GATHERED = "[device.completed(float(i)) for i in range(parts)]"
-STORED = "copy_between(tensor, host)"
-OVERWRITTEN = "others = [accelerator.empty().fill_(9.0)"
-
-SCENARIOS: dict[str, Scenario] = {
-    # events that are recorded, or kept, when a future is done
-    "result.record": race(
-        test_wait.test_the_current_stream_is_ordered_after_the_value,
-        "device.completed(2.0)",
-        "device.read(future.wait(non_blocking=True))",
-        consumer=0,
-    ),
-    "result.stream": race(
-        test_completion.test_a_stream_that_is_named_is_where_the_work_is,
-        "x = accelerator.produce(2.0)",
-        "accelerator.read(future.wait(non_blocking=True))",
-        priority=0,
-    ),
-    "result.tensors": reuse(test_lifetime.test_tensors_that_cannot_be_found_are_named, "lambda x=x: x * 3"),
-    "failure.record": race(test_failures.test_who_catches_the_failure_is_ordered_after_the_work, PRODUCE, READ),
-    "then.record": race(
-        test_then.test_a_callback_is_ordered_after_the_value_and_before_who_waits_for_it,
-        "return done.value() * 2",
-        "device.read(child.wait(non_blocking=True))",
-        priority=0,
-    ),
-    "then.failure_record": race(
-        test_failures.test_a_callback_that_raises_leaves_its_work_in_order, "x.copy_(done.value())", READ
-    ),
-    "then_async.events": race(
-        test_then.test_then_async_is_ordered_after_an_inner_future_that_is_done_later,
-        "inner.set_result(device.produce(2.0))",
-        "device.read(child.wait(non_blocking=True))",
-    ),
-    "then_async.failure_events": race(test_failures.test_then_async_keeps_the_order_of_a_failure, PRODUCE, READ),
-    "gather.events": race(
-        test_combinators.test_gather_is_ordered_after_every_part, GATHERED, "whole.wait(non_blocking=True)", parts=2
-    ),
-    "gather.failure_events": race(test_failures.test_gather_keeps_the_order_of_the_failure, PRODUCE, READ),
-    "gather.tensors": reuse(
-        test_lifetime.test_who_waits_for_all_tells_the_allocator_about_each, "whole.wait(non_blocking=True)[0].value()"
-    ),
-    "join.wait": race(
-        test_combinators.test_collect_all_is_ordered_after_every_part,
-        GATHERED,
-        "whole.wait(non_blocking=True)",
-        parts=2,
-    ),
-    "join.record": race(
-        test_combinators.test_gather_is_ordered_after_every_part, GATHERED, "whole.wait(non_blocking=True)", parts=9
-    ),
-    "any.events": race(
-        test_combinators.test_collect_any_is_ordered_after_the_one_that_was_first,
-        "futures[first].set_result(device.produce(5.0))",
-        "device.read(x)) == (first, 5.0)",
-        first=1,
-    ),
-    "any.failure_events": race(
-        test_failures.test_collect_any_keeps_the_order_of_all_failures, PRODUCE, "[device.read(x), device.read(y)]"
-    ),
-    "from_torch.record": race(
-        test_torch_futures.test_a_value_of_torch_is_ordered_here,
-        "source.set_result(device.produce(2.0))",
-        "device.read(future.wait(non_blocking=True))",
-    ),
-    "work.events": race(
-        test_torch_futures.test_a_work_written_in_python_is_followed_in_order,
-        "buffer.fill_(2.0)",
-        "device.read(known.wait(non_blocking=True))",
-    ),
-    "work.record": race(
-        test_torch_futures.test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value,
-        "source.set_result([device.produce(2.0)])",
-        "device.read(future.wait(non_blocking=True)[0])",
-    ),
-    # streams that wait
-    "wait.stream": race(
-        test_wait.test_each_stream_that_reads_waits_for_itself, "device.completed(2.0)", "device.read(future.wait("
-    ),
-    "wait.record_stream": reuse(
-        test_lifetime.test_three_streams_use_one_value, "future.wait(non_blocking=not blocking) * 3", blocking=False
-    ),
-    "then.stream": race(
-        test_then.test_a_callback_reads_the_value_on_its_own_stream,
-        "device.completed(3.0).then(",
-        "device.read(done.value())",
-    ),
-    "then.record_stream": reuse(
-        test_lifetime.test_a_callback_tells_the_allocator, "future.then(lambda done: done.value() * 3)"
-    ),
-    "to_torch.stream": race(
-        test_torch_futures.test_a_value_of_ours_is_ordered_in_torch,
-        "future.set_result(device.produce(2.0))",
-        "device.read(target.wait())",
-    ),
-    "event.wait": race(
-        test_events.test_a_stream_that_waits_for_the_event_may_read,
-        "accelerator.completed(4.0)",
-        "accelerator.read(future.value())",
-    ),
-    "event.to_torch_wait": race(
-        test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
-        "accelerator.completed(4.0)",
-        "accelerator.read(future.value())",
-    ),
-    "event.to_torch_record": race(
-        test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
-        "accelerator.completed(4.0)",
-        "accelerator.read(future.value())",
-    ),
-    # the host waits
-    "host.query": host_race(
-        test_wait.test_after_a_blocking_wait_the_host_may_read,
-        "host.copy_(x, non_blocking=True)",
-        "future.wait().sum()",
-    ),
-    "then.when_ready": host_race(
-        test_then.test_a_blocking_callback_may_read_on_the_host,
-        "host.copy_(x, non_blocking=True)",
-        "done.value().sum().item(), non_blocking=False",
-    ),
-    "event.synchronize": host_race(
-        test_events.test_synchronizing_with_an_event_lets_the_host_read,
-        "host.copy_(accelerator.produce(3.0), non_blocking=True)",
-        "host.sum().item()",
-    ),
-    # what is current
-    "scope.enter": race(
-        test_then.test_what_the_caller_enqueues_next_may_use_the_result,
-        "return done.value() * 2",
-        "device.read(kept[0])",
-    ),
-    "scope.leave": race(
-        test_scopes.test_work_after_the_scope_follows_work_before_it,
-        "x = accelerator.produce(1.0)",
-        "accelerator.read(x.add_(1))",
-    ),
-    "scope.device": wrong_device(
-        test_scopes.test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards, "event.synchronize()"
-    ),
-    "caller.device": wrong_device(
-        test_scopes.test_a_callback_runs_with_the_callers_device_current, "event.synchronize()"
-    ),
-    "guard.record": wrong_device(test_guards.test_completing_with_a_value_elsewhere, "future.set_result("),
-    "guard.block": wrong_device(
-        test_guards.test_a_stream_that_waits_for_what_is_elsewhere, "future.wait(non_blocking=True)"
-    ),
-    "guard.query": wrong_device(test_guards.test_asking_for_what_is_elsewhere, "future.ready()"),
-    "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_what_is_elsewhere, ".synchronize()"),
-    "guard.destroy": wrong_device(test_guards.test_more_events_elsewhere_than_are_kept_are_destroyed, "del futures"),
-    "guard.to_torch": wrong_device(test_guards.test_an_event_of_torch_for_what_is_elsewhere, ".to_torch_event()"),
-    # in storage: the engine's thread has no stack of Python
-    "storage.source_wait": race(
-        test_storage.test_a_write_takes_what_the_caller_has_enqueued, "x = accelerator.produce(3.0)", None, priority=0
-    ),
-    "storage.source_copied": wrong_data(test_storage.test_the_disk_gets_a_buffer_when_the_device_has_filled_it),
-    "storage.target_wait": race(
-        test_storage.test_a_read_follows_the_earlier_use_of_its_target, "x = accelerator.produce(1.0)", None
-    ),
-    "storage.target_record_stream": Scenario(
-        test_storage.test_the_target_may_be_dropped_when_the_read_is_done, "reuse", None, "fill_(9.0)"
-    ),
-    "storage.target_copied": wrong_data(test_storage.test_a_buffer_is_used_again_when_the_device_has_emptied_it),
-    "storage.read_record": race(test_storage.test_whoever_waits_is_ordered_after_the_read, None, "doubled = x * 2"),
-    "storage.failure_record": race(
-        test_storage.test_who_catches_a_failure_is_ordered_after_what_was_read, None, "x.fill_(3.0)"
-    ),
-    # in Python
-    "copy.source_wait": race(
-        test_copy.test_the_source_is_read_after_what_the_caller_has_enqueued,
-        "copy(accelerator.produce(3.0), ",
-        "copy(accelerator.produce(3.0), ",
-        target="here",
-    ),
-    "copy.source_record_stream": reuse(
-        test_copy.test_the_source_may_be_dropped_at_once, "copying = copy(x, ", OVERWRITTEN, target="there"
-    ),
-    "copy.target_wait": race(
-        test_copy.test_what_is_pinned_is_read_after_the_copies_into_it,
-        "pinned.copy_(x, non_blocking=True)",
-        "again = copy(pinned, ",
-    ),
-    "copy.done_record": race(
-        test_copy.test_whoever_waits_is_ordered_after_the_copy,
-        "copying = copy(source, ",
-        "accelerator.read(copying.wait(non_blocking=True))",
-    ),
-    "staging.out_wait": race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
-        "move(accelerator.produce(2.0), output)",
-        '"gather": lambda',
-        move=test_staging.MOVES["gather"],
-    ),
-    "staging.out_record_stream": reuse(
-        test_staging.test_the_tensors_may_be_dropped_at_once,
-        '"gather": lambda',
-        OVERWRITTEN,
-        move=test_staging.MOVES["gather"],
-    ),
-    "staging.out_done": host_race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
-        '"gather": lambda',
-        "return getattr(group, method)(*given, **keywords)",
-        move=test_staging.MOVES["gather"],
-    ),
-    "staging.in_wait": race(
-        test_staging.test_an_output_on_another_device_is_written_after_what_was_enqueued, "double = output * 2", STORED
-    ),
-    "staging.in_record_stream": reuse(
-        test_staging.test_the_tensors_may_be_dropped_at_once,
-        STORED,
-        "again = [accelerator.empty().fill_(7.0)",
-        move=test_staging.MOVES["gather"],
-    ),
-    "staging.in_record": race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
-        STORED,
-        "accelerator.read(output)",
-        move=test_staging.MOVES["gather"],
-    ),
-}
+from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
 
 
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:
-    """Give the collectives a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def cut(edge: str | None) -> Iterator[None]:
-    _C.cut_edge(edge)
-    try:
+    with process_group():
         yield
-    finally:
-        _C.cut_edge(None)
 
 
 def findings(scenario: Scenario, edge: str | None) -> tuple[list[sim.Report], Exception | None]:
     """Run the test with the edge cut; return what the accelerator reported, and what the test raised."""
     sim.enable(devices=2, schedule="lazy", seed=0, strict_devices=True)
-    device, error = Simulated(), None
+    device = Simulated()
     device.rest()
-    parameters = {name: device for name in ("device", "accelerator", "pair") if name in scenario.test.__annotations__}
     try:
-        with cut(edge):
-            try:
-                scenario.test(**parameters, **scenario.arguments)
-            except (AssertionError, RuntimeError) as e:
-                error = e.with_traceback(None)
+        error = run(scenario, edge, device)
         sim.finish()
         return sim.races(), error
     finally:
         device.rest()
         sim.disable()
-
-
-def source(site: sim.Site | None) -> list[str]:
-    """Return the source lines of a stack that are in the device suite or in the library."""
-    lines = []
-    for frame in site.stack if site is not None else ():
-        match = FRAME.match(frame)
-        if match is not None and any(Path(match["file"]).is_relative_to(folder) for folder in OURS):
-            lines.append(linecache.getline(match["file"], int(match["line"])).strip())
-    return lines
-
-
-def shows(report: sim.Report, scenario: Scenario) -> bool:
-    """Say whether the report is the one that is due, with both ends where they are."""
-    return report.kind == scenario.kind and all(
-        wanted is None or any(wanted in line for line in source(site))
-        for wanted, site in ((scenario.earlier, report.earlier), (scenario.later, report.later))
-    )
 
 
 @pytest.mark.parametrize("edge", _C.edges())
@@ -365,7 +45,8 @@ def test_a_missing_edge_is_found(edge: str) -> None:
     if scenario.kind == "wrong_data":
         assert isinstance(error, AssertionError)
         return
-    assert any(shows(report, scenario) for report in reports), [error, *map(str, reports)]
+    found = [report for report in reports if report.kind == scenario.kind]
+    assert any(shows(report, scenario) for report in found), [error, *map(str, reports)]
 
 
 def test_there_is_no_scenario_without_its_edge() -> None:
