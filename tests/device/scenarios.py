@@ -80,6 +80,8 @@ PRODUCE = "device.produce(value)"
 GATHERED = "[device.completed(float(i)) for i in range(parts)]"
 STORED = "copy_between(tensor, host)"
 OVERWRITTEN = "others = [accelerator.empty().fill_(9.0)"
+STAGED = "all_gather_into_tensor"  # through staging buffers of ours; others Gloo itself does with CUDA tensors
+STAGING = f'"{STAGED}": lambda'
 
 SCENARIOS: dict[str, Scenario] = {
     # events that are recorded, or kept, when a future is done
@@ -267,20 +269,20 @@ SCENARIOS: dict[str, Scenario] = {
     "staging.out_wait": race(
         test_staging.test_the_input_is_read_after_what_was_enqueued,
         "move(accelerator.produce(2.0), output)",
-        '"gather": lambda',
-        move=test_staging.MOVES["gather"],
+        STAGING,
+        move=test_staging.MOVES[STAGED],
     ),
     "staging.out_record_stream": reuse(
         test_staging.test_the_tensors_may_be_dropped_at_once,
-        '"gather": lambda',
+        STAGING,
         OVERWRITTEN,
-        move=test_staging.MOVES["gather"],
+        move=test_staging.MOVES[STAGED],
     ),
     "staging.out_done": host_race(
         test_staging.test_the_input_is_read_after_what_was_enqueued,
-        '"gather": lambda',
+        STAGING,
         "return getattr(group, method)(*given, **keywords)",
-        move=test_staging.MOVES["gather"],
+        move=test_staging.MOVES[STAGED],
     ),
     "staging.in_wait": race(
         test_staging.test_an_output_on_another_device_is_written_after_what_was_enqueued, "double = output * 2", STORED
@@ -289,13 +291,13 @@ SCENARIOS: dict[str, Scenario] = {
         test_staging.test_the_tensors_may_be_dropped_at_once,
         STORED,
         "again = [accelerator.empty().fill_(7.0)",
-        move=test_staging.MOVES["gather"],
+        move=test_staging.MOVES[STAGED],
     ),
     "staging.in_record": race(
         test_staging.test_the_input_is_read_after_what_was_enqueued,
         STORED,
         "accelerator.read(output)",
-        move=test_staging.MOVES["gather"],
+        move=test_staging.MOVES[STAGED],
     ),
 }
 
