@@ -165,6 +165,7 @@ class Cuda(Accelerator):
             self.first, self.count = 1, self.count - 1  # no test then needs a context on device 0
         for index in range(self.count):
             _warm_up(self.index(index))
+        _cycles_per_ms()  # now: a test may hold the stream that is measured before its first delay
 
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
         if fakecuda.is_active():
