@@ -64,6 +64,7 @@ char* Memory::allocate_pinned(size_t size, int device) {
   const size_t rounded = round_up(size);
   if (posix_memalign(&base, kPage, rounded) != 0) return nullptr;
   auto* const pages = static_cast<char*>(base);
+  poison(pages, rounded);  // a host that reads too early sees it
   blocks_[pages] = {pages, pages, rounded, device, Block::Kind::kPinned};
   pinned_ += rounded;
   return pages;
