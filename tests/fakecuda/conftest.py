@@ -39,3 +39,21 @@ def alone() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def race_detection() -> None:
+    """Skip the test where the process does not detect races; drop the races that earlier tests left."""
+    if not fakecuda.is_active():
+        pytest.skip("needs the fake CUDA runtime; run: python -m cudafuture.testing.fakecuda --races -- pytest ...")
+    try:
+        fakecuda.races()
+    except RuntimeError as e:
+        pytest.skip(f"needs race detection: {e}")
+
+
+@pytest.fixture
+def lazy_schedule() -> None:
+    """Skip the test where operations run before a host thread waits for them."""
+    if not fakecuda.is_active() or os.environ["FAKECUDA_SCHEDULE"] != "lazy":
+        pytest.skip("needs the fake CUDA runtime with --schedule lazy, under which a missing wait shows each time")
