@@ -6,6 +6,7 @@
 #   UNITY=OFF   compile each C++ file separately, in a build folder of its own: a change of one file is rebuilt in
 #               seconds. The result is slower, so this is not for benchmarks.
 #   BUILD=...   the build folder (build/{wheel_tag}).
+#   CUDA_VENV=...  where `make test-cuda` puts an environment with torch's CUDA build, 5 GB (.venv-cuda).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,8 +32,7 @@ CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 
 .NOTPARALLEL:
-.PHONY: setup demo test test-native test-cuda soak lint bench docs clean
-.PHONY: setup-test
+.PHONY: setup setup-test demo test test-native test-cuda soak lint bench docs clean
 setup: $(STATE)/built
 
 setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
@@ -54,11 +54,18 @@ test-native: $(STATE)/has-build
 	tools/native_tests.sh $(PY) thread
 	tools/native_tests.sh $(PY) address
 
+# CUDA's own code paths, on fake devices. The environment is a second one, with torch's CUDA build.
+test-cuda:
+	tools/cuda_torch.sh $(PYTHON) $(CUDA_VENV)
+	$(MAKE) --no-print-directory VENV=$(CUDA_VENV) BUILD=build/cuda-{wheel_tag} setup-test
+	JOBS=$(JOBS) tools/test_cuda.sh $(abspath $(CUDA_VENV))/bin/python
+
 soak: export CUDAFUTURE_SOAK = 1
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600
 	$(EVERYWHERE) --timeout 3600
 	$(MAKE) --no-print-directory test-native
+	$(MAKE) --no-print-directory test-cuda
 	tools/matrix.sh
 
 lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo

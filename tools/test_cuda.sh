@@ -31,7 +31,10 @@ for schedule in lazy jitter eager; do
 done
 # Not lazy: each step of a collective that no rank waits for would take its 50 ms.
 suite "CUDA suite" --schedule jitter --devices 4 -- tests/cuda
-suite "fakecuda itself" --schedule jitter --devices 4 --races -- tests/fakecuda
+suite "races and missing sync edges" --schedule lazy --devices 4 --races -- tests/fakecuda/test_races.py \
+  tests/fakecuda/test_mutation.py
+suite "fakecuda itself" --schedule jitter --devices 4 --races -- tests/fakecuda \
+  --ignore tests/fakecuda/test_races.py --ignore tests/fakecuda/test_mutation.py
 TORCH_CUDA_SANITIZER=1 suite "torch's sanitizer" --devices 2 -- tests/cuda/test_sanitizer.py
 
 if [ -n "$failed" ]; then

@@ -18,9 +18,8 @@ COMMAND = [sys.executable, "-m", "cudafuture.testing.fakecuda"]
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | variables
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def output(program: str, *options: str) -> str:

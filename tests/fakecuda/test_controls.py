@@ -180,7 +180,7 @@ def test_a_kernel_is_not_launched_on_a_stream_of_another_device() -> None:
 def test_an_event_is_recorded_on_its_own_device_alone() -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream("cuda:0"))
-    with pytest.raises(RuntimeError, match="invalid resource handle|device"):
+    with pytest.raises(RuntimeError, match=r"invalid resource handle|device"):
         event.record(torch.cuda.current_stream("cuda:1"))
 
 
