@@ -143,26 +143,17 @@ below() {
   for file; do echo "$tests_of/$file"; done
 }
 
-# cuda_tests PYTHON PYTEST...: run device tests on CUDA's host code over the replacement of the CUDA runtime, where the
-# package has it. This function is the only place that knows of it.
+# cuda_tests PYTHON PYTEST...: run device tests on torch's CUDA code, with fake devices.
 cuda_tests() {
-  fake=cudafuture.testing.fakecuda
-  if [ -n "$dry" ] || "$1" -c "from importlib.util import find_spec; find_spec('$fake') or exit(1)" 2>>"$log"; then
-    # shellcheck disable=SC2046,SC2086 # words, every one
-    tests cuda 600 "$1" -m "$fake" -- "$@" -k cuda $(below device $CUDA)
-  else
-    counted="$counted; cuda: not run, there is no $fake"
-  fi
+  # shellcheck disable=SC2046,SC2086 # words, every one
+  tests cuda 600 "$1" -m cudafuture.testing.fakecuda -- "$@" -k cuda $(below device $CUDA)
 }
 
 # combination TORCH INTERPRETER: build and test in an environment; set `reason`, and return 1 where that fails.
 combination() {
   python=$environment/bin/python
   PATH=$environment/bin:$before # cmake and ninja may be in there
-  step environment 60 "$2" -m venv "$environment" || return 1
-  # A configuration of pip on this machine may pin torch or redirect it, so it is left out here: PyPI's build is shown.
-  step torch 900 env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
-    PIP_CONFIG_FILE=/dev/null "$python" -m pip install --quiet "torch==$1" || return 1
+  step torch 900 "$repository/tools/cuda_torch.sh" "$2" "$environment" "$1" || return 1
   step requirements 600 "$python" "$repository/tools/environment.py" build test || return 1
   step build 1200 "$python" -m pip install --no-build-isolation --no-deps --force-reinstall \
     --config-settings "build-dir=$work/build" "$repository" || return 1

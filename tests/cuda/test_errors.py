@@ -61,18 +61,21 @@ def test_the_watcher_survives_a_broken_device_and_nothing_hangs(alone: Callable[
     )
 
 
-def test_a_failure_of_the_program_is_not_hidden_by_one_of_the_device(alone: Callable[..., str]) -> None:
+@pytest.mark.parametrize("see", ["pass", "expect_error(torch.cuda.synchronize)"], ids=["pending", "known"])
+def test_a_failure_of_the_program_is_not_hidden_by_one_of_the_device(alone: Callable[..., str], see: str) -> None:
     alone(
         BROKEN
-        + """
+        + f"""
     future = CUDAFuture(devices=["cuda:0"])
     break_device()
+    {see}
     future.set_exception(ValueError("of the program"))
-    try:
-        future.wait()
-    except ValueError as e:
-        assert "of the program" in str(e)
-    else:
-        raise AssertionError("no error")
+    for call in (future.wait, lambda: future.wait(non_blocking=True), future.value):
+        try:
+            call()
+        except ValueError as e:
+            assert "of the program" in str(e)
+        else:
+            raise AssertionError("no error")
     """
     )

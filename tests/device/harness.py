@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,8 +23,8 @@ SIZE = 256  # floats in a tensor of the suite
 MOST_DEVICES = 2  # that a test uses
 PRIORITIES = (0, -1)  # that every accelerator has
 
-# Device 0 is current in a new thread. torch selects it again at the end of a stream's scope, after a copy between
-# devices, and after a callback of its own futures; from CUDA 12 on that makes a context there.
+# Device 0 is current in a new thread. torch selects it again at the end of a stream's scope and after a callback of its
+# own futures; from CUDA 12 on that makes a context there.
 OTHER_THREAD = pytest.mark.torch_makes_contexts("torch selects device 0 again in a thread that never selected a device")
 
 
@@ -165,6 +166,7 @@ class Cuda(Accelerator):
             self.first, self.count = 1, self.count - 1  # no test then needs a context on device 0
         for index in range(self.count):
             _warm_up(self.index(index))
+        _enable_peers(tuple(map(self.at, self.indices())))
         _cycles_per_ms()  # now: a test may hold the stream that is measured before its first delay
 
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
@@ -214,6 +216,13 @@ def _cycles_per_ms() -> int:
     end.record()
     end.synchronize()
     return int(cycles / begin.elapsed_time(end))
+
+
+@functools.cache
+def _enable_peers(devices: tuple[torch.device, ...]) -> None:
+    """Copy once between any two: torch then enables peer access, for which it selects every device in turn."""
+    for source, target in itertools.permutations(devices, 2):
+        torch.zeros(1, device=source).to(target)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture import CUDAFuture, copy, gather, use_streams
 from cudafuture._transfer import LARGE
-from device.harness import OTHER_THREAD, PRIORITIES, SIZE, Device
+from device.harness import PRIORITIES, SIZE, Device
 
 Tensor = torch.Tensor
 ROUTES = list(itertools.product(("host", "here", "there"), repeat=2))
@@ -41,7 +41,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@OTHER_THREAD
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("source", "target"), ROUTES)
 def test_a_copy_is_what_to_makes_and_memory_of_its_own(

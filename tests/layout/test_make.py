@@ -114,7 +114,7 @@ def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path
     record = tmp_path / "record"
     environment = os.environ | {"PATH": f"{recorder.parent}:{os.environ['PATH']}", "RECORD": str(record)}
     subprocess.run(["bash", checkout / ".ci" / "run"], env=environment, check=True)
-    assert record.read_text().split() == ["lint", "test"]
+    assert record.read_text().split() == ["lint", "test", "test-cuda"]
     assert "make test " in (checkout / "README.md").read_text()
 
 
