@@ -102,7 +102,7 @@ def cuda() -> Iterator[Cuda]:
     if torch.cuda.device_count() < 3:
         pytest.skip("needs three devices, of which scenarios use two; run with --devices 4")
     with process_group():
-        yield Cuda()
+        yield Cuda(spares_device_0=True)
 
 
 def findings(scenario: Scenario, edge: str | None, device: Cuda) -> tuple[list[fakecuda.Report], Exception | None]:
@@ -130,7 +130,7 @@ def contexts_of_a_thread(call: Call, edge: str | None) -> tuple[int, ...]:
         except Exception as e:
             errors.append(e)
 
-    fakecuda.forget_contexts()
+    fakecuda.reset_context(0)
     with cut(edge):
         thread = threading.Thread(target=make_call)
         thread.start()
@@ -163,7 +163,7 @@ def test_a_missing_guard_makes_a_context_on_a_device_that_is_not_used(cuda: Cuda
     assert 0 not in contexts_of_a_thread(GUARDED[edge](cuda), None)
     assert 0 in contexts_of_a_thread(GUARDED[edge](cuda), edge)
     cuda.finish()
-    fakecuda.forget_contexts()
+    fakecuda.reset_context(0)
 
 
 @pytest.mark.parametrize("edge", INVISIBLE)
