@@ -1,4 +1,6 @@
-"""What collectives that return futures cost beside torch's own: two ranks, Gloo, every limit a row.
+"""What collectives that return futures cost beside torch's own: two ranks, every limit a row.
+
+Over Gloo; one row is over NCCL, where torch has two CUDA devices. `python -m cudafuture.testing.fakecuda` makes some.
 
     python benchmarks/collectives.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
@@ -32,19 +34,21 @@ now = time.perf_counter_ns
 Measure = Callable[[int], list[list[float]]]  # rounds -> the figures of each variant, by round
 
 
-def rank_main(rank: int, folder: str, measure: Measure, rounds: int) -> None:
+def rank_main(rank: int, folder: str, measure: Measure, rounds: int, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
     took = measure(rounds)
     Path(folder, str(rank)).write_text(json.dumps(took))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_two_ranks(measure: Measure, rounds: int) -> list[list[float]]:
+def on_two_ranks(measure: Measure, rounds: int, backend: str = "gloo") -> list[list[float]]:
     """Return the figures of each variant, of both ranks and all rounds."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (folder, measure, rounds), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(rank_main, (folder, measure, rounds, backend), nprocs=2)  # type: ignore[no-untyped-call]
         took = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
     return [first + second for first, second in zip(*took, strict=True)]
 
@@ -82,6 +86,35 @@ def single(name: str, length: int, calls: int, limit: float | None, rounds: int)
         words = f"raw - raw, ns: {middle:,.0f}, spread {spread:,.0f}"
         return Row(name, what, "ns", us, them, "raw", "more", added, spread, 0.0, words)
     return Row(name, what, "ns", us, them, "raw", "more", added, limit, *control("raw - raw, ns", same))
+
+
+def all_reduces_over_nccl(calls: int, rounds: int) -> list[list[float]]:
+    tensor = torch.zeros(1024, device="cuda")
+
+    def raw() -> float:
+        torch.cuda.synchronize()
+        start = now()
+        dist.all_reduce(tensor, async_op=True).wait()
+        return now() - start
+
+    def ours() -> float:
+        torch.cuda.synchronize()
+        start = now()
+        cfd.all_reduce(tensor).wait(non_blocking=True)
+        return now() - start
+
+    figures = [by_turns(calls, ours, raw, raw) for _ in range(rounds)]
+    return [[statistics.median(turn[which]) for turn in figures] for which in range(3)]
+
+
+def over_nccl(limit: float, rounds: int) -> Row:
+    """What ours adds to one call over NCCL, which waits for no rank: the host's work alone."""
+    ours, raw, again = on_two_ranks(partial(all_reduces_over_nccl, 100), rounds, "nccl")
+    added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
+    same = [a - b for a, b in zip(again, raw, strict=True)]
+    what = "all_reduce of 4 KiB over NCCL, and non-blocking wait"
+    us, them = statistics.median(ours), statistics.median(raw)
+    return Row("nccl", what, "ns", us, them, "raw", "more", added, limit, *control("raw - raw, ns", same))
 
 
 # ---- many in flight
@@ -222,7 +255,9 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "step": partial(steps, "step", False, False),
     "overlap": partial(steps, "overlap", True, True),
 }
+if torch.cuda.device_count() > 1 and dist.is_nccl_available():
+    LIMITS["nccl"] = partial(over_nccl, 5_000)
 
 
 if __name__ == "__main__":
-    sys.exit(run("collectives", "Collectives beside torch's own, two ranks over Gloo", LIMITS, rounds=25))
+    sys.exit(run("collectives", "Collectives beside torch's own, two ranks", LIMITS, rounds=25))
