@@ -124,7 +124,14 @@ class _Build:
             self._build_runtime()
             self._build_nccl()
             ops.result()
-        libraries = [f"-L{self._torch.folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", f"./{RUNTIME}"]
+        libraries = [
+            f"-L{self._torch.folder / 'lib'}",
+            "-ltorch_python",
+            "-ltorch_cpu",
+            "-lc10_cuda",
+            "-lc10",
+            f"./{RUNTIME}",
+        ]
         self._link(["ops.o", *libraries], "libfakecuda_ops.so")
         for rest in (*self._folder.glob("*.o"), *self._folder.glob("*.cpp"), *self._folder.glob("*.map")):
             rest.unlink()

@@ -77,8 +77,14 @@ void fakecuda_fail_allocations(uint64_t count) {
 }
 
 void fakecuda_stop() {
+  Call call(__func__);
+  call.machine.stop(call.lock);
+}
+
+// The cudaError_t that all calls return, or 0.
+int fakecuda_device_error() {
   const Call call(__func__);
-  call.machine.stop();
+  return call.machine.error;
 }
 
 // ---- counters

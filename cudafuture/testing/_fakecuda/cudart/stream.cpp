@@ -22,7 +22,11 @@ void launch(void* handle, Operation&& operation) {
   operation.site = Machine::get().races.here(operation.name);
   Call call(operation.name);
   Stream* const stream = call.stream(static_cast<cudaStream_t>(handle));
-  if (stream == nullptr) return;
+  if (stream == nullptr) {
+    fprintf(stderr, "fakecuda: %s was launched on a stream that does not exist, or no longer\n", operation.name);
+    call.machine.break_device(cudaErrorInvalidResourceHandle);
+    return;
+  }
   ++call.machine.counters.kernels_run;
   call.enqueue(*stream, std::move(operation));
 }

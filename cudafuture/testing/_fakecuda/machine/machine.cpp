@@ -166,6 +166,7 @@ void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
 void Machine::join_legacy_streams(Lock& lock, Stream& stream) {
   Stream& legacy = *defaults_[static_cast<size_t>(stream.device)];
   const auto wait_for_all_of = [&](Stream& other) {
+    races.join(stream, other);
     if (other.completed < other.enqueued) wait_for(lock, stream, record(lock, other, false));
   };
   if (&stream != &legacy) {
@@ -262,12 +263,17 @@ void Machine::wake() {
   if (runner_sleeps_) due_.notify_one();
 }
 
-void Machine::stop() {
+void Machine::stop(Lock& lock) {
   stopped_ = true;
   error = cudaErrorCudartUnloading;
   changed_.notify_all();
   due_.notify_all();
   host_function_.notify_all();
+  // What a kernel uses may be destroyed when this returns. A host function may block for ever, so it is not waited for.
+  const auto runs_kernel = [](const Stream* stream) {
+    return stream->running && stream->queue.front().kind != Operation::Kind::kHostFunction;
+  };
+  while (std::any_of(busy_.begin(), busy_.end(), runs_kernel)) changed_.wait_for(lock, std::chrono::milliseconds(1));
 }
 
 }  // namespace fakecuda

@@ -91,7 +91,7 @@ class Machine {
   void break_device(int error);  // an error that all later calls return (a "sticky" error)
   bool takes_a_failure();        // whether this allocation shall fail
   void wake();                   // attempts may succeed now
-  void stop();                   // the process ends: nothing runs from now on
+  void stop(Lock& lock);         // the process ends: nothing runs from now on
 
   Settings settings;
   Counters counters;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDAException.h>
 
 #include <exception>
 #include <map>
@@ -11,6 +12,8 @@
 
 #include "ops/kernel.h"
 #include "ops/values.h"
+
+extern "C" int fakecuda_device_error();
 
 namespace fakecuda {
 namespace {
@@ -154,7 +157,9 @@ std::vector<IValue> to_device(const c10::OperatorHandle& op, const std::vector<I
 
 }  // namespace
 
+// A launch fails where an earlier kernel has broken the device.
 void redirect(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  C10_CUDA_CHECK(static_cast<cudaError_t>(fakecuda_device_error()));
   const size_t first = stack->size() - op.schema().arguments().size();
   const std::vector<IValue> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
   const c10::Device device = device_of(op, arguments);
