@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -222,6 +223,26 @@ def test_an_event_that_is_recorded_again_counts_as_it_was_at_the_wait() -> None:
     assert races() == []
     y.sum()
     assert len(races()) == 1
+
+
+@pytest.fixture
+def blocking_stream() -> Iterator[Stream]:
+    """A stream that the legacy default stream waits for; torch makes none."""
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    assert driver.cuStreamCreate(ctypes.byref(handle), 0) == 0
+    yield torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    assert driver.cuStreamDestroy_v2(handle) == 0
+
+
+def test_the_legacy_default_stream_is_ordered_after_blocking_streams_and_before_them(blocking_stream: Stream) -> None:
+    x = filled(blocking_stream)
+    for _ in range(3):
+        x.add_(1)
+        with on(blocking_stream):
+            x.mul_(2)
+    assert x.sum().item() == SIZE * 22
+    assert races() == []
 
 
 # ---- pinned memory and other devices

@@ -146,8 +146,12 @@ void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
     stream.capture->nodes.push_back(std::move(operation));
     return;
   }
+  join_legacy_streams(lock, stream);
   if (takes_part_in_races(operation.kind)) races.enqueue(stream, operation.accesses, operation.site);
-  if (blocking_streams_ > 0 && operation.kind != Operation::Kind::kWait) join_legacy_streams(lock, stream);
+  push(lock, stream, std::move(operation));
+}
+
+void Machine::push(Lock& lock, Stream& stream, Operation&& operation) {
   start_threads();
   operation.due = due();
   const bool earlier = !stream.busy && operation.due < runner_sleeps_until_;
@@ -164,11 +168,9 @@ void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
 // The legacy default stream comes after all earlier work of the streams that were made without cudaStreamNonBlocking,
 // and those come after its own (CUDA runtime API, "Stream synchronization behavior").
 void Machine::join_legacy_streams(Lock& lock, Stream& stream) {
+  if (blocking_streams_ == 0) return;
   Stream& legacy = *defaults_[static_cast<size_t>(stream.device)];
-  const auto wait_for_all_of = [&](Stream& other) {
-    races.join(stream, other);
-    if (other.completed < other.enqueued) wait_for(lock, stream, record(lock, other, false));
-  };
+  const auto wait_for_all_of = [&](Stream& other) { wait_for(lock, stream, position_of(other)); };
   if (&stream != &legacy) {
     if ((stream.flags & kNonBlocking) == 0) wait_for_all_of(legacy);
     return;
@@ -178,10 +180,19 @@ void Machine::join_legacy_streams(Lock& lock, Stream& stream) {
   }
 }
 
-RecordingPtr Machine::record(Lock& lock, Stream& stream, bool timed) {
+// Everything that is enqueued on a stream now.
+RecordingPtr Machine::position_of(Stream& stream) {
   auto recording = std::make_shared<Recording>();
   recording->stream = &stream;
+  recording->position = stream.enqueued;
   recording->clock = races.snapshot(stream);
+  return recording;
+}
+
+RecordingPtr Machine::record(Lock& lock, Stream& stream, bool timed) {
+  make_context(stream.device, "cudaEventRecord");
+  if (stream.capture == nullptr) join_legacy_streams(lock, stream);
+  const RecordingPtr recording = position_of(stream);
   recording->capture = stream.capture;
   if (stream.capture != nullptr) {
     stream.capture->advance(&stream);
@@ -189,24 +200,25 @@ RecordingPtr Machine::record(Lock& lock, Stream& stream, bool timed) {
     recording->follows.assign(before.begin(), before.end());
     return recording;
   }
-  recording->position = stream.enqueued + 1;
+  if (stopped_) return recording;
+  ++recording->position;
   Operation operation;
   operation.kind = Operation::Kind::kRecord;
   operation.name = "cudaEventRecord";
   if (timed) operation.recording = recording;
-  enqueue(lock, stream, std::move(operation));
-  recording->position = stream.enqueued;  // after what enqueue() put before it
+  push(lock, stream, std::move(operation));
   return recording;
 }
 
 void Machine::wait_for(Lock& lock, Stream& stream, const RecordingPtr& recording) {
   races.join(stream, *recording);
-  if (recording->stream == &stream || recording->reached()) return;
+  if (stopped_ || recording->stream == &stream || recording->reached()) return;
+  make_context(stream.device, "cudaStreamWaitEvent");
   Operation operation;
   operation.kind = Operation::Kind::kWait;
   operation.name = "cudaStreamWaitEvent";
   operation.recording = recording;
-  enqueue(lock, stream, std::move(operation));
+  push(lock, stream, std::move(operation));
 }
 
 bool Machine::query(const Recording& recording) {

@@ -115,7 +115,9 @@ class Machine {
   void run_due();
   void run_host_functions();
   Clock::time_point run_due_of(Lock& lock, Stream& stream, bool& has_advanced);
+  void push(Lock& lock, Stream& stream, Operation&& operation);
   void join_legacy_streams(Lock& lock, Stream& stream);
+  RecordingPtr position_of(Stream& stream);
 
   std::condition_variable changed_;  // for synchronising threads: an operation is over
   std::condition_variable due_;      // for the runner thread: an operation is due before `runner_sleeps_until_`

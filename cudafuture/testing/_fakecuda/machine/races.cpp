@@ -38,12 +38,6 @@ void Races::join(Stream& stream, const Recording& recording) {
   stream.snapshot.reset();
 }
 
-void Races::join(Stream& stream, const Stream& other) {
-  if (!enabled) return;
-  stream.clock.join(other.clock);
-  stream.snapshot.reset();
-}
-
 void Races::host_saw(const Recording& recording) {
   if (recording.clock != nullptr) host_.join(*recording.clock);
 }

@@ -30,7 +30,6 @@ class Races {
   void enqueue(Stream& stream, const std::vector<Access>& accesses, const sim::SitePtr& site);
   std::shared_ptr<const sim::VectorClock> snapshot(Stream& stream);
   void join(Stream& stream, const Recording& recording);
-  void join(Stream& stream, const Stream& other);
   void host_saw(const Recording& recording);
   void host_saw(Stream& stream);
   void forget(const void* begin, size_t size);
