@@ -37,6 +37,7 @@ from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
 pytestmark = pytest.mark.usefixtures("race_detection", "lazy_schedule")
 
 Call = Callable[[], object]
+UNUSED = 0  # the device that no scenario uses; it is the current one of a new thread
 MANY = 1100  # more events than the pool keeps for a device
 
 NOTICED_BY = {"race": "race", "reuse": "race", "host_race": "failure", "wrong_data": "failure"}
@@ -101,7 +102,7 @@ def cuda() -> Iterator[Cuda]:
     """Give the devices of the suite, with a device beside them that no scenario uses, and a process group."""
     if torch.cuda.device_count() < 3:
         pytest.skip("needs three devices, of which scenarios use two; run with --devices 4")
-    with process_group():
+    with process_group(), torch.cuda.device(torch.cuda.current_device()):
         yield Cuda(spares_device_0=True)
 
 
@@ -130,7 +131,7 @@ def contexts_of_a_thread(call: Call, edge: str | None) -> tuple[int, ...]:
         except Exception as e:
             errors.append(e)
 
-    fakecuda.reset_context(0)
+    fakecuda.reset_context(UNUSED)
     with cut(edge):
         thread = threading.Thread(target=make_call)
         thread.start()
@@ -160,16 +161,16 @@ def test_a_missing_edge_that_no_stream_sees_fails_its_test(cuda: Cuda, edge: str
 @pytest.mark.parametrize("edge", WITH_CONTEXT)
 def test_a_missing_guard_makes_a_context_on_a_device_that_is_not_used(cuda: Cuda, edge: str) -> None:
     cuda.rest()
-    assert 0 not in contexts_of_a_thread(GUARDED[edge](cuda), None)
-    assert 0 in contexts_of_a_thread(GUARDED[edge](cuda), edge)
+    assert UNUSED not in contexts_of_a_thread(GUARDED[edge](cuda), None)
+    assert UNUSED in contexts_of_a_thread(GUARDED[edge](cuda), edge)
     cuda.finish()
-    fakecuda.reset_context(0)
+    fakecuda.reset_context(UNUSED)
 
 
 @pytest.mark.parametrize("edge", INVISIBLE)
 def test_an_edge_that_is_listed_as_invisible_is_not_seen(cuda: Cuda, edge: str) -> None:
     assert findings(SCENARIOS[edge], edge, cuda) == ([], None)
-    assert 0 not in contexts_of_a_thread(GUARDED[edge](cuda), edge)
+    assert UNUSED not in contexts_of_a_thread(GUARDED[edge](cuda), edge)
     cuda.finish()
 
 

@@ -21,11 +21,13 @@ pytestmark = pytest.mark.usefixtures("race_detection")
 
 
 @pytest.fixture(autouse=True)
-def _idle_devices(race_detection: None) -> None:
-    """Begin with devices that the host has seen idle, and with memory that nobody has used."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    fakecuda.races()
+def _idle_device(race_detection: None) -> Iterator[None]:
+    """Select device 0, which the host has seen idle, with memory that nobody has used."""
+    with torch.cuda.device(0):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        fakecuda.races()
+        yield
 
 
 def races() -> list[fakecuda.Report]:

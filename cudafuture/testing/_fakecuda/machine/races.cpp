@@ -24,6 +24,7 @@ void Races::enqueue(Stream& stream, const std::vector<Access>& accesses, const s
       findings_.add(std::move(conflict), std::move(earlier), std::move(later));
     }
   }
+  shadow_.take_dropped();  // under the machine's lock: torch frees their frames later, in a call that has Python's
 }
 
 std::shared_ptr<const sim::VectorClock> Races::snapshot(Stream& stream) {
