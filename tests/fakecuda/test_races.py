@@ -34,11 +34,11 @@ def races() -> list[fakecuda.Report]:
     return fakecuda.races()
 
 
-def on(stream: torch.Stream) -> torch.cuda.StreamContext:
+def on(stream: Stream) -> torch.cuda.StreamContext:
     return torch.cuda.stream(stream)
 
 
-def filled(stream: torch.Stream, value: float = 1.0, device: str = "cuda:0") -> torch.Tensor:
+def filled(stream: Stream, value: float = 1.0, device: str = "cuda:0") -> torch.Tensor:
     """Return a tensor that a stream allocates and writes."""
     with on(stream):
         return torch.full((SIZE,), value, device=device)
