@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._C import CUDAFuture
 from cudafuture._staging import are_dense
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
@@ -307,6 +309,20 @@ def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> An
     if isinstance(tensors, (list, tuple)):
         return [_facts(t, operation, process_group) for t in tensors]
     return None
+
+
+def keep_until_ready(future: CUDAFuture[T], *tensors: torch.Tensor) -> CUDAFuture[T]:
+    """Hold tensors of devices until the future's device work has finished; return the future.
+
+    For a Work whose ``wait()`` the library has called: torch releases the tensors of such a Work at once.
+    """
+    if any(not tensor.is_cpu for tensor in tensors):
+        _C.add_ready_callback(future, partial(_drop, tensors))
+    return future
+
+
+def _drop(tensors: object, future: object) -> None:
+    """Do nothing: the references end with the call."""
 
 
 def _is_fit(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> bool:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._issue import begin, nothing
+from cudafuture.distributed._issue import begin, keep_until_ready, nothing
 
 __all__ = [
     "all_gather",
@@ -195,7 +195,8 @@ def gather(
     issue, pg = issued
     root = issue.rank(pg, dst, group_dst, "dst", 0)
     value = gather_list if root == pg.rank() else None
-    return issue.run(pg, partial(_on, dist.gather, group_dst=root), value, (tensor, gather_list), "rw")
+    gathered = issue.run(pg, partial(_on, dist.gather, group_dst=root), value, (tensor, gather_list), "rw")
+    return gathered if value is not None else keep_until_ready(gathered, tensor)
 
 
 def scatter(

@@ -19,7 +19,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.distributed import _staged
 from cudafuture.distributed._group import rank_in
-from cudafuture.distributed._issue import Issue, begin_beside, nothing
+from cudafuture.distributed._issue import Issue, begin_beside, keep_until_ready, nothing
 
 __all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -121,7 +121,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
         return works[0]
 
     if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work stands for all
-        return issue.run(pg, call, values)
+        return keep_until_ready(issue.run(pg, call, values), *(op.tensor for op in ops))
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
     first = issue.run(pg, call, values[0])

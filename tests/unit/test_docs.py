@@ -9,6 +9,7 @@ import gc
 import importlib
 import inspect
 import io
+import os
 import pkgutil
 import re
 import sys
@@ -86,6 +87,14 @@ def rpc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
 def _no_accelerator_afterwards() -> Iterator[None]:
     yield
     sim.disable()
+
+
+@pytest.fixture(autouse=True)
+def _the_environment_afterwards() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -79,6 +79,28 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
   });
 }
 
+// Two futures of torch's ProcessGroupNCCL cannot be followed, though their Work is enqueued and can be waited for:
+//   - of a gather, on every rank but the root: it fails at once, since it cannot hold the undefined tensor that stands
+//     for the missing output;
+//   - of a coalesced batch of sends and receives: its events are recorded before the batch is launched.
+bool has_no_usable_future(c10d::Work& work, const TorchFuture& native) {
+  if (native.devices().empty() || !native.completed()) return false;
+  if (work.retrieveOpType() == c10d::OpType::COALESCED) return true;
+  return native.hasError() && work.exception() == nullptr;
+}
+
+void follow_by_its_wait(c10d::Work& work, const TorchFuture& native, Promise& promise, WorkErrors* errors) {
+  try {
+    const StreamScope scope(pool_streams(native.devices(), 0));
+    work.wait();  // makes the current streams wait
+    EventSet events = record_work(native.devices());
+    if (errors != nullptr) errors->set_events(events);
+    promise.complete({}, std::move(events));
+  } catch (...) {
+    promise.fail(std::current_exception(), {});
+  }
+}
+
 // The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made
 // the current streams of its thread wait for its copies. The devices are taken from the value.
 void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
@@ -163,6 +185,8 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, const
     follow_by_waiting(std::move(owned), std::move(promise));
   } else if (native->devices().empty()) {
     follow_without_devices(native, std::move(promise));
+  } else if (has_no_usable_future(*owned, *native)) {
+    follow_by_its_wait(*owned, *native, *promise, errors.get());
   } else {
     follow_natively(native, std::move(promise), std::move(errors));
   }

@@ -2,6 +2,9 @@
 #include "machine/launch.h"
 
 #include <algorithm>
+#include <mutex>
+#include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "cudart/call.h"
@@ -16,6 +19,14 @@ cudaError_t refuse_captured(const Stream* stream) {
   if (stream->capture == nullptr) return cudaSuccess;
   stream->capture->invalidated = true;
   return Call::fail(cudaErrorStreamCaptureUnsupported);
+}
+
+// Operations keep their names by pointer.
+const char* intern(const char* name) {
+  static std::mutex mutex;
+  static auto* const names = new std::unordered_set<std::string>;
+  const std::lock_guard lock(mutex);
+  return names->emplace(name).first->c_str();
 }
 
 void launch(void* handle, Operation&& operation) {
@@ -45,7 +56,7 @@ cudaError_t enqueue_host_function(Call& call, cudaStream_t handle, std::function
 
 void fakecuda_launch(void* stream, const char* name, std::vector<Access> accesses, std::function<void()> kernel) {
   Operation operation;
-  operation.name = name;
+  operation.name = intern(name);
   operation.accesses = std::move(accesses);
   operation.run = std::move(kernel);
   launch(stream, std::move(operation));
@@ -55,7 +66,7 @@ void fakecuda_launch_until(void* stream, const char* name, std::vector<Access> a
                            std::function<bool()> attempt) {
   Operation operation;
   operation.kind = Operation::Kind::kAttempt;
-  operation.name = name;
+  operation.name = intern(name);
   operation.accesses = std::move(accesses);
   operation.attempt = std::move(attempt);
   launch(stream, std::move(operation));
