@@ -21,8 +21,8 @@ Lane* Lane::current() noexcept { return lane_of_thread; }
 void Lane::enrol(Continuation& c) noexcept {
   if (is_forked_child()) return;
   Place place;
+  std::lock_guard lock(mutex_);  // positions rise along the line; the order's own lock is taken under it
   if (in_issue_order_) place.position = IssueOrder::get().enter();
-  std::lock_guard lock(mutex_);
   c.executor = this;
   c.place = first_ + line_.size();
   line_.push_back(std::move(place));

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 
-from cudafuture.testing.fakecuda._build import BuildError
 from cudafuture.testing.fakecuda._environment import environment
 
 __all__ = ["main"]
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
             races=given.races,
             verbose=given.verbose,
         )
-    except (BuildError, RuntimeError, ValueError) as e:
+    except (RuntimeError, ValueError, OSError) as e:
         sys.exit(f"fakecuda: {e}")
     try:
         os.execvpe(given.command[0], given.command, variables)

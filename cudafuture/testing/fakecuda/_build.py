@@ -82,6 +82,10 @@ def build(cache: Path | None = None) -> Path:
         raise BuildError("a C++ compiler is missing; install g++, or name one in the environment variable CXX")
     parent = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudafuture" / "fakecuda"
     folder = parent / f"torch-{torch.version}-{_fingerprint(torch, compiler)}"
+    if set(" :") & set(str(folder)):
+        raise BuildError(
+            f"the linker cannot preload from {folder}; set XDG_CACHE_HOME to a path without ':' and spaces"
+        )
     if not folder.exists():
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent, prefix="building-") as made:
@@ -187,7 +191,10 @@ class _Build:
         self._output(self._compiler, "-shared", f"-Wl,-soname,{library}", *arguments, "-o", library)
 
     def _output(self, *command: str) -> str:
-        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise BuildError(f"{command[0]} is missing; install g++ and binutils") from None
         if done.returncode != 0:
             raise BuildError(f"{command[0]} failed to build the fake CUDA libraries:\n{done.stderr[-4000:]}")
         return done.stdout
@@ -214,5 +221,9 @@ def load():
     ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_ops.so"))
     import torch
 
-    torch.backends.cudnn.enabled = False  # its kernels are not torch's; without it torch takes its own
+    # Their kernels are not torch's operators; without them torch takes its own.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 '''

@@ -102,6 +102,7 @@ Stream* Machine::make_stream(int device, unsigned flags, int priority) {
 // CUDA runtime API, cudaStreamDestroy: work in the stream is still done.
 void Machine::destroy_stream(Stream* stream) {
   streams_.erase(stream);
+  if (stream->completed < stream->enqueued) draining_.insert(stream);
   if ((stream->flags & kNonBlocking) == 0) --blocking_streams_;
 }
 
@@ -119,8 +120,10 @@ void Machine::destroy_event(Event* event) {
 
 std::vector<Stream*> Machine::streams_of(int device) const {
   std::vector<Stream*> found;
-  for (const Stream* stream : streams_) {
-    if (stream->device == device) found.push_back(const_cast<Stream*>(stream));
+  for (const auto* streams : {&streams_, &draining_}) {
+    for (const Stream* stream : *streams) {
+      if (stream->device == device) found.push_back(const_cast<Stream*>(stream));
+    }
   }
   return found;
 }

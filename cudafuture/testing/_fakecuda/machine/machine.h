@@ -131,7 +131,8 @@ class Machine {
   int blocking_streams_ = 0;  // that were made without cudaStreamNonBlocking
   std::vector<bool> has_context_;
   std::vector<Stream*> defaults_;
-  std::unordered_set<const Stream*> streams_;  // that have not been destroyed
+  std::unordered_set<const Stream*> streams_;   // that have not been destroyed
+  std::unordered_set<const Stream*> draining_;  // that were destroyed with work queued
   std::unordered_set<const Event*> events_;
   std::vector<Stream*> busy_;  // with a queue that is not empty
 };

@@ -118,6 +118,7 @@ void Machine::finish_front(Stream& stream) {
   ++stream.completed;
   if (stream.queue.empty()) {
     stream.busy = false;
+    draining_.erase(&stream);
     busy_.erase(std::find(busy_.begin(), busy_.end(), &stream));
   }
   if (synchronising_ > 0) changed_.notify_all();

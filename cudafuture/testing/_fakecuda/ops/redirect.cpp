@@ -32,7 +32,8 @@ c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& 
   for (const IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& t) {
       if (!t.is_cuda()) {
-        TORCH_CHECK(t.dim() == 0 || argument.isOptionalTensorList(),
+        const bool takes_scalars = op.operator_name().name.rfind("aten::_foreach", 0) == 0;
+        TORCH_CHECK(t.dim() == 0 || takes_scalars || argument.isOptionalTensorList(),
                     "Expected all tensors to be on the same device, but found a tensor of the host (",
                     op.operator_name(), ")");
         return;
@@ -135,6 +136,16 @@ std::vector<IValue> run_and_wait(const Kernel& kernel, c10::Device device) {
   return results;
 }
 
+// An argument that the kernel wrote; a kernel that resized it wrote memory of the host.
+IValue to_argument(const IValue& argument, const IValue& result) {
+  if (!argument.isTensor() || !result.isTensor() || argument.toTensor().sizes() == result.toTensor().sizes()) {
+    return argument;
+  }
+  argument.toTensor().resize_(result.toTensor().sizes());
+  argument.toTensor().copy_(result.toTensor());
+  return argument;
+}
+
 // The results of a kernel that ran, on the device; where a result is an argument of the operator, that one.
 std::vector<IValue> to_device(const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
                               const std::vector<IValue>& results, c10::Device device) {
@@ -148,7 +159,7 @@ std::vector<IValue> to_device(const c10::OperatorHandle& op, const std::vector<I
     }
     for (size_t a = 0; a < arguments.size(); ++a) {
       if (const auto* const other = formal[a].alias_info(); other != nullptr && *other == *alias) {
-        returns.push_back(arguments[a]);
+        returns.push_back(to_argument(arguments[a], results[i]));
       }
     }
   }
