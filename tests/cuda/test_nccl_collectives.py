@@ -31,8 +31,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-# Each takes the functions of torch.distributed, or ours, and the input of a rank; `pieces` has a piece for each rank. It
-# returns the outputs, and what the call returned.
+# Each takes the functions of torch.distributed, or ours, and the input of a rank; `pieces` has a piece for each rank.
+# It returns the outputs, and what the call returned.
 Outputs = tuple[list[Tensor], Any]
 Case = Callable[[Any, Tensor, list[Tensor], dict[str, Any]], Outputs]
 

@@ -83,9 +83,7 @@ def build(cache: Path | None = None) -> Path:
     parent = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudafuture" / "fakecuda"
     folder = parent / f"torch-{torch.version}-{_fingerprint(torch, compiler)}"
     if set(" :") & set(str(folder)):
-        raise BuildError(
-            f"the linker cannot preload from {folder}; set XDG_CACHE_HOME to a path without ':' and spaces"
-        )
+        raise BuildError(f"{folder} cannot be preloaded from; set XDG_CACHE_HOME to a path without ':' and spaces")
     if not folder.exists():
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent, prefix="building-") as made:
