@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from cudafuture._C import CUDAFuture
+from cudafuture.distributed._backends import unwrapped
 from cudafuture.distributed._issue import begin, keep_until_ready, nothing
 
 __all__ = [
@@ -53,6 +54,7 @@ _SUM: Any = dist.ReduceOp.SUM
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _on(function: Any, group: Any, *tensors: Any, **options: Any) -> Any:
@@ -256,7 +258,22 @@ def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group:
         return nothing()
     issue, pg = issued
     lists = (output_tensor_list, input_tensor_list)
-    return issue.run(pg, partial(_on, dist.all_to_all), output_tensor_list, lists, "wr")
+    return issue.run(pg, partial(_on, _all_to_all), output_tensor_list, lists, "wr")
+
+
+def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
+    """Call torch's function, but refuse a dtype that NCCL does not have before torch does.
+
+    Where torch raises, NCCL launches no later collective of the thread, and their futures succeed with unchanged
+    tensors: torch seems to leave the group call open that it began (ncclGroupStart).
+    """
+    both = [tensors for tensors in (outputs, inputs) if isinstance(tensors, (list, tuple))]
+    for tensor in (tensor for tensors in both for tensor in tensors):
+        if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.dtype in _NOT_OF_NCCL:
+            backend = unwrapped(group._get_backend(tensor.device))
+            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+                raise RuntimeError(f"NCCL has no type for {tensor.dtype}; send the bytes, as tensor.view(torch.uint8)")
+    return dist.all_to_all(outputs, inputs, group=group, **options)
 
 
 def all_to_all_single(

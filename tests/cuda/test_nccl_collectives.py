@@ -166,6 +166,20 @@ def test_objects_a_barrier_and_a_part_of_the_ranks(ranks: World) -> None:
     ranks.run(run)
 
 
+def test_a_dtype_that_nccl_lacks_fails_its_call_and_no_later_one(ranks: World) -> None:
+    def run() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        torch.cuda.set_device(rank)
+        pieces = [torch.zeros(4, dtype=torch.int16, device="cuda") for _ in range(size)]
+        with pytest.raises(cfd.CollectiveError, match=r"NCCL has no type for torch\.int16"):
+            cfd.all_to_all([torch.empty_like(p) for p in pieces], pieces).wait(timeout=LONG)
+        whole = torch.zeros(size, device="cuda")
+        gathered = cfd.all_gather_into_tensor(whole, torch.full((1,), rank + 1.0, device="cuda"))
+        assert gathered.wait(timeout=LONG).tolist() == [r + 1.0 for r in range(size)]
+
+    ranks.run(run)
+
+
 def average(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
     return cfd.all_reduce(bucket.buffer().div_(dist.get_world_size(group)), group=group)
 
