@@ -1,4 +1,4 @@
-"""What collectives that return futures cost beside torch's own: two ranks, every limit a row.
+"""The cost of collectives that return futures, beside torch's own: two ranks, a row for each limit.
 
 Over Gloo; one row is over NCCL, where torch has two CUDA devices. `python -m cudafuture.testing.fakecuda` makes some.
 
@@ -108,7 +108,7 @@ def all_reduces_over_nccl(calls: int, rounds: int) -> list[list[float]]:
 
 
 def over_nccl(limit: float, rounds: int) -> Row:
-    """What ours adds to one call over NCCL, which waits for no rank: the host's work alone."""
+    """Measure the host time that ours adds to one call over NCCL, which returns before the other rank has come."""
     ours, raw, again = on_two_ranks(partial(all_reduces_over_nccl, 100), rounds, "nccl")
     added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
     same = [a - b for a, b in zip(again, raw, strict=True)]

@@ -1,4 +1,4 @@
-// What a future knows beside its outcome: what made it, and the failures that its engine reports later.
+// Async error sources of a future: the failures that its engine reports after completion.
 #include <atomic>
 #include <memory>
 #include <stdexcept>

@@ -60,7 +60,7 @@ def test_what_had_finished_before_the_failure_stays_a_success() -> None:
     ],
 )
 def test_torch_ends_the_process_where_the_user_does_not_ask_it_to_go_on(environment: dict[str, str]) -> None:
-    """What docs/collectives.md says to set is not set here: the test shows that it is needed."""
+    """Show that the variables of docs/collectives.md are needed: they are not set here."""
     with pytest.raises(AssertionError, match=r"ended with exit code -6"):
         run_nccl(SIZE, nccl_ranks.stay_alive, 1, lost=[1], environment=environment)
 

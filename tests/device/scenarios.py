@@ -205,7 +205,7 @@ SCENARIOS: dict[str, Scenario] = {
         "host.copy_(accelerator.produce(3.0), non_blocking=True)",
         "host.sum().item()",
     ),
-    # what is current
+    # current streams and devices
     "scope.enter": race(
         test_then.test_what_the_caller_enqueues_next_may_use_the_result,
         "return done.value() * 2",

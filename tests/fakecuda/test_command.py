@@ -62,8 +62,9 @@ def test_a_command_that_does_not_exist_is_named() -> None:
     ("options", "message"),
     [
         (["--devices", "65"], "0 to 64 fake devices, not 65"),
-        (["--seed", "-1"], "a seed is 0 or more, not -1"),
-        (["--memory", "0"], "at least 1 MiB"),
+        (["--seed", "-1"], f"a seed is 0 to {10**15}, not -1"),
+        (["--seed", str(10**16)], f"a seed is 0 to {10**15}, not {10**16}"),
+        (["--memory", "0"], "has 1 MiB to"),
         (["--schedule", "late"], "invalid choice: 'late'"),
     ],
 )

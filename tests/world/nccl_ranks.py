@@ -28,7 +28,7 @@ GOES_ON = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",
     "TORCH_FR_BUFFER_SIZE": "0",
 }
-"""What a program sets that goes on after a failure, as docs/collectives.md says."""
+"""The variables of docs/collectives.md for a program that continues after a failure."""
 
 
 def run_nccl(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

@@ -95,7 +95,7 @@ void follow_by_its_wait(c10d::Work& work, const TorchFuture& native, Promise& pr
     work.wait();  // makes the current streams wait
     EventSet events = record_work(native.devices());
     if (errors != nullptr) errors->set_events(events);
-    promise.complete({}, std::move(events));
+    promise.complete(native.hasError() ? c10::IValue() : native.constValue(), std::move(events));
   } catch (...) {
     promise.fail(std::current_exception(), {});
   }

@@ -11,7 +11,7 @@ bool is_work(nb::handle object);
 // `future` completes with the Work's result.
 void follow(nb::handle work, FuturePtr future);
 
-// What is known of the group that a Work belongs to.
+// The group that a Work belongs to.
 struct Group {
   double timeout;        // seconds within which the engine should be done
   BackendsPtr backends;  // null: none that say whether they have failed

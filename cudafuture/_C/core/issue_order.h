@@ -9,7 +9,7 @@
 //     a              broadcast  then(c)                         inside a         1.1
 //     order      all_reduce, broadcast (a), what c issues, what b issues, all_gather
 //
-// So whoever is about to issue waits, on the host, until all callbacks that were attached before that point have run.
+// A thread that issues therefore blocks, on the host, until all callbacks attached before that point have run.
 // A callback runs when its future is complete; on NCCL that is when the operation is enqueued, so the wait is short.
 //
 // Lock: mutex_ guards the pending positions; nothing is taken under it.

@@ -1,4 +1,4 @@
-// What orders the streams of a consumer after a future.
+// Ordering a consumer's streams after a future.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -77,8 +78,8 @@ def build(cache: Path | None = None) -> Path:
     True
     """
     torch = installed_torch()
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
         raise BuildError("a C++ compiler is missing; install g++, or name one in the environment variable CXX")
     parent = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudafuture" / "fakecuda"
     folder = parent / f"torch-{torch.version}-{_fingerprint(torch, compiler)}"
@@ -101,7 +102,7 @@ def _sources() -> Iterator[Path]:
         yield from sorted(f for f in folder.rglob("*") if f.suffix in {".h", ".cpp"})
 
 
-def _fingerprint(torch: Torch, compiler: str) -> str:
+def _fingerprint(torch: Torch, compiler: list[str]) -> str:
     """Return a name for all that the libraries are made from."""
     digest = hashlib.sha256(f"{torch} {compiler} {sys.version_info[:2]}".encode())
     for file in (*_sources(), Path(__file__)):
@@ -112,7 +113,7 @@ def _fingerprint(torch: Torch, compiler: str) -> str:
 class _Build:
     """One build, in a folder of its own."""
 
-    def __init__(self, torch: Torch, compiler: str, folder: Path) -> None:
+    def __init__(self, torch: Torch, compiler: list[str], folder: Path) -> None:
         self._torch = torch
         self._compiler = compiler
         self._folder = folder
@@ -183,10 +184,10 @@ class _Build:
     def _compile(self, name: str, sources: list[Path], flags: list[str] | None = None) -> None:
         unit = self._folder / f"{name}_unit.cpp"  # one, so that headers are parsed once
         unit.write_text("".join(f'#include "{source}"\n' for source in sources))
-        self._output(self._compiler, *self._flags, *(flags or []), "-c", unit.name, "-o", f"{name}.o")
+        self._output(*self._compiler, *self._flags, *(flags or []), "-c", unit.name, "-o", f"{name}.o")
 
     def _link(self, arguments: list[str], library: str) -> None:
-        self._output(self._compiler, "-shared", f"-Wl,-soname,{library}", *arguments, "-o", library)
+        self._output(*self._compiler, "-shared", f"-Wl,-soname,{library}", *arguments, "-o", library)
 
     def _output(self, *command: str) -> str:
         try:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-import weakref
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
+from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
 
@@ -29,16 +27,12 @@ __all__ = [
 ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
 
 
-class Hold:
+class Hold(StreamHold):
     """A stop in a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
 
     def __init__(self, handle: int) -> None:
+        super().__init__()
         self._handle: int | None = handle
-        _holds.add(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # at exit the runtime drops all work
-            self.open()
 
     def open(self) -> None:
         """Let the stream continue. Further calls do nothing.
@@ -49,17 +43,6 @@ class Hold:
         handle, self._handle = self._handle, None
         if handle is not None:
             library().fakecuda_open(handle)
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.open()
-
-
-_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:
@@ -83,8 +66,7 @@ def release() -> None:
     >>> fakecuda.release()
     >>> torch.cuda.synchronize()
     """
-    for held in list(_holds):
-        held.open()
+    open_all(Hold)
 
 
 def fail(error: str = "illegal address", stream: torch.Stream | None = None) -> None:

@@ -15,6 +15,8 @@ Schedule = Literal["lazy", "jitter", "eager"]
 
 REAL_DRIVER = Path("/proc/driver/nvidia/version")
 MOST_DEVICES = 64
+MOST_SEED = 10**15
+MOST_MEMORY = 10**9 << 20  # bytes
 
 
 def environment(
@@ -29,7 +31,7 @@ def environment(
 ) -> dict[str, str]:
     r"""Return environment variables for a process that shall run on fake CUDA devices.
 
-    The first call for a torch builds the libraries, which takes about a minute, and keeps them in the user's cache.
+    The first call for a torch builds the libraries, in about half a minute, and keeps them in the user's cache.
 
     Args:
         schedule: when an operation runs that no host thread waits for: ``lazy`` (late), ``jitter`` (after a random
@@ -54,10 +56,10 @@ def environment(
         raise RuntimeError(f"{REAL_DRIVER} exists, so this machine has a CUDA driver; run on the real devices instead")
     if not 0 <= devices <= MOST_DEVICES:
         raise ValueError(f"there can be 0 to {MOST_DEVICES} fake devices, not {devices}")
-    if seed < 0:
-        raise ValueError(f"a seed is 0 or more, not {seed}")
-    if memory < 1 << 20:
-        raise ValueError(f"a fake device has at least 1 MiB of memory, not {memory} bytes")
+    if not 0 <= seed <= MOST_SEED:
+        raise ValueError(f"a seed is 0 to {MOST_SEED}, not {seed}")
+    if not 1 << 20 <= memory <= MOST_MEMORY:
+        raise ValueError(f"a fake device has 1 MiB to {MOST_MEMORY >> 20} MiB of memory, not {memory} bytes")
     libraries = build()
     variables = dict(os.environ if base is None else base)
     # torch's libraries name the folders of NVIDIA's packages, which come before LD_LIBRARY_PATH.

@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from cudafuture.testing import _sim as _native
+from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.sim._accelerator import synchronize
 from cudafuture.testing.sim._virtual_time import name_of, seconds
 
 __all__ = ["Hold", "capture", "fail", "finish", "hold", "release", "sleep"]
 
 
-class Hold:
-    """A stop in a stream: what was enqueued after it waits until ``open()``, the end of a ``with``, or its own end."""
+class Hold(StreamHold):
+    """A stop in a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
 
     def __init__(self, gate: Any) -> None:
+        super().__init__()
         self._gate = gate
-        _holds.add(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # nothing that waits would come to an end in order any more
-            self.open()
 
     def open(self) -> None:
-        """Let the stream go on; once is enough, more often does no harm.
+        """Let the stream continue. Further calls do nothing.
 
         >>> sim.enable()
         >>> held = sim.hold()
         >>> held.open()
         """
         _native.open(self._gate)
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.open()
-
-
-_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
 def release() -> None:
@@ -58,8 +41,7 @@ def release() -> None:
     >>> sim.release()
     >>> sim.synchronize()
     """
-    for held in list(_holds):
-        held.open()
+    open_all(Hold)
 
 
 def finish() -> None:

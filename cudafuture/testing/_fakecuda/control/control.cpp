@@ -1,4 +1,4 @@
-// What cudafuture.testing.fakecuda calls through ctypes: controls and counters for tests, and races.
+// The functions that cudafuture.testing.fakecuda calls through ctypes: controls and counters for tests, and races.
 #include <unistd.h>
 
 #include <cstdio>

@@ -24,7 +24,7 @@ struct Capture {
 
   void advance(Stream* stream) { follows[stream][stream] = ++length[stream]; }
   void join(Stream* stream, const Recording& recording);
-  bool is_joined_by(Stream* stream);  // whether all streams of the capture come before `stream`
+  bool is_joined_by(Stream* stream);  // true if `stream` follows all streams of the capture
 };
 using CapturePtr = std::shared_ptr<Capture>;
 

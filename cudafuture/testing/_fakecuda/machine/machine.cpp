@@ -284,7 +284,7 @@ void Machine::stop(Lock& lock) {
   changed_.notify_all();
   due_.notify_all();
   host_function_.notify_all();
-  // What a kernel uses may be destroyed when this returns. A host function may block for ever, so it is not waited for.
+  // The caller may destroy the memory of running kernels, so they finish first. A host function may never return.
   const auto runs_kernel = [](const Stream* stream) {
     return stream->running && stream->queue.front().kind != Operation::Kind::kHostFunction;
   };

@@ -40,7 +40,7 @@
 
 namespace fakecuda {
 
-// What tests read with fakecuda.statistics().
+// The counters that fakecuda.statistics() returns.
 struct Counters {
   uint64_t kernels_run = 0;
   uint64_t kernels_skipped = 0;
@@ -82,14 +82,14 @@ class Machine {
   // Run, or have others run, what is enqueued on a stream up to a position. The host has then seen it.
   void synchronize(Lock& lock, Stream& stream, uint64_t position);
   void synchronize_device(Lock& lock, int device);
-  bool query(const Recording& recording);  // whether it has been reached; the host has then seen it
+  bool query(const Recording& recording);  // true if it is reached; the host is then ordered after it
   bool query(Stream& stream);
 
   // ---- controls of tests
   GatePtr hold(Lock& lock, Stream& stream);
   void open(Gate& gate);
   void break_device(int error);  // an error that all later calls return (a "sticky" error)
-  bool takes_a_failure();        // whether this allocation shall fail
+  bool takes_a_failure();        // consumes one of failing_allocations
   void wake();                   // attempts may succeed now
   void stop(Lock& lock);         // the process ends: nothing runs from now on
 

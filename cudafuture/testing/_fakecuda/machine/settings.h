@@ -1,4 +1,4 @@
-// What the environment sets; `python -m cudafuture.testing.fakecuda` writes these variables.
+// Settings from the environment; `python -m cudafuture.testing.fakecuda` sets these variables.
 //
 //   FAKECUDA_SCHEDULE  eager: an operation runs in the call that enqueues it, unless it has to wait
 //                      jitter: after a random delay, at most FAKECUDA_DELAY_MS (2)

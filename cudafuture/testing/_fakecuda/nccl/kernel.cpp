@@ -34,7 +34,7 @@ bool Kernel::attempt() {
     if (communicator_->ended || communicator_->revoked || segment == nullptr) {
       ended = true;
     } else if (may_run()) {
-      // Whether a peer is gone is asked first: what it did before is seen afterwards.
+      // Test first which peers are gone. The data that a peer wrote before it died is then read below.
       std::vector<char> gone(communicator_->ranks);
       for (int peer = 0; peer < communicator_->ranks; ++peer) gone[peer] = communicator_->is_gone(peer);
       std::vector<int> waits_for;

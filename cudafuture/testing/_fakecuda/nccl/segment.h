@@ -17,7 +17,7 @@
 namespace fakenccl {
 
 constexpr size_t kChunkSize = 256 << 10;  // of a rank's contribution to a collective; two of them lie in the segment
-constexpr size_t kRingSize = 64 << 10;    // of the bytes under way from one rank to another
+constexpr size_t kRingSize = 64 << 10;    // bytes in flight from one rank to another
 
 // An operation as its rank issued it. The ranks compare theirs.
 struct Descriptor {
@@ -47,7 +47,7 @@ struct alignas(64) RankSlot {
   std::atomic<uint64_t> started;  // the start time of the process, which tells it from a later one with the same pid
   char bus_id[32];                // of its device
 
-  alignas(64) std::atomic<uint32_t> rung;  // whether a message to the rank's doorbell is under way
+  alignas(64) std::atomic<uint32_t> rung;  // 1: a message to the rank's doorbell is in flight
 
   // Chunks of collectives: chunk i lies at i % 2.
   alignas(64) std::atomic<uint64_t> published;

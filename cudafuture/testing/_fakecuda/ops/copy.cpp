@@ -10,7 +10,7 @@
 namespace fakecuda {
 namespace {
 
-// Whether torch copies without a kernel, by cudaMemcpyAsync.
+// Returns true if torch copies without a kernel, by cudaMemcpyAsync.
 bool is_plain(const at::Tensor& to, const at::Tensor& from) {
   if (!to.is_cuda() || !from.is_cuda()) return true;
   if (to.layout() != at::kStrided || from.layout() != at::kStrided) return true;

@@ -48,12 +48,12 @@ c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& 
   return *device;
 }
 
-// What an operator returns, found with torch's kernels for tensors without data ("meta").
+// The results of an operator, inferred with torch's kernels for tensors without data ("meta").
 class Inference {
  public:
   Inference(const c10::OperatorHandle& op, const std::vector<IValue>& arguments);
 
-  // Whether the results are known without the data.
+  // True if the results are known without the data.
   bool succeeded = false;
   // Gives arguments that the operator has resized their new sizes.
   void resize_arguments() const;
