@@ -15,15 +15,15 @@ class Listener(Protocol):
 class Agent(TensorPipeAgent):
     def __init__(
         self,
-        store: Any,
-        name: str,
+        names: list[str],
         rank: int,
-        world_size: int,
+        exchange: Callable[[str], list[str]],
         options: Any,
         reverse_device_maps: dict[str, dict[torch.device, torch.device]],
         devices: list[torch.device],
         *,
         key: bytes,
+        contents: bool,
         serve: Callable[[bytes, list[torch.Tensor], Reply], None],
         tell: Callable[[int, str], None],
     ) -> None: ...

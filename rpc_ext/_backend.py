@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-from cudafuture.errors import AuthenticationError, CUDAFutureError
+from cudafuture.errors import AuthenticationError
 from rpc_ext import _C, _engine, _listeners, _memory
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
@@ -42,6 +43,7 @@ class Options(TensorPipeRpcBackendOptions):
         rpc_timeout: float = _engine.DEFAULT_RPC_TIMEOUT,
         init_method: str = "env://",
         secret: bytes | None = None,
+        seal: str = "descriptions",
         device_maps: Any = "auto",
         start_timeout: float = 300.0,
         transports: Sequence[str] | None = None,
@@ -54,6 +56,7 @@ class Options(TensorPipeRpcBackendOptions):
             _transports=None if transports is None else list(transports),
         )
         self.secret, self.wanted_maps, self.start_timeout = secret, as_json(device_maps), start_timeout
+        self.seals_contents = secret is not None and seal == "contents"
         self.server = server
         self.exchange: Exchange | None = None
         self.peers: list[DeviceMap] = []
@@ -79,90 +82,96 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
         options.secret,
         options.start_timeout,
     )
-    mine = {"name": name, "devices": local_devices(), "maps": options.wanted_maps}
+    mine = {"name": name, "devices": local_devices(), "maps": options.wanted_maps, "seal": options.seals_contents}
     workers, key = exchange.begin(mine)
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
+    _expect_one_seal(names, [worker["seal"] for worker in workers])
     exchange.names = names
-    found = plan(rank, names, [w["devices"] for w in workers], [w["maps"] for w in workers])
+    found = plan(
+        rank,
+        names,
+        [w["devices"] for w in workers],
+        [w["maps"] for w in workers],
+        carries_devices=not options.seals_contents,
+    )
     for worker, device_map in found.native.items():
         options._set_device_map(worker, device_map)
     if found.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(found.answers)))
     _memory.receive_here()
-    meeting = _engine.PrefixStore("agent", store)
-    with _missing_named(meeting, names, options.start_timeout):
-        agent = _C.Agent(
-            meeting,
-            name,
-            rank,
-            world_size,
-            options,
-            found.native_reverse,
-            found.native_devices,
-            key=key,
-            serve=server.serve,
-            tell=_Teller(names),
-        )
-        try:
-            _start(agent, names, exchange, options)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                _engine.finish(agent, PATIENCE)
-            raise
+    agent = _C.Agent(
+        names,
+        rank,
+        lambda address: _addresses(exchange, address),
+        options,
+        found.native_reverse,
+        found.native_devices,
+        key=key,
+        contents=options.seals_contents,
+        serve=server.serve,
+        tell=_Teller(names),
+    )
+    try:
+        _start(agent, names, exchange, options)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            _engine.finish(agent, PATIENCE)
+        raise
     options.exchange, options.peers = exchange, found.calls
     return agent
 
 
-@contextlib.contextmanager
-def _missing_named(meeting: Any, names: list[str], timeout: float) -> Iterator[None]:
-    """Say who has not come to the place in the store where torch's agents meet, when one does not get over that."""
-    try:
-        yield
-    except CUDAFutureError:  # it says so itself
-        raise
-    except RuntimeError as e:
-        try:
-            unnamed = [name for rank, name in enumerate(names) if not meeting.check([f"names/{rank}"])]
-            missing = unnamed or [name for name in names if not meeting.check([f"addrs/{name}"])]
-        except RuntimeError:
-            raise TimeoutError(f"the store was lost while RPC began: {e}") from e
-        if not missing:
-            raise
-        who = ", ".join(f"'{name}'" for name in missing)
-        raise TimeoutError(f"worker {who} has not started its agent within {timeout:g} s") from e
+def _expect_one_seal(names: list[str], seals_contents: list[bool]) -> None:
+    """Raise ValueError unless all workers have chosen the same seal."""
+    if len(set(seals_contents)) > 1:
+        chosen = ", ".join(
+            f"'{name}': {'contents' if contents else 'descriptions'}"
+            for name, contents in zip(names, seals_contents, strict=True)
+        )
+        raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
+
+
+def _addresses(exchange: Exchange, own: str) -> list[str]:
+    """Show the address of this worker's agent to the other workers; return the addresses of all, by rank.
+
+    The records are signed with the session's key. Agents take addresses from nowhere else.
+    """
+    return exchange.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
 
 
 def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
-    """Start the agent and wait until all have; with a secret, nobody can connect to it after that.
+    """Start the agent and wait until all have; with a secret, no process can connect to it after that.
 
     Raises:
-        AuthenticationError: the store leads to others than those who have proven that they know the secret.
+        AuthenticationError: an address leads to a process that does not have the session's key.
     """
     before, others = _listeners.listening(), _listeners.watchers()
     _engine.set_agent(agent)
-    doors = _listeners.listening() - before
+    found = _listeners.listening() - before
     is_safe = options.secret is not None
-    if is_safe:
-        _check_names(agent, names)
     try:
         _engine.first_calls(names if is_safe else names[:1], options.start_timeout)
     except RuntimeError as e:
         if "was refused" in str(e):
             raise AuthenticationError(f"the first calls to the other workers have failed: {e}") from e
         raise
-    exchange.round("ready", True)  # nobody leaves, or closes the doors, before the first calls have gone through
+    exchange.round("ready", True)  # no worker closes its sockets before the first calls of all have gone through
     if is_safe:
-        _listeners.close(_listeners.of_an_engine(doors, others))
+        _close_listeners(_listeners.of_an_engine(found, others))
 
 
-def _check_names(agent: Any, names: list[str]) -> None:
-    """Check that torch's agent has the names that the workers have signed: it takes them from the store as they are."""
-    found = {info.id: info.name for info in agent.get_worker_infos()}
-    if found != dict(enumerate(names)):
-        raise AuthenticationError(f"the store says that the workers are {found}, and they say that they are {names}")
+def _close_listeners(listeners: set[int]) -> None:
+    _listeners.close(listeners)
+    if not listeners:
+        warnings.warn(
+            "the sockets on which RPC listens were not found, so they stay open: other processes can connect to this "
+            "worker, and bytes that TensorPipe cannot read end it. Keep its ports closed to others by a firewall",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Teller:

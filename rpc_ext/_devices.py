@@ -49,8 +49,12 @@ class Plan:
     native_devices: list[torch.device]
 
 
-def plan(rank: int, names: list[str], counts: list[dict[str, int]], maps: list[Any]) -> Plan:
+def plan(
+    rank: int, names: list[str], counts: list[dict[str, int]], maps: list[Any], *, carries_devices: bool = True
+) -> Plan:
     """Work out where this worker's tensors go, from what all workers have shown, by rank.
+
+    Without `carries_devices` TensorPipe carries tensors on the host only, and those on devices go through the host.
 
     Raises:
         ValueError: a map names a worker or a device that is not there, or one device twice.
@@ -58,23 +62,27 @@ def plan(rank: int, names: list[str], counts: list[dict[str, int]], maps: list[A
     full = [[_map(names, counts, maps[a], a, b) for b in range(len(names))] for a in range(len(names))]
     there = {name: full[rank][b] for b, name in enumerate(names)}
     back = {name: {t: h for h, t in full[a][rank].items()} for a, name in enumerate(names)}
-    native, reverse = ({name: _native(of) for name, of in maps.items()} for maps in (there, back))
+    carried = _native if carries_devices else _none
+    native, reverse = ({name: carried(of) for name, of in maps.items()} for maps in (there, back))
     return Plan(
-        [_device_map(name, of) for name, of in there.items()],
-        [_device_map(name, of) for name, of in back.items()],
+        [_device_map(name, of, native[name]) for name, of in there.items()],
+        [_device_map(name, of, reverse[name]) for name, of in back.items()],
         {worker: of for worker, of in native.items() if of},
         {worker: of for worker, of in reverse.items() if of},
         sorted({d for of in (*native.values(), *reverse.values()) for d in of}, key=lambda d: d.index),
     )
 
 
-def _device_map(peer: str, of: Devices) -> DeviceMap:
-    native = _native(of)
+def _device_map(peer: str, of: Devices, native: Devices) -> DeviceMap:
     return DeviceMap(peer, native, {here: there for here, there in of.items() if here not in native})
 
 
 def _native(of: Devices) -> Devices:
     return {here: there for here, there in of.items() if here.type == _NATIVE and there.type == _NATIVE}
+
+
+def _none(of: Devices) -> Devices:
+    return {}
 
 
 def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: int) -> Devices:

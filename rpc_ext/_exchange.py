@@ -67,8 +67,17 @@ class Exchange:
             key = hmac.digest(session, b"cudafuture messages", "sha256")
         return [hello["value"] for hello in hellos], key
 
-    def round(self, step: str, value: object, is_valid: Callable[[Any], bool] = lambda _: True) -> list[Any]:
+    def round(
+        self,
+        step: str,
+        value: object,
+        is_valid: Callable[[Any], bool] = lambda _: True,
+        *,
+        absent: str = "has not come",
+    ) -> list[Any]:
         """Show `value` under a name that all workers use; return what each showed, by rank.
+
+        `absent` is what an error says of the workers that have shown nothing.
 
         Raises:
             TimeoutError: some worker has shown nothing.
@@ -82,7 +91,7 @@ class Exchange:
                 self._look(seen, rank, is_valid)
             if not seen.missing():
                 return [seen.found[rank] for rank in range(self._world_size)]
-        raise seen.error(self._timeout, self.names)
+        raise seen.error(self._timeout, self.names, absent)
 
     def meet(self, step: str, value: object, deadline: float) -> list[Any]:
         """Wait until all workers are here, until `deadline` (time.monotonic()) at most; see ``round``."""
@@ -198,7 +207,7 @@ class _Seen:
     def missing(self) -> set[int]:
         return set(range(self._world_size)) - set(self.found)
 
-    def error(self, timeout: float, names: list[str]) -> Exception:
+    def error(self, timeout: float, names: list[str], what: str = "has not come") -> Exception:
         """Return what to raise when the time is over."""
         unproven = sorted(self.missing() & set(self.wrong))
         absent = sorted(self.missing() - set(self.wrong))
@@ -209,7 +218,7 @@ class _Seen:
                 "knows the secret: give all workers the same one"
             )
         if absent:
-            parts.append(f"worker {_listed(absent, names)} of {self._world_size} has not come within {timeout:g} s")
+            parts.append(f"worker {_listed(absent, names)} of {self._world_size} {what} within {timeout:g} s")
         text = f"{'; '.join(parts)} ({self.step})"
         return AuthenticationError(text) if unproven else TimeoutError(text)
 

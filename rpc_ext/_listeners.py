@@ -7,24 +7,42 @@ agents connect once and never again; so when all are connected, nobody who may c
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import select
 import socket
 import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from rpc_ext import _C
 
-__all__ = ["close", "host", "listening", "of_an_engine", "watchers"]
+__all__ = ["close", "host", "listening", "of_an_engine", "warn_unless_loopback", "watchers"]
 
 _SELF = Path("/proc/self")
+_warned = False
 
 
 def host() -> str:
     """Return the address on which agents of this process listen."""
     return _C.listening_address().rpartition(":")[0].strip("[]")
+
+
+def warn_unless_loopback() -> None:
+    """Warn once that RPC without a secret listens on an address that other machines reach."""
+    global _warned
+    address = host()
+    if _warned or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return
+    _warned = True
+    warnings.warn(
+        f"RPC listens on {address} and has no secret: every process that reaches that address can run code in this "
+        "one. Give init_rpc(secret=...), or set CUDAFUTURE_RPC_SECRET_FILE",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def listening() -> set[int]:

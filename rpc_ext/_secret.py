@@ -17,11 +17,17 @@ def read_secret(secret: str | bytes | None) -> bytes | None:
     """Return the secret given, else the one in the file that CUDAFUTURE_RPC_SECRET_FILE names, else None.
 
     Raises:
-        ValueError: it is too short to be one; or another file is named than when the library was imported.
+        ValueError: it is too short to be one; or CUDAFUTURE_RPC_SECRET_FILE is set to nothing, or names another file
+            than when the library was imported.
         OSError: the file cannot be read.
     """
     source = "secret"
     if secret is None:
+        if os.environ.get("CUDAFUTURE_RPC_SECRET_FILE") == "":
+            raise ValueError(
+                "CUDAFUTURE_RPC_SECRET_FILE is set to an empty string, so there would be no secret: name the file, or "
+                "unset the variable"
+            )
         _expect_unchanged()
         if config.rpc_secret_file is None:
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import logging
 import os
 import re
@@ -35,7 +34,6 @@ _logger = logging.getLogger("rpc_ext.session")
 _lock = threading.Lock()  # guards what follows while it changes
 _session: Session | None = None
 _beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
-_warned = False
 
 _ENDED_BY_TORCH = (
     "torch.distributed.rpc.shutdown() has ended RPC in this process; this session ends by rpc_ext.shutdown()"
@@ -185,6 +183,7 @@ def init_rpc(
     rank: int | None = None,
     world_size: int | None = None,
     secret: str | bytes | None = None,
+    seal: Literal["descriptions", "contents"] = "descriptions",
     device_maps: DeviceMaps | Literal["auto"] | None = "auto",
     num_worker_threads: int = _engine.DEFAULT_WORKER_THREADS,
     rpc_timeout: float = _engine.DEFAULT_RPC_TIMEOUT,
@@ -205,7 +204,10 @@ def init_rpc(
         world_size: how many workers there are; default: WORLD_SIZE.
         secret: at least 16 bytes that all workers share. Default: the content of the file that
             CUDAFUTURE_RPC_SECRET_FILE names. With it, workers prove to each other that they know it, and every message
-            is signed; see docs/security.md. Without one, whoever reaches the port runs code here.
+            is signed; see docs/security.md. Without one, every process that reaches the port can run code here.
+        seal: what the signature of a message covers, the same on all workers. "descriptions" (default): everything but
+            the numbers in tensors. "contents": those too, at the cost of reading each tensor once more on both sides;
+            tensors on devices go through the host then. Without a secret it has no effect.
         device_maps: where tensors on devices go. "auto" (default): to the device of the same type and index, where the
             other side has it. Or for each worker by name a dict from devices here to devices there. None: nowhere.
         num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
@@ -225,7 +227,9 @@ def init_rpc(
         InvalidStateError: RPC has begun in this process already, ours or torch's own.
         ValueError: the environment says neither rank nor world size; a transport that is none; a name that torch does
             not take, or that two workers have; a device map that does not fit; a secret that is too short;
-            CUDAFUTURE_RPC_SECRET_FILE has changed since the library was imported.
+            CUDAFUTURE_RPC_SECRET_FILE is empty or has changed since the library was imported; workers that differ in
+            `seal`.
+        RuntimeError: a secret, and a build of torch whose messages cannot be checked.
         AuthenticationError: a worker that does not know the secret.
         TimeoutError: not all workers have come in time; it names them.
         ConnectionError: the store cannot be made: its port is in use, say.
@@ -240,6 +244,8 @@ def init_rpc(
     _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
     if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
         raise ValueError(f"transports={transports!r}: some of {', '.join(sorted(_TRANSPORTS))} are wanted")
+    if seal not in ("descriptions", "contents"):
+        raise ValueError(f'seal is "descriptions" or "contents", not {seal!r}')
     name = f"worker{rank}" if name is None else name
     with _lock:
         if _session is not None:
@@ -256,13 +262,14 @@ def init_rpc(
                 rpc_timeout=_limit(rpc_timeout),
                 init_method=init_method or "env://",
                 secret=read_secret(secret),
+                seal=seal,
                 device_maps=device_maps,
                 start_timeout=start_timeout,
                 transports=transports,
                 server=Server(name, num_worker_threads, _limit(rpc_timeout)),
             )
             if options.secret is None:
-                _warn_of_strangers()
+                _listeners.warn_unless_loopback()
             store = session_store(options.init_method, rank, world_size, start_timeout)
             _engine.init_distributed_autograd(rank)
             with warnings.catch_warnings(), backend() as ours:
@@ -365,20 +372,6 @@ def _check(
     ):
         if number < 1:
             raise ValueError(f"{what} is at least 1, not {number}")
-
-
-def _warn_of_strangers() -> None:
-    global _warned
-    address = _listeners.host()
-    if _warned or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return
-    _warned = True
-    warnings.warn(
-        f"RPC listens on {address} and has no secret: whoever reaches that address can run code in this process. "
-        "Give init_rpc(secret=...), or set CUDAFUTURE_RPC_SECRET_FILE",
-        RuntimeWarning,
-        stacklevel=3,
-    )
 
 
 def _note_fork() -> None:

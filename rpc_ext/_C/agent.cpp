@@ -8,17 +8,25 @@
 namespace rpc_ext {
 namespace {
 
-struct RefusedReply : std::runtime_error {
-  using std::runtime_error::runtime_error;
+// The worker that this thread sends a request to; -1: it sends a reply.
+thread_local int receiver = -1;
+
+struct Sending {
+  explicit Sending(int to) { receiver = to; }
+  ~Sending() { receiver = -1; }
 };
 
-Failure kind_of(const rpc::JitFuture& future) {
-  try {
-    std::rethrow_exception(future.exception_ptr());
-  } catch (const RefusedReply&) {
-    return Failure::refused;
-  } catch (...) {
-    return rpc::getRPCErrorType(future) == rpc::RPCErrorType::TIMEOUT ? Failure::timeout : Failure::other;
+Failure kind_of(const rpc::JitFuture& future, std::string_view message) {
+  if (message.starts_with(refused_reply)) return Failure::refused;
+  return rpc::getRPCErrorType(future) == rpc::RPCErrorType::TIMEOUT ? Failure::timeout : Failure::other;
+}
+
+void expect_on_host(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && !tensor.is_cpu()) {
+      throw std::invalid_argument("a tensor on " + tensor.device().str() +
+                                  " cannot be sent under seal=\"contents\": copy it to the host first");
+    }
   }
 }
 
@@ -28,7 +36,7 @@ void deliver(Held& listener, rpc::JitFuture& future) {
   try {
     if (future.hasError()) {
       const std::string message = future.tryRetrieveErrorMessage();  // of whatever bytes
-      call_python(listener.get().attr("on_error"), py::int_(static_cast<int>(kind_of(future))),
+      call_python(listener.get().attr("on_error"), py::int_(static_cast<int>(kind_of(future, message))),
                   py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
     } else {
       const auto reply = future.constValue().toCustomClass<rpc::Message>();
@@ -43,53 +51,49 @@ void deliver(Held& listener, rpc::JitFuture& future) {
 
 }  // namespace
 
-std::shared_ptr<Agent> Agent::make(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+std::shared_ptr<Agent> Agent::make(const std::vector<std::string>& names, int rank, py::object exchange,
                                    const rpc::TensorPipeRpcBackendOptions& options,
                                    const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
-                                   const std::vector<c10::Device>& devices, std::string_view key, py::object serve,
+                                   const std::vector<c10::Device>& devices, const Secret& secret, py::object serve,
                                    py::object tell) {
-  auto sealer = key.empty() ? nullptr : std::make_shared<Sealer>(key, self.rank, self.world_size);
   auto refusals = std::make_shared<Refusals>(std::move(tell));
-  return std::shared_ptr<Agent>(new Agent(store, self, options, reverse_device_maps, devices, std::move(sealer),
-                                          std::move(refusals), std::move(serve)));
+  std::shared_ptr<SealedPipes> pipes;
+  if (!secret.key.empty()) {
+    auto sealer = std::make_unique<Sealer>(secret.key, rank, static_cast<int>(names.size()));
+    pipes = std::make_shared<SealedPipes>(std::move(sealer), refusals, secret.with_contents);
+  }
+  SealedPipes::guard(pipes);
+  return std::shared_ptr<Agent>(new Agent(names, rank, std::move(exchange), options, reverse_device_maps, devices,
+                                          std::move(pipes), std::move(refusals), std::move(serve)));
 }
 
-Agent::Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchange,
              const rpc::TensorPipeRpcBackendOptions& options,
              const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
-             const std::vector<c10::Device>& devices, std::shared_ptr<Sealer> sealer,
+             const std::vector<c10::Device>& devices, std::shared_ptr<SealedPipes> pipes,
              std::shared_ptr<Refusals> refusals, py::object serve)
-    : TensorPipeAgent(c10::make_intrusive<AgentStore>(store, self.world_size), self.name,
-                      static_cast<rpc::worker_id_t>(self.rank), self.world_size, options, reverse_device_maps, devices,
-                      std::make_unique<RequestCallback>(sealer, refusals, std::move(serve))),
-      sealer_(std::move(sealer)),
+    : TensorPipeAgent(c10::make_intrusive<AgentStore>(names, std::move(exchange)), names.at(rank),
+                      static_cast<rpc::worker_id_t>(rank), static_cast<int>(names.size()), options, reverse_device_maps,
+                      devices, std::make_unique<RequestCallback>(std::move(serve))),
+      pipes_(std::move(pipes)),
       refusals_(std::move(refusals)) {}
 
 c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                                float timeout_seconds, const rpc::DeviceMap& device_map) {
   sent_.fetch_add(1, std::memory_order_relaxed);
-  if (!sealer_ || !message->isRequest()) {
-    return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
+  if (pipes_ && pipes_->with_contents()) expect_on_host(message->tensors());
+  const Sending sending(to.id_);
+  return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
+}
+
+void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::intrusive_ptr<rpc::Message>& message,
+                      std::vector<c10::Device>&& devices, std::vector<c10::Stream> streams,
+                      std::function<void(const tensorpipe::Error&)> done) noexcept {
+  if (pipes_) {
+    pipes_->write(pipe, receiver, message, std::move(devices), std::move(streams), std::move(done));
+  } else {
+    TensorPipeAgent::pipeWrite(pipe, message, std::move(devices), std::move(streams), std::move(done));
   }
-  // A message that is sent again is sealed again: torch keeps the one that it gave.
-  auto [frame, counter] = sealer_->seal_request(to.id_, message->type(), message->payload(), message->tensors());
-  auto sealed = c10::make_intrusive<rpc::Message>(std::move(frame), std::vector<at::Tensor>(message->tensors()),
-                                                  message->type(), message->id());
-  return TensorPipeAgent::send(to, std::move(sealed), timeout_seconds, device_map)
-      ->then(
-          [sealer = sealer_, refusals = refusals_, callee = to.id_, counter = counter](rpc::JitFuture& future) {
-            const auto reply = future.value().toCustomClass<rpc::Message>();
-            try {
-              sealer->open_reply(callee, counter, reply->type(), reply->payload(), reply->tensors());
-            } catch (const Refused& refused) {
-              refusals->add(refused);
-              throw RefusedReply("the reply was refused: " + refused.reason);
-            }
-            auto opened = without_seal(*reply);
-            Storages storages = opened->getStorages();
-            return std::tuple<at::IValue, Storages>(std::move(opened), std::move(storages));
-          },
-          at::AnyClassType::get());
 }
 
 void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
@@ -108,6 +112,7 @@ bool Agent::stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> pat
   const std::future<void> stopped = done.get_future();
   std::thread([agent = std::move(agent), done = std::move(done)]() mutable {
     agent->shutdown();
+    if (agent->pipes_) agent->pipes_->unguard();  // no message can come any more
     done.set_value();
   }).detach();
   return stopped.wait_for(patience) == std::future_status::ready;

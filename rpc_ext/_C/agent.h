@@ -9,8 +9,9 @@
 #include <string>
 
 #include "callback.h"
+#include "pipe.h"
 #include "python.h"
-#include "seal.h"
+#include "refusals.h"
 #include "store.h"
 
 namespace rpc_ext {
@@ -18,21 +19,21 @@ namespace rpc_ext {
 // How a call of ours failed before the callee could say anything.
 enum class Failure { other = 0, timeout = 1, refused = 2 };
 
-// torch's TensorPipe agent, which seals each request that it sends, whoever makes it, and checks the seal of the reply.
+// torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
 class Agent final : public rpc::TensorPipeAgent {
  public:
-  struct Identity {
-    std::string name;
-    int rank;
-    int world_size;
+  // What the messages of a session are sealed with. An empty key: they are not.
+  struct Secret {
+    std::string_view key;
+    bool with_contents;  // the seals cover the contents of tensors
   };
 
-  // An empty key: nothing is signed. `serve(payload, tensors, reply)` answers the calls of ours that come in;
-  // `tell(sender, reason)` hears of the first message of each sender that is refused.
-  static std::shared_ptr<Agent> make(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+  // `exchange(address)` returns the addresses of all workers, by rank. `serve(payload, tensors, reply)` answers calls
+  // of ours. `tell(sender, reason)` is called for the first message of each sender that is refused.
+  static std::shared_ptr<Agent> make(const std::vector<std::string>& names, int rank, py::object exchange,
                                      const rpc::TensorPipeRpcBackendOptions& options,
                                      const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
-                                     const std::vector<c10::Device>& devices, std::string_view key, py::object serve,
+                                     const std::vector<c10::Device>& devices, const Secret& secret, py::object serve,
                                      py::object tell);
 
   c10::intrusive_ptr<rpc::JitFuture> send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
@@ -50,16 +51,22 @@ class Agent final : public rpc::TensorPipeAgent {
   // Messages sent so far, whoever made them.
   std::uint64_t sent() const { return sent_.load(); }
 
+  // See Refusals::counts.
   std::map<int, std::uint64_t> refused() const { return refusals_->counts(); }
 
+ protected:
+  void pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::intrusive_ptr<rpc::Message>& message,
+                 std::vector<c10::Device>&& devices, std::vector<c10::Stream> streams,
+                 std::function<void(const tensorpipe::Error&)> done) noexcept override;
+
  private:
-  Agent(const c10::intrusive_ptr<c10d::Store>& store, const Identity& self,
+  Agent(const std::vector<std::string>& names, int rank, py::object exchange,
         const rpc::TensorPipeRpcBackendOptions& options,
         const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
-        const std::vector<c10::Device>& devices, std::shared_ptr<Sealer> sealer, std::shared_ptr<Refusals> refusals,
+        const std::vector<c10::Device>& devices, std::shared_ptr<SealedPipes> pipes, std::shared_ptr<Refusals> refusals,
         py::object serve);
 
-  const std::shared_ptr<Sealer> sealer_;
+  const std::shared_ptr<SealedPipes> pipes_;  // null: messages are not sealed
   const std::shared_ptr<Refusals> refusals_;
   std::atomic<std::uint64_t> sent_{0};
 };

@@ -128,21 +128,20 @@ PYBIND11_MODULE(_C, m) {
 
   // Its destructor joins threads, which take the GIL to end.
   py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int world_size,
+      .def(py::init([](const std::vector<std::string>& names, int rank, py::object exchange,
                        const rpc::TensorPipeRpcBackendOptions& options,
                        const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
-                       const std::vector<c10::Device>& devices, const py::bytes& key, py::object serve,
+                       const std::vector<c10::Device>& devices, const py::bytes& key, bool contents, py::object serve,
                        py::object tell) {
-             return Agent::make(store, {name, rank, world_size}, options, reverse_device_maps, devices,
-                                std::string_view(key), std::move(serve), std::move(tell));
+             return Agent::make(names, rank, std::move(exchange), options, reverse_device_maps, devices,
+                                {std::string_view(key), contents}, std::move(serve), std::move(tell));
            }),
-           py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
-           py::arg("reverse_device_maps"), py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("serve"),
-           py::arg("tell"))
+           py::arg("names"), py::arg("rank"), py::arg("exchange"), py::arg("options"), py::arg("reverse_device_maps"),
+           py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("contents"), py::arg("serve"), py::arg("tell"))
       .def("call", call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"), py::arg("listener"))
       .def("sent", &Agent::sent)
       .def("stop", stop, py::arg("patience"))
-      .def("refused", &Agent::refused);
+      .def("refused", &Agent::refused, py::call_guard<WithoutGil>());
 
   // Its destructor may send.
   py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply", py::release_gil_before_calling_cpp_dtor())

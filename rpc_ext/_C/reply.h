@@ -6,11 +6,10 @@
 #include <memory>
 #include <vector>
 
-#include "seal.h"
-
 namespace rpc_ext {
 
 namespace rpc = torch::distributed::rpc;
+using Bytes = std::vector<char>;
 
 // Throws where torch's engine, as it serialises a message, would end the process: over a tensor that has no storage,
 // such as those inside of vmap().

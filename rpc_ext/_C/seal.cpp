@@ -1,144 +1,125 @@
 #include "seal.h"
 
-#include <c10/core/Device.h>
-
 #include <bit>
 #include <cstring>
+#include <stdexcept>
 
 namespace rpc_ext {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "frames are little-endian");
+static_assert(std::endian::native == std::endian::little, "seals are little-endian");
 
-enum Direction : std::uint8_t { request = 1, reply = 2 };
-
-struct Header {
+struct Head {
   std::array<std::uint8_t, 4> magic{0xCF, 'R', 'P', 'C'};
-  std::uint8_t version = 1;
+  std::uint8_t version = 2;
   std::uint8_t direction = 0;
-  std::uint16_t type = 0;
+  std::uint16_t contents = 0;
   std::uint32_t sender = 0;
   std::uint32_t receiver = 0;
   std::uint64_t counter = 0;
+  std::int64_t number = 0;
+  Tag tag{};
 };
-static_assert(sizeof(Header) == 24 && std::is_trivially_copyable_v<Header>);
-
-constexpr std::size_t mac_at = sizeof(Header);
-static_assert(mac_at + sizeof(Digest) == Sealer::header_size);
+static_assert(sizeof(Head) == 48 && std::is_trivially_copyable_v<Head>);
+static_assert(sizeof(Head) + sizeof(Digest) == Sealer::size);
 
 template <class T>
 void append(std::string& to, T value) {
   to.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-std::string described(const std::vector<at::Tensor>& tensors) {
-  std::string description;
-  append<std::uint64_t>(description, tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined()) {
-      append<std::int32_t>(description, -1);
-      continue;
-    }
-    append<std::int32_t>(description, static_cast<int>(tensor.scalar_type()));
-    append<std::int32_t>(description, static_cast<int>(tensor.device().type()));
-    append<std::uint64_t>(description, tensor.dim());
-    for (const std::int64_t size : tensor.sizes()) append(description, size);
-  }
-  return description;
+template <class T>
+std::string_view bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
-// Strides and offsets are not signed, since the engine may change them; it makes a tensor of whatever it is told.
-bool is_within_its_storage(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return true;
-  std::int64_t last = tensor.storage_offset();
-  if (last < 0) return false;
-  for (std::int64_t i = 0; i < tensor.dim(); i++) {
-    std::int64_t reach = 0;
-    if (tensor.stride(i) < 0 || __builtin_mul_overflow(tensor.size(i) - 1, tensor.stride(i), &reach) ||
-        __builtin_add_overflow(last, reach, &last)) {
-      return false;
-    }
+std::string announcement(const Parts& parts) {
+  std::string text;
+  text.reserve(8 * (2 + parts.payloads.size()) + 12 * parts.tensors.size());
+  append<std::uint64_t>(text, parts.payloads.size());
+  for (const Part& payload : parts.payloads) append<std::uint64_t>(text, payload.length);
+  append<std::uint64_t>(text, parts.tensors.size());
+  for (const Part& tensor : parts.tensors) {
+    append<std::uint64_t>(text, tensor.length);
+    append<std::int32_t>(text, tensor.device);
   }
-  return static_cast<std::uint64_t>(last) < tensor.storage().nbytes() / tensor.itemsize();
+  return text;
 }
 
-Header header_of(const Bytes& frame, int from) {
-  const Header wanted;
-  Header header;
-  if (frame.size() < Sealer::header_size || std::memcmp(frame.data(), wanted.magic.data(), wanted.magic.size()) != 0) {
-    throw Refused{"it is not signed", from};
-  }
-  std::memcpy(&header, frame.data(), sizeof header);
-  return header;
-}
+Digest derived(std::string_view key, std::string_view purpose) { return HmacKey(key).of({purpose}); }
 
-std::string_view view(const Bytes& bytes, std::size_t from, std::size_t length) {
-  return {bytes.data() + from, length};
-}
+std::size_t index_of(Direction direction) { return direction == Direction::request ? 0 : 1; }
 
 }  // namespace
 
 Sealer::Sealer(std::string_view key, int rank, int world_size)
-    : key_(key), rank_(rank), world_size_(world_size), peers_(std::make_unique<Peer[]>(world_size)) {}
-
-Bytes Sealer::seal(int direction, int receiver, std::uint64_t counter, int type, const Bytes& payload,
-                   const std::vector<at::Tensor>& tensors) const {
-  Header header;
-  header.direction = static_cast<std::uint8_t>(direction);
-  header.type = static_cast<std::uint16_t>(type);
-  header.sender = static_cast<std::uint32_t>(rank_);
-  header.receiver = static_cast<std::uint32_t>(receiver);
-  header.counter = counter;
-  Bytes frame(header_size + payload.size());
-  std::memcpy(frame.data(), &header, sizeof header);
-  std::memcpy(frame.data() + header_size, payload.data(), payload.size());
-  const Digest mac = key_.of({view(frame, 0, mac_at), described(tensors), view(payload, 0, payload.size())});
-  std::memcpy(frame.data() + mac_at, mac.data(), mac.size());
-  return frame;
+    : heads_(bytes_of(derived(key, "cudafuture seal: head"))),
+      bodies_(derived(key, "cudafuture seal: body")),
+      rank_(rank),
+      world_size_(world_size),
+      peers_(std::make_unique<Peer[]>(world_size)) {
+  if (world_size > most_workers) throw std::invalid_argument("a session with a secret has at most 65,536 workers");
 }
 
-Sealer::Sealed Sealer::seal_request(int receiver, int type, const Bytes& payload,
-                                    const std::vector<at::Tensor>& tensors) {
-  if (receiver < 0 || receiver >= world_size_) throw std::out_of_range("no such worker");
-  const std::uint64_t counter = peers_[receiver].sent.fetch_add(1, std::memory_order_relaxed) + 1;
-  return {seal(Direction::request, receiver, counter, type, payload, tensors), counter};
+Tag Sealer::tag_of(Direction direction, int sender, int receiver, std::uint64_t counter, const Parts& parts,
+                   bool with_contents) const {
+  Nonce nonce;
+  nonce[0] = static_cast<std::uint8_t>(direction);
+  std::memcpy(&nonce[1], &sender, 2);
+  std::memcpy(&nonce[3], &receiver, 2);
+  std::memcpy(&nonce[5], &counter, 7);
+  GmacKey::Message message(bodies_, nonce);
+  for (const Part& payload : parts.payloads) message.add(payload.data, payload.length);
+  if (with_contents) {
+    for (const Part& tensor : parts.tensors) message.add(tensor.data, tensor.length);
+  }
+  return message.tag();
 }
 
-Bytes Sealer::seal_reply(int receiver, std::uint64_t counter, int type, const Bytes& payload,
-                         const std::vector<at::Tensor>& tensors) const {
-  return seal(Direction::reply, receiver, counter, type, payload, tensors);
+std::string Sealer::seal(Direction direction, int receiver, std::int64_t number, const Parts& parts,
+                         bool with_contents) {
+  if (receiver < 0 || receiver >= world_size_) throw std::out_of_range("there is no such worker");
+  Head head;
+  head.direction = static_cast<std::uint8_t>(direction);
+  head.contents = with_contents ? 1 : 0;
+  head.sender = static_cast<std::uint32_t>(rank_);
+  head.receiver = static_cast<std::uint32_t>(receiver);
+  head.counter = peers_[receiver].sent[index_of(direction)].fetch_add(1, std::memory_order_relaxed) + 1;
+  head.number = number;
+  head.tag = tag_of(direction, rank_, receiver, head.counter, parts, with_contents);
+  std::string seal(bytes_of(head));
+  seal.append(bytes_of(heads_.of({bytes_of(head), announcement(parts)})));
+  return seal;
 }
 
-void Sealer::check_mac(const Bytes& frame, const std::vector<at::Tensor>& tensors, int sender) const {
-  const Digest mac =
-      key_.of({view(frame, 0, mac_at), described(tensors), view(frame, header_size, frame.size() - header_size)});
-  if (!HmacKey::same(mac, view(frame, mac_at, mac.size()))) throw Refused{"its signature is wrong", sender};
-  for (const at::Tensor& tensor : tensors) {
-    if (!is_within_its_storage(tensor)) throw Refused{"a tensor reaches beyond its memory", sender};
+Admitted Sealer::admit(std::string_view seal, const Parts& announced) const {
+  Head head;
+  if (seal.size() != size || std::memcmp(seal.data(), head.magic.data(), head.magic.size()) != 0) {
+    throw Refused{"it is not signed", -1};
+  }
+  std::memcpy(&head, seal.data(), sizeof head);
+  const bool known = head.sender < static_cast<std::uint32_t>(world_size_);
+  const int sender = known ? static_cast<int>(head.sender) : -1;
+  const Digest mac = heads_.of({seal.substr(0, sizeof head), announcement(announced)});
+  if (!same(bytes_of(mac), seal.substr(sizeof head))) throw Refused{"its signature is wrong", sender};
+  const bool has_direction = head.direction == 1 || head.direction == 2;
+  if (head.version != 2 || !has_direction || head.contents > 1 || !known ||
+      head.receiver != static_cast<std::uint32_t>(rank_)) {
+    throw Refused{"it was signed as another message", sender};
+  }
+  return {static_cast<Direction>(head.direction), sender, head.counter, head.number, head.contents == 1, head.tag};
+}
+
+void Sealer::expect_new(const Admitted& admitted) {
+  if (!peers_[admitted.sender].seen[index_of(admitted.direction)].insert(admitted.counter)) {
+    throw Refused{"it was received before", admitted.sender};
   }
 }
 
-Sealer::Opened Sealer::open_request(int type, const Bytes& frame, const std::vector<at::Tensor>& tensors) {
-  const Header header = header_of(frame, -1);
-  const bool known = header.sender < static_cast<std::uint32_t>(world_size_);
-  const int sender = known ? static_cast<int>(header.sender) : -1;
-  check_mac(frame, tensors, sender);
-  if (header.version != 1 || header.direction != Direction::request || header.type != type || !known ||
-      header.receiver != static_cast<std::uint32_t>(rank_)) {
-    throw Refused{"it was signed as another message", sender};
-  }
-  if (!peers_[sender].seen.insert(header.counter)) throw Refused{"it was received before", sender};
-  return {sender, header.counter};
-}
-
-void Sealer::open_reply(int sender, std::uint64_t counter, int type, const Bytes& frame,
-                        const std::vector<at::Tensor>& tensors) const {
-  const Header header = header_of(frame, sender);
-  check_mac(frame, tensors, sender);
-  if (header.version != 1 || header.direction != Direction::reply || header.type != type ||
-      header.sender != static_cast<std::uint32_t>(sender) || header.receiver != static_cast<std::uint32_t>(rank_) ||
-      header.counter != counter) {
-    throw Refused{"it was signed as another message", sender};
+void Sealer::check(const Admitted& admitted, const Parts& received) const {
+  const Tag tag = tag_of(admitted.direction, admitted.sender, rank_, admitted.counter, received, admitted.has_contents);
+  if (!same(bytes_of(tag), bytes_of(admitted.tag))) {
+    throw Refused{"its signature is wrong", admitted.sender};
   }
 }
 

@@ -1,39 +1,84 @@
 #include "store.h"
 
-#include <string_view>
+#include <algorithm>
+#include <stdexcept>
 
 namespace rpc_ext {
 namespace {
 
-bool is_of_the_end(std::string_view key) { return key.starts_with("shutdown/"); }
+std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
 }  // namespace
 
+AgentStore::AgentStore(std::vector<std::string> names, py::object exchange)
+    : names_(std::move(names)), exchange_(std::move(exchange)) {
+  for (std::size_t rank = 0; rank < names_.size(); rank++) values_["names/" + std::to_string(rank)] = names_[rank];
+}
+
 c10::intrusive_ptr<c10d::Store> AgentStore::clone() {
-  return c10::make_intrusive<AgentStore>(store_->clone(), world_size_);
+  throw std::logic_error("the store of an agent cannot be cloned");
 }
 
 void AgentStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {
-  if (!is_of_the_end(key)) store_->set(key, value);
+  const std::string text(value.begin(), value.end());
+  if (key.starts_with("addrs/")) {
+    exchange_addresses(text);
+  } else {
+    const std::lock_guard lock(mutex_);
+    values_[key] = text;
+  }
+}
+
+void AgentStore::exchange_addresses(const std::string& own) {
+  std::vector<std::string> addresses;
+  {
+    const Gil gil;
+    if (!gil) throw std::runtime_error("the process is ending");
+    addresses = exchange_.get()(own).cast<std::vector<std::string>>();
+    exchange_.drop();
+  }
+  const std::lock_guard lock(mutex_);
+  for (std::size_t rank = 0; rank < names_.size(); rank++) values_["addrs/" + names_[rank]] = addresses.at(rank);
+}
+
+std::vector<std::uint8_t> AgentStore::compareSet(const std::string& key, const std::vector<std::uint8_t>& current,
+                                                 const std::vector<std::uint8_t>& value) {
+  const std::lock_guard lock(mutex_);
+  const auto found = values_.find(key);
+  if (found == values_.end() ? current.empty() : bytes_of(found->second) == current) {
+    values_[key] = {value.begin(), value.end()};
+  }
+  return bytes_of(values_[key]);
 }
 
 std::vector<std::uint8_t> AgentStore::get(const std::string& key) {
-  if (!is_of_the_end(key)) return store_->get(key);
   const std::lock_guard lock(mutex_);
-  const std::string sum = std::to_string(sums_[key]);
-  return {sum.begin(), sum.end()};
+  if (key.starts_with("shutdown/")) return bytes_of(std::to_string(sums_[key]));
+  return bytes_of(values_.at(key));
 }
 
 std::int64_t AgentStore::add(const std::string& key, std::int64_t value) {
-  if (!is_of_the_end(key)) return store_->add(key, value);
   const std::lock_guard lock(mutex_);
-  return sums_[key] += value * world_size_;
+  return sums_[key] += value * static_cast<std::int64_t>(names_.size());
 }
 
-void AgentStore::wait(const std::vector<std::string>& keys) { wait(keys, getTimeout()); }
-
-void AgentStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  if (keys.size() != 1 || !is_of_the_end(keys.front())) store_->wait(keys, timeout);
+bool AgentStore::deleteKey(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  return values_.erase(key) + sums_.erase(key) > 0;
 }
+
+bool AgentStore::check(const std::vector<std::string>& keys) {
+  const std::lock_guard lock(mutex_);
+  return std::all_of(keys.begin(), keys.end(), [this](const std::string& key) { return values_.contains(key); });
+}
+
+std::int64_t AgentStore::getNumKeys() {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::int64_t>(values_.size());
+}
+
+// What torch's agent waits for is there already.
+void AgentStore::wait(const std::vector<std::string>&) {}
+void AgentStore::wait(const std::vector<std::string>&, const std::chrono::milliseconds&) {}
 
 }  // namespace rpc_ext

@@ -5,40 +5,45 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
+
+#include "python.h"
 
 namespace rpc_ext {
 
-// The job's store as torch's agent sees it. Workers whose agents end wait for each other at keys that they number by
-// how often each process has done so before, for as long as the store lets them: those that have done so more or less
-// often never meet. Workers of ours have met before, with a limit, by Exchange; so under "shutdown/" this store answers
-// at once, as if all others did what this one does.
+// The job's store as torch's agent sees it. None of it is in a store that others could write to: names and addresses of
+// the workers come from what the workers have signed.
+//
+// torch's agent asks for four things. The names of the workers, by rank. Their addresses: it shows its own, and
+// `exchange(address)` returns those of all, by rank. Whether all workers know that nobody joins later: they do. And it
+// counts workers that end, under "shutdown/", to wait for all. Workers of ours have met before that, by Exchange, so
+// the answer is at once that all others have done what this one does.
 class AgentStore final : public c10d::Store {
  public:
-  AgentStore(c10::intrusive_ptr<c10d::Store> store, int world_size)
-      : store_(std::move(store)), world_size_(world_size) {}
+  // `exchange` is called once, without the GIL.
+  AgentStore(std::vector<std::string> names, py::object exchange);
 
   c10::intrusive_ptr<c10d::Store> clone() override;
   using c10d::Store::set;
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override;
   using c10d::Store::compareSet;
   std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& current,
-                                       const std::vector<std::uint8_t>& value) override {
-    return store_->compareSet(key, current, value);
-  }
+                                       const std::vector<std::uint8_t>& value) override;
   std::vector<std::uint8_t> get(const std::string& key) override;
   std::int64_t add(const std::string& key, std::int64_t value) override;
-  bool deleteKey(const std::string& key) override { return store_->deleteKey(key); }
-  bool check(const std::vector<std::string>& keys) override { return store_->check(keys); }
-  std::int64_t getNumKeys() override { return store_->getNumKeys(); }
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  std::int64_t getNumKeys() override;
   void wait(const std::vector<std::string>& keys) override;
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
-  const std::chrono::milliseconds& getTimeout() const noexcept override { return store_->getTimeout(); }
-  void setTimeout(const std::chrono::milliseconds& timeout) override { store_->setTimeout(timeout); }
 
  private:
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const int world_size_;
-  std::mutex mutex_;                          // guards sums_; a leaf
+  void exchange_addresses(const std::string& own);
+
+  const std::vector<std::string> names_;
+  Held exchange_;
+  std::mutex mutex_;  // guards what follows; a leaf
+  std::map<std::string, std::string> values_;
   std::map<std::string, std::int64_t> sums_;  // of all workers
 };
 

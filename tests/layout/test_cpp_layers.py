@@ -40,23 +40,26 @@ LAYERS = {
     },
     RPC_NATIVE: {
         "counters": set(),
-        "hmac": set(),
-        "seal": {"counters", "hmac"},
-        "reply": {"seal"},
+        "crypto": set(),
+        "seal": {"counters", "crypto"},
+        "symbols": set(),
+        "reply": set(),
         "private": set(),
         "references": {"private"},
         "autograd": {"private"},
         "pieces": set(),
         "receiving": {"pieces"},
         "python": set(),
-        "callback": {"python", "references", "reply", "seal"},
-        "store": set(),
-        "agent": {"callback", "python", "seal", "store"},
+        "refusals": {"python", "seal"},
+        "pipe": {"refusals", "seal", "symbols"},
+        "callback": {"pipe", "python", "references", "reply"},
+        "store": {"python"},
+        "agent": {"callback", "pipe", "python", "refusals", "store"},
         "module": {"agent", "autograd", "pieces", "python", "receiving", "references", "reply"},
     },
 }
 RPC_WITHOUT_PYTHON = {
-    *("autograd", "counters", "hmac", "pieces", "private", "receiving", "references", "reply", "seal", "store")
+    *("autograd", "counters", "crypto", "pieces", "private", "receiving", "references", "reply", "seal", "symbols")
 }
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.

@@ -1,8 +1,4 @@
-"""One who does not belong to a job, and what he sends to its workers: with an agent of torch's, or signed like ours.
-
-``Frame`` is a second making of the frames that rpc_ext/_C/seal.h describes, so what it signs also shows that native
-workers keep to the description.
-"""
+"""A process that does not belong to a job, and what it sends to the workers."""
 
 from __future__ import annotations
 
@@ -12,10 +8,8 @@ import functools
 import hmac
 import logging
 import os
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,10 +24,7 @@ import rpc_ext
 from rpc_ext import _C, _codec, _engine
 
 MAGIC = b"\xcfRPC"
-HEAD = struct.Struct("<4sBBHIIQ")  # magic, version, direction, type, sender, receiver, counter
-HEADER_SIZE = HEAD.size + 32
-PYTHON_CALL, PYTHON_RET, SCRIPT_CALL = 0x102, 0x203, 0x100  # of torch's messages
-REQUEST, REPLY = 1, 2
+SEAL_SIZE = 80
 PATIENCE = 60  # seconds until what has not come is a failure of the test
 NAME = "stranger"
 
@@ -41,42 +32,10 @@ rpc: Any = torch_rpc  # has few types
 _api: Any = api
 _internal: Any = internal
 _native: Any = _distributed_rpc
-_torch: Any = torch
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A sealed message."""
-
-    payload: bytes
-    sender: int
-    receiver: int
-    counter: int
-    direction: int = REQUEST
-    type: int = PYTHON_CALL
-    tensors: tuple[torch.Tensor, ...] = ()
-    magic: bytes = MAGIC
-    version: int = 1
-
-    def signed(self, key: bytes) -> bytes:
-        """Return its bytes; the tensors go beside them."""
-        head = HEAD.pack(self.magic, self.version, self.direction, self.type, self.sender, self.receiver, self.counter)
-        return head + hmac.digest(key, head + described(self.tensors) + self.payload, "sha256") + self.payload
-
-
-def described(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Describe tensors as their signature does: of the host, of a few dtypes."""
-    numbers = {torch.uint8: 0, torch.int64: 4, torch.float32: 6, torch.float64: 7}
-    parts = [struct.pack("<Q", len(tensors))]
-    parts += [
-        struct.pack(f"<iiQ{t.dim()}q", numbers[t.dtype], 0, t.dim(), *t.shape)  # 0: the host
-        for t in tensors
-    ]
-    return b"".join(parts)
 
 
 def key_of(worker: rpc_ext.Session) -> bytes:
-    """Return what the messages of a session are signed with: to make frames such as a worker could have sent."""
+    """Return the key that seals the messages of a session."""
     key = worker._exchange._key
     return b"" if key is None else hmac.digest(key, b"cudafuture messages", "sha256")
 
@@ -159,17 +118,33 @@ class Bomb:
 
 
 class Stranger:
-    """Has an agent of torch's that signs nothing, and the addresses of a job's workers out of their store."""
+    """An agent that is no worker of a job, and knows the addresses of its workers.
 
-    def __init__(self, rank: int, addresses: Mapping[str, bytes]) -> None:
-        store = _torch.distributed.HashStore()
-        for worker, (name, address) in enumerate(addresses.items()):
-            store.set(f"names/{worker}", name)
-            store.set(f"addrs/{name}", address)
-        assert rank == len(addresses)
+    Without a key it is the next worker, and signs nothing. With a key it takes itself for the worker `rank`.
+    """
+
+    def __init__(self, addresses: Mapping[str, bytes], rank: int | None = None, key: bytes = b"") -> None:
+        names, known = list(addresses), [address.decode() for address in addresses.values()]
+        if rank is None:
+            rank = len(names)
+            names.append(NAME)
+            known.append("")
+
+        def exchange(own: str) -> list[str]:
+            return [*known[:rank], own, *known[rank + 1 :]]
+
         options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=2, rpc_timeout=PATIENCE)
         self._agent = _C.Agent(
-            store, NAME, rank, rank + 1, options, {}, [], key=b"", serve=lambda *_: None, tell=lambda *_: None
+            names,
+            rank,
+            exchange,
+            options,
+            {},
+            [],
+            key=key,
+            contents=False,
+            serve=lambda *_: None,
+            tell=lambda *_: None,
         )
         self.workers = list(addresses)
         _engine.init_distributed_autograd(rank)

@@ -16,19 +16,21 @@ import torch.distributed as dist
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import rpc_ext
-from rpc_ext import _engine
-from world.attacker import HEADER_SIZE, MAGIC
+from rpc_ext import _backend
+from world.attacker import MAGIC
 
+TO, FROM = 1, 2
 SECRET = "a secret that nobody else knows"
 
 Change = Callable[[bytearray, int], None]
-"""what a relay does to bytes in which a frame begins at a place"""
+"""what a relay does to bytes in which a seal begins at a place"""
 
 
 class Relay:
-    """Stands between a worker and another, and hands on what comes: with one frame changed where it is told to.
+    """A process between a worker and another: it passes on what comes, and changes, records or repeats what it is told.
 
-    What it changes keeps its length. Frames come this way; tensors do not.
+    The first worker connects to the relay, so `TO` is the way of its requests and `FROM` that of the replies. Changes
+    keep the length. The connections on which tensors travel pass through the relay as well.
     """
 
     def __init__(self, find: Callable[[], tuple[str, int]]) -> None:
@@ -36,10 +38,13 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets = [self._listener]
         self._lock = threading.Lock()  # guards what follows
-        self._direction, self._change = 0, _leave
-        self._sender: int | None = None
+        self._first: tuple[socket.socket, socket.socket] | None = None  # the connection of messages: both ends
+        self._changes: dict[int, Change] = {}
+        self._replacements: dict[int, tuple[bytes, bytes]] = {}
+        self._records: dict[int, bytearray] = {}
+        self._dropped: set[int] = set()
         self.changed = 0
-        """frames that were changed"""
+        """changes that were made"""
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -57,10 +62,40 @@ class Relay:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def change_next(self, direction: int, change: Change, sender: int | None = None) -> None:
-        """Change the next frame of one direction, and of one sender if that is named."""
+    def change_next(self, way: int, change: Change) -> None:
+        """Change the next seal of one way."""
         with self._lock:
-            self._direction, self._change, self._sender = direction, change, sender
+            self._changes[way] = change
+
+    def replace_next(self, way: int, old: bytes, new: bytes) -> None:
+        """Replace the next bytes of one way that are `old`, in a message or in a tensor."""
+        assert len(old) == len(new)
+        with self._lock:
+            self._replacements[way] = old, new
+
+    @contextlib.contextmanager
+    def recorded(self, way: int) -> Iterator[bytearray]:
+        """Record the messages of one way, without their tensors."""
+        with self._lock:
+            record = self._records[way] = bytearray()
+        yield record
+        with self._lock:
+            del self._records[way]
+
+    @contextlib.contextmanager
+    def dropped(self, way: int) -> Iterator[None]:
+        """Drop the messages of one way."""
+        with self._lock:
+            self._dropped.add(way)
+        yield
+        with self._lock:
+            self._dropped.remove(way)
+
+    def inject(self, way: int, data: bytes) -> None:
+        """Send bytes to the end of one way, on the connection of messages."""
+        with self._lock:
+            assert self._first is not None
+            self._first[1 if way == TO else 0].sendall(data)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -68,74 +103,84 @@ class Relay:
                 here, _ = self._listener.accept()
                 there = socket.create_connection(self._find())
                 self._sockets += here, there
-                for source, target in ((here, there), (there, here)):
-                    threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+                with self._lock:
+                    self._first = self._first or (here, there)
+                for way, source, target in ((TO, here, there), (FROM, there, here)):
+                    threading.Thread(target=self._pump, args=(way, source, target), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, way: int, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            data = bytearray()
-            while got := source.recv(1 << 16):
-                data += got
-                target.sendall(self._take(data))
+            while got := source.recv(1 << 20):
+                data = bytearray(got)
+                with self._lock:
+                    self._edit(way, data)
+                    if self._first is not None and source in self._first:
+                        if way in self._records:
+                            self._records[way] += data
+                        if way in self._dropped:
+                            continue
+                    target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    def _take(self, data: bytearray) -> bytes:
-        """Take the bytes that can go on: all, unless a frame's header is not there as a whole."""
-        end = len(data)
+    def _edit(self, way: int, data: bytearray) -> None:
+        if way == FROM:  # where the other listens, for further connections
+            host, port = self._find()
+            real, mine = f"{host}:{port}".encode(), self.address.removeprefix("uv://").encode()
+            assert len(real) == len(mine)
+            data[:] = data.replace(real, mine)
         begin = data.rfind(MAGIC)
-        if begin >= 0:
-            if len(data) <= begin + HEADER_SIZE:
-                end = begin
-            else:
-                self._maybe_change(data, begin)
-        taken = bytes(data[:end])
-        del data[:end]
-        return taken
-
-    def _maybe_change(self, data: bytearray, begin: int) -> None:
-        with self._lock:
-            sender = int.from_bytes(data[begin + 8 : begin + 12], "little")
-            if data[begin + 5] == self._direction and self._sender in (None, sender):
-                self._change(data, begin)
-                self._direction, self._change = 0, _leave
-                self.changed += 1
-
-
-def _leave(data: bytearray, begin: int) -> None:
-    pass
+        if begin >= 0 and way in self._changes:
+            self._changes.pop(way)(data, begin)
+            self.changed += 1
+        if way in self._replacements and self._replacements[way][0] in data:
+            data[:] = data.replace(*self._replacements.pop(way), 1)
+            self.changed += 1
 
 
 # ---- the two workers
 
 
 @contextlib.contextmanager
-def joined(rank: int, file: Path, relay: Relay | None, seen: Any) -> Iterator[rpc_ext.Session]:
-    """Be a worker of two; the relay stands between the first and the second, which the store does not tell it."""
-    make_options, make_store = TensorPipeRpcBackendOptions.__init__, _engine.PrefixStore
+def tcp_only() -> Iterator[None]:
+    """Have agents send messages and tensors over TCP, as between two machines."""
+    make = TensorPipeRpcBackendOptions.__init__
 
-    def options(self: Any, **given: Any) -> None:  # messages over TCP, as between two machines
-        make_options(self, **{**given, "_transports": ["uv"], "_channels": ["basic"]})
+    def options(self: Any, **given: Any) -> None:
+        make(self, **{**given, "_transports": ["uv"], "_channels": ["basic"]})
 
-    def store(prefix: str, real: Any) -> Any:
-        if prefix == "agent" and relay is not None:
-            seen.update(real=make_store(prefix, real), told=dist.HashStore())
-            seen["told"].set("names/1", "w1")
-            seen["told"].set("addrs/w1", relay.address)
-            seen["real"].set("names/0", "w0")
-            return seen["told"]
-        return make_store(prefix, real)
+    with mock.patch.object(TensorPipeRpcBackendOptions, "__init__", options):
+        yield
+
+
+@contextlib.contextmanager
+def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **options: Any) -> Iterator[rpc_ext.Session]:
+    """Be a worker of two. The relay has itself taken for the second worker by the first one.
+
+    Addresses are signed, so it is the first worker that is made to believe it here. On a network a relay can stand
+    between two workers without that.
+    """
+    addresses = _backend._addresses
+
+    def told(exchange: Any, own: str) -> list[str]:
+        found = addresses(exchange, own)
+        if relay is None:
+            return found
+        seen["real"] = found[1]
+        return [found[0], relay.address]
 
     with (
         mock.patch.dict(os.environ, TP_SOCKET_IFNAME="lo"),
-        mock.patch.object(TensorPipeRpcBackendOptions, "__init__", options),
-        mock.patch.object(_engine, "PrefixStore", store),
+        tcp_only(),
+        mock.patch.object(_backend, "_addresses", told),
     ):
-        session = rpc_ext.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{file}", secret=SECRET)
+        options = {"secret": SECRET, **options}
+        session = rpc_ext.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{file}", **options)
         try:
             yield session
         finally:
             dist.barrier()
-            rpc_ext.shutdown(graceful=False)
+            if session is rpc_ext.session._session:  # not where the test has shut it down
+                rpc_ext.shutdown(graceful=False)
 
 
 @contextlib.contextmanager
@@ -143,8 +188,7 @@ def relayed(seen: dict[str, Any]) -> Iterator[Relay]:
     """Stand between this worker and w1."""
 
     def find() -> tuple[str, int]:
-        seen["real"].set("addrs/w0", seen["told"].get("addrs/w0"))
-        host, _, port = seen["real"].get("addrs/w1").decode().removeprefix("uv://").rpartition(":")
+        host, _, port = seen["real"].removeprefix("uv://").rpartition(":")
         return host, int(port)
 
     with Relay(find) as relay:

@@ -107,6 +107,11 @@ def rank_of_callee() -> int:
     return int(torch_rpc.get_worker_info().id)
 
 
+def refusals(worker: str) -> int:
+    """Return how many messages that claim to be a worker's were refused here."""
+    return rpc_ext.statistics().refused.get(worker, 0)
+
+
 def raises(error: BaseException) -> NoReturn:
     raise error
 

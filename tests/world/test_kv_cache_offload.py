@@ -52,7 +52,7 @@ sys.exit(kv_cache_offload.main())
 def decode(tmp_path: Path, *args: str, script: Path = EXAMPLES / "kv_cache_offload.py") -> Finished:
     """Run the example on two ranks, with little blocks."""
     args = (*LITTLE, "--folder", str(tmp_path / "store"), "--json", str(tmp_path / "results.json"), *args)
-    env = {"PYTHONPATH": str(EXAMPLES), "CUDAFUTURE_RPC_SECRET_FILE": ""}
+    env = {"PYTHONPATH": str(EXAMPLES)}
     return torchrun(script, 2, *args, timeout=100, env=env, check=False)
 
 

@@ -74,6 +74,17 @@ def test_a_secret_file_that_is_named_too_late_is_not_passed_over(monkeypatch: py
     assert _secret.read_secret(SECRET) == SECRET.encode()
 
 
+def test_a_secret_file_with_an_empty_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDAFUTURE_RPC_SECRET_FILE", "")
+    with pytest.raises(ValueError, match="CUDAFUTURE_RPC_SECRET_FILE is set to an empty string"):
+        rpc_ext.init_rpc(rank=0, world_size=2)
+
+
+def test_a_seal_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match='seal is "descriptions" or "contents"'):
+        rpc_ext.init_rpc(rank=0, world_size=2, seal="everything")  # type: ignore[arg-type]
+
+
 # ---- again after a start that failed
 
 
@@ -163,8 +174,8 @@ def fail_in(rank: int, store: str, step: str) -> str:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ("Agent", "worker 'callee' has not started its agent within 5 s"),
-        ("set_agent", "worker 'callee' has not started its agent within 5 s"),
+        ("Agent", "worker 1 ('callee') of 2 has not started its agent within 5 s (address)"),
+        ("set_agent", "worker 1 ('callee') of 2 has not started its agent within 5 s (address)"),
         ("first_calls", "worker 'callee' has not answered its first call within 5 s"),
     ],
 )

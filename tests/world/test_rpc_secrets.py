@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
 from cudafuture.testing import World
-from rpc_ext import _engine, _listeners, rpc_sync, session
+from rpc_ext import _listeners, rpc_sync
+from soak import soak_count
 from world import attacker
-from world.rpc_callees import ME, add, alone, raises, working
+from world.rpc_callees import ME, add, alone, raises, rank_of_callee, same, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-secrets")]
 
@@ -71,26 +75,64 @@ def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_
     assert world.run(run) == [1, 2]
 
 
-@pytest.mark.world(2)
-def test_a_store_that_swaps_the_names_of_workers_is_found_out(world: World, tmp_path: Path) -> None:
-    # torch's agent takes the names from the store as they are, so a call by name would go to another worker.
-    def run() -> tuple[str, str]:
-        if dist.get_rank() == 1:
-            return begin(str(tmp_path / "file"), [SECRET, SECRET])
-        lies = dist.HashStore()
-        for key, value in {"agent/names/1": "w2", "agent/addrs/w2": "uv://127.0.0.1:1"}.items():
-            lies.set(key, value)
-        make = _engine.PrefixStore
-        with mock.patch.object(_engine, "PrefixStore", lambda p, store: make(p, lies if p == "agent" else store)):
-            return begin(str(tmp_path / "file"), [SECRET, SECRET])
+@pytest.mark.soak
+@pytest.mark.world(3)
+def test_addresses_in_the_store_lead_no_message_astray(world: World, tmp_path: Path) -> None:
+    """The agents of torch take addresses from the store as they are: a process that writes them gets all calls.
 
-    (kind, message), _ = world.run(run)
-    assert kind == "AuthenticationError", message
-    assert "{0: 'w0', 1: 'w2'}" in message
-    assert "['w0', 'w1']" in message
+    The third rank writes them, before the start and during it, for this session and for later ones.
+    """
+    file, times = tmp_path / "file", soak_count(200)
+
+    def run() -> list[dict[str, int]]:
+        rank, found = dist.get_rank(), []
+        relay = socket.create_server(("127.0.0.1", 0))
+        address = f"uv://127.0.0.1:{relay.getsockname()[1]}"
+        store = dist.FileStore(str(file), -1) if rank == 2 else None  # type: ignore[attr-defined]
+        for i in range(times):
+            if store is not None:
+                for number in range(i + 1, i + 4):
+                    lies = dist.PrefixStore(f"cudafuture_rpc/2/{number}/agent", store)  # type: ignore[attr-defined]
+                    for worker in range(2):
+                        lies.set(f"names/{worker}", f"w{1 - worker}")
+                        lies.set(f"addrs/w{worker}", address)
+                    shown = dist.PrefixStore(f"cudafuture_rpc/2/{number}/exchange", store)  # type: ignore[attr-defined]
+                    for worker in range(2):
+                        shown.set(f"address/{worker}", f"unsigned {json.dumps({'value': address})}")
+            dist.barrier()
+            if rank < 2:
+                with working(f"w{rank}", rank, 2, file, secret=SECRET):
+                    assert rpc_sync(f"w{1 - rank}", rank_of_callee) == 1 - rank
+                    found.append(dict(rpc_ext.statistics().refused))
+            dist.barrier()
+        relay.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            relay.accept()
+        relay.close()
+        return found
+
+    w0, w1, _ = world.run(run)
+    assert w0 == w1 == [{}] * times
 
 
 # ---- what goes on working
+
+
+def fail_in_torchs_engine() -> None:
+    """See that errors of torch's own engine say what they say without a secret."""
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(2\) must match the size of tensor b \(3\)"):
+        rpc.rpc_sync("w1", torch.add, (torch.ones(2), torch.ones(3)))
+    with pytest.raises(RuntimeError, match="No module named 'nowhere'"):
+        rpc.rpc_sync("w1", same, (FromNowhere(),))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
+        rpc_sync("w1", same, (FromNowhere(),))
+
+
+class FromNowhere:
+    """Unpickled, it asks for a module that is not there."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("nowhere",)
 
 
 def backward() -> None:
@@ -130,7 +172,7 @@ def calls() -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("uses", [calls, references, backward])
+@pytest.mark.parametrize("uses", [calls, references, backward, fail_in_torchs_engine])
 def test_torchs_own_calls_go_on_working(world: World, tmp_path: Path, uses: Callable[[], None]) -> None:
     def run() -> dict[str, int]:
         rank = dist.get_rank()
@@ -149,7 +191,7 @@ def test_torchs_own_calls_go_on_working(world: World, tmp_path: Path, uses: Call
 
 def test_a_worker_without_a_secret_warns_once_of_an_address_that_others_reach(tmp_path: Path) -> None:
     address = mock.patch.object(_listeners, "host", return_value="192.0.2.1")
-    with mock.patch.object(session, "_warned", False), address:
+    with mock.patch.object(_listeners, "_warned", False), address:
         with pytest.warns(RuntimeWarning, match=r"listens on 192\.0\.2\.1 and has no secret") as warned:
             rpc_ext.init_rpc(ME, rank=0, world_size=1, init_method=f"file://{tmp_path}/one")
         assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
@@ -165,5 +207,5 @@ def test_it_does_not_warn_of_the_loopback_interface_nor_with_a_secret(
     tmp_path: Path, host: str, secret: str | None
 ) -> None:
     address = mock.patch.object(_listeners, "host", return_value=host)
-    with mock.patch.object(session, "_warned", False), address, alone(tmp_path / "file", secret=secret):
+    with mock.patch.object(_listeners, "_warned", False), address, alone(tmp_path / "file", secret=secret):
         pass

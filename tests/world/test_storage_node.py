@@ -56,7 +56,7 @@ def options(tmp_path: Path, *args: str) -> list[str]:
 
 def launch(tmp_path: Path, n: int, *args: str, script: Path = SCRIPT) -> Finished:
     """Run the example, or a script that changes it."""
-    env = {"PYTHONPATH": str(EXAMPLES), "CUDAFUTURE_RPC_SECRET_FILE": ""}
+    env = {"PYTHONPATH": str(EXAMPLES)}
     return torchrun(script, n, *options(tmp_path, *args), timeout=100, env=env, check=False)
 
 
@@ -115,7 +115,7 @@ def test_the_node_leaves_in_order_when_a_trainer_breaks(tmp_path: Path) -> None:
 def test_an_interrupt_ends_it_in_order(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(SCRIPT)]
     command = [*launcher, *options(tmp_path, "--steps", "1000000")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDAFUTURE_RPC_SECRET_FILE": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
         try:

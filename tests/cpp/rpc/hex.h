@@ -1,6 +1,7 @@
 // Bytes as hexadecimal digits, which is how other people's examples come.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -16,6 +17,14 @@ std::string hex(const Bytes& bytes) {
     text += digits[value & 15];
   }
   return text;
+}
+
+template <std::size_t size>
+std::array<std::uint8_t, size> unhex(const std::string& text) {
+  std::array<std::uint8_t, size> bytes{};
+  for (std::size_t i = 0; i < size; i++)
+    bytes[i] = static_cast<std::uint8_t>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+  return bytes;
 }
 
 }  // namespace rpc_ext::test

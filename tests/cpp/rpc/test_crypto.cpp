@@ -1,16 +1,20 @@
-// HMAC-SHA256: the examples of RFC 4231, and many threads under one key.
+// HMAC-SHA256: the examples of RFC 4231. AES-256-GMAC: examples of NIST. Many threads under one key.
 #include <atomic>
 #include <string>
 
 #include <doctest/doctest.h>
 
 #include "../together.h"
+#include "crypto.h"
 #include "hex.h"
-#include "hmac.h"
 
 using rpc_ext::Digest;
+using rpc_ext::GmacKey;
 using rpc_ext::HmacKey;
+using rpc_ext::Nonce;
+using rpc_ext::same;
 using rpc_ext::test::hex;
+using rpc_ext::test::unhex;
 
 namespace {
 
@@ -45,7 +49,7 @@ const Example examples[] = {
 
 }  // namespace
 
-TEST_SUITE_BEGIN("hmac");
+TEST_SUITE_BEGIN("crypto");
 
 TEST_CASE("the examples of RFC 4231") {
   for (const Example& example : examples) CHECK(hex(HmacKey(example.key).of({example.data})) == example.mac);
@@ -61,29 +65,49 @@ TEST_CASE("how the data is cut does not matter") {
   }
 }
 
-TEST_CASE("a digest is the same as its bytes, and as no others") {
+TEST_CASE("a code is the same as its bytes, and as no others") {
   const Digest digest = HmacKey("key").of({"data"});
   std::string bytes(view(digest));
-  CHECK(HmacKey::same(digest, bytes));
+  CHECK(same(view(digest), bytes));
   for (char& byte : bytes) {
     for (int bit = 0; bit < 8; bit++) {
       byte = static_cast<char>(byte ^ (1 << bit));
-      CHECK_FALSE(HmacKey::same(digest, bytes));
+      CHECK_FALSE(same(view(digest), bytes));
       byte = static_cast<char>(byte ^ (1 << bit));
     }
   }
-  CHECK_FALSE(HmacKey::same(digest, ""));
-  CHECK_FALSE(HmacKey::same(digest, bytes.substr(1)));
-  CHECK_FALSE(HmacKey::same(digest, bytes + '\0'));
+  CHECK_FALSE(same(view(digest), ""));
+  CHECK_FALSE(same(view(digest), bytes.substr(1)));
+  CHECK_FALSE(same(view(digest), bytes + '\0'));
+}
+
+// GCM test vectors of NIST: test case 13 of the specification, and one of gcmEncryptExtIV256.rsp without a plaintext.
+TEST_CASE("the examples of NIST for GMAC, however the data is cut") {
+  GmacKey::Message nothing(GmacKey(Digest{}), Nonce{});
+  CHECK(hex(nothing.tag()) == "530f8afbc74536b9a963b4f1c4cb738b");
+
+  const GmacKey key(unhex<32>("78dc4e0aaf52d935c3c01eea57428f00ca1fd475f5da86a49c8dd73d68c8e223"));
+  const auto nonce = unhex<12>("d79cf22d504cc793c3fb6c8a");
+  const auto data = unhex<16>("b96baa8c1c75a671bfb2d08d06be5f36");
+  for (std::size_t at = 0; at <= data.size(); at++) {
+    GmacKey::Message message(key, nonce);
+    message.add(data.data(), at);
+    message.add(nullptr, 0);
+    message.add(data.data() + at, data.size() - at);
+    CHECK(hex(message.tag()) == "3e5d486aa2e30b22e040b85723a06e76");
+  }
 }
 
 TEST_CASE("threads share a key, and a thread uses several") {
   const HmacKey keys[] = {HmacKey(examples[0].key), HmacKey(examples[1].key)};
+  const GmacKey zero(Digest{});
   std::atomic<int> wrong{0};
   native_tests::together(8, [&](int) {
     for (int i = 0; i < 500; i++) {
       const Example& example = examples[i % 2];
       wrong += hex(keys[i % 2].of({example.data})) != example.mac;
+      GmacKey::Message nothing(zero, Nonce{});
+      wrong += hex(nothing.tag()) != "530f8afbc74536b9a963b4f1c4cb738b";
     }
   });
   CHECK(wrong == 0);
