@@ -12,8 +12,10 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext._functions import async_execution
 from rpc_ext._memory import Carried
+from rpc_ext._offload_order import Stamp
 
 __all__ = [
+    "TOKEN",
     "Answer",
     "Service",
     "Terms",
@@ -34,7 +36,6 @@ __all__ = [
 class Terms(NamedTuple):
     """What a client gets when it begins."""
 
-    token: bytes
     window: int
     """bytes that it may have under way"""
     durable: bool
@@ -59,16 +60,19 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """What an ``OffloadService`` does for its clients."""
 
-    def begin(self, namespace: str | None, client: str) -> Terms: ...
+    def begin(self, token: object, namespace: str | None, client: str) -> Terms: ...
     def end(self, token: bytes) -> None: ...
-    def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]: ...
-    def get(self, token: object, block: object) -> CUDAFuture[Answer]: ...
-    def delete(self, token: object, block: object) -> CUDAFuture[Answer]: ...
+    def put(self, token: object, stamp: object, block: object, data: object) -> CUDAFuture[Answer]: ...
+    def get(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]: ...
+    def delete(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]: ...
     def give_up(self, token: object, upload: object) -> None: ...
     def keys(self, token: object) -> list[str]: ...
     def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]: ...
     def close(self) -> None: ...
 
+
+TOKEN = 16
+"""bytes of the token by which a client names its session"""
 
 services: dict[str, Service] = {}
 lock = threading.Lock()  # guards them; a leaf
@@ -96,8 +100,8 @@ def find(service: object) -> Service:
     return found
 
 
-def begin(service: str, namespace: str | None, client: str) -> Terms:
-    return find(service).begin(namespace, client)
+def begin(service: str, token: bytes, namespace: str | None, client: str) -> Terms:
+    return find(service).begin(token, namespace, client)
 
 
 def end(service: str, token: bytes) -> None:
@@ -105,18 +109,18 @@ def end(service: str, token: bytes) -> None:
 
 
 @async_execution
-def put(service: str, token: bytes, block: bytes, data: Carried) -> CUDAFuture[Answer]:
-    return find(service).put(token, block, data)
+def put(service: str, token: bytes, stamp: Stamp, block: bytes, data: Carried) -> CUDAFuture[Answer]:
+    return find(service).put(token, stamp, block, data)
 
 
 @async_execution
-def get(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
-    return find(service).get(token, block)
+def get(service: str, token: bytes, stamp: Stamp, block: bytes) -> CUDAFuture[Answer]:
+    return find(service).get(token, stamp, block)
 
 
 @async_execution
-def delete(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
-    return find(service).delete(token, block)
+def delete(service: str, token: bytes, stamp: Stamp, block: bytes) -> CUDAFuture[Answer]:
+    return find(service).delete(token, stamp, block)
 
 
 def give_up(service: str, token: bytes, upload: bytes) -> None:

@@ -11,26 +11,28 @@ A request names its service and its session; all else that it says is a block of
 
 from __future__ import annotations
 
+import collections
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
+from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._memory import arrived, carried, take
-from rpc_ext._offload_calls import Answer, Terms
-from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of, view_of
+from rpc_ext._offload_calls import TOKEN, Answer, Terms
+from rpc_ext._offload_order import Late, RequestOrder, Stamp
+from rpc_ext._offload_space import Space, by_prefix, prefix_of
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext._offload_watch import Watch
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, unpack, unpack_wanted
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, piece_of, unpack, unpack_wanted, view_of
 from rpc_ext._turns import begun
 from rpc_ext.session import current
 
@@ -38,7 +40,6 @@ __all__ = ["Desk"]
 
 T = TypeVar("T")
 _THREAD = executors.callback_thread
-_TOKEN = 16  # bytes
 _LINE = 64  # bytes: what small tensors of one answer lie at
 
 
@@ -47,6 +48,7 @@ class _Session:
 
     def __init__(self, space: Space, client: str) -> None:
         self.space, self.client = space, client
+        self.order = RequestOrder()
         self.uploads = Uploads(space)
         self.under_way = 0  # bytes of its requests that have not been answered
 
@@ -60,6 +62,7 @@ class Desk:
         self._window, self._clients, self._namespace_capacity = memory // clients, clients, namespace_capacity
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, _Session] = {}
+        self._ended: collections.deque[bytes] = collections.deque(maxlen=1024)  # the tokens of the last that ended
         self._spaces = {
             prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
         }
@@ -70,30 +73,38 @@ class Desk:
 
     # ---- sessions
 
-    def begin(self, namespace: str | None, client: str) -> Terms:
-        """Take on a client.
+    def begin(self, token: object, namespace: str | None, client: str) -> Terms:
+        """Begin the session of a client, which has chosen its token. To ask twice begins one session.
 
         Raises:
-            BlockingIOError: there are as many as there may be.
-            AuthenticationError: it says that it is on a worker that there is not.
+            BlockingIOError: there are as many sessions as there may be.
+            AuthenticationError: the client names a worker that there is not.
+            InvalidStateError: the client has ended this session before.
+            ValueError: the token has another length.
         """
         self._checked(_expect_worker, client)
+        name = self._checked(_token_of, token)
         with self._lock:
-            if len(self._sessions) >= self._clients:
-                raise BlockingIOError(f"offload service {self.name!r} has {self._clients} clients, and takes no more")
-            token = secrets.token_bytes(_TOKEN)
-            prefix = prefix_of(token.hex() if namespace is None else namespace, is_private=namespace is None)
-            space = self._spaces.get(prefix)
-            if space is None:
-                space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
-            self._sessions[token] = _Session(space, client)
+            if name in self._ended:
+                raise InvalidStateError("the client has ended this session")
+            if name not in self._sessions:
+                if len(self._sessions) >= self._clients:
+                    raise BlockingIOError(
+                        f"offload service {self.name!r} has {self._clients} clients, and takes no more"
+                    )
+                prefix = prefix_of(name.hex() if namespace is None else namespace, is_private=namespace is None)
+                space = self._spaces.get(prefix)
+                if space is None:
+                    space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
+                self._sessions[name] = _Session(space, client)
         self._watch.begin()
-        return Terms(token, self._window, self.store.durable)
+        return Terms(self._window, self.store.durable)
 
     def end(self, token: bytes) -> None:
-        """Let a client go. What it had begun to write is given up; its private keys are forgotten."""
+        """End a session: abort its unfinished writes, and delete its private keys."""
         with self._lock:
             session = self._sessions.pop(token, None)
+            self._ended.append(token)  # a request to begin it may still be on its way
             if session is not None and session.space.is_private:
                 self._spaces.pop(session.space.prefix, None)
         if session is None:
@@ -132,16 +143,22 @@ class Desk:
 
     # ---- put
 
-    def put(self, token: object, block: object, data: object) -> CUDAFuture[Answer]:
+    def put(self, token: object, stamp: object, block: object, data: object) -> CUDAFuture[Answer]:
         """Write what has come."""
         session = self.session(token)
+        when = self._checked(_stamp_of, stamp)
+        session.order.expect_in_time(when)
         data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
         self._checked(_expect_good_company, headers)
+        session.order.change(when, [header.key for header in headers])
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
-        return self._answered(session, data.numel(), lambda: put(session, headers, data))
+        late = partial(session.order.late, when)
+        return self._answered(session, data.numel(), lambda: put(session, headers, data, late))
 
-    def _put_wholes(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
+    def _put_wholes(
+        self, session: _Session, headers: list[Header], data: torch.Tensor, late: Late
+    ) -> CUDAFuture[Answer]:
         failures: list[tuple[int, BaseException]] = []
         taken: list[int] = []
         for i, header in enumerate(headers):
@@ -160,12 +177,18 @@ class Desk:
             return Answer([*failures, *failed])
 
         try:
-            return session.space.write([headers[i] for i in taken], data).then(answer, executor=_THREAD)
+            return session.space.write([headers[i] for i in taken], data, late).then(answer, executor=_THREAD)
         except BaseException:
             session.space.give_back(sum(headers[i].nbytes for i in taken))
             raise
 
-    def _put_piece(self, session: _Session, headers: list[Header], data: torch.Tensor) -> CUDAFuture[Answer]:
+    def _put_piece(
+        self, session: _Session, headers: list[Header], data: torch.Tensor, late: Late
+    ) -> CUDAFuture[Answer]:
+        if (error := late(headers[0].key)) is not None:
+            session.uploads.give_up(headers[0].upload)
+            return CUDAFuture.completed(Answer([(0, error)]))
+
         def answer(done: CUDAFuture[None]) -> Answer:
             error = done.exception()
             if error is not None:
@@ -173,7 +196,7 @@ class Desk:
             self._count(written=headers[0].length)
             return Answer([])
 
-        return self._checked(session.uploads.put, headers[0], data).then(answer, executor=_THREAD)
+        return self._checked(session.uploads.put, headers[0], data, late).then(answer, executor=_THREAD)
 
     def _told(self, header: Header, error: BaseException) -> BaseException:
         """Return what a client is told of a write that has failed: the store has other names for its keys."""
@@ -192,9 +215,10 @@ class Desk:
 
     # ---- get
 
-    def get(self, token: object, block: object) -> CUDAFuture[Answer]:
-        """Read what is wanted, as far as one answer can hold it."""
+    def get(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]:
+        """Read keys, as many as one answer can hold."""
         session = self.session(token)
+        session.order.expect_in_time(self._checked(_stamp_of, stamp))
         failures: list[tuple[int, BaseException]] = []
         found: list[tuple[int, str, Header]] = []
         left: list[int] = []
@@ -255,10 +279,14 @@ class Desk:
 
     # ---- the rest
 
-    def delete(self, token: object, block: object) -> CUDAFuture[Answer]:
-        """Forget keys."""
-        space = self.session(token).space
-        parts = [space.delete(wanted.key) for wanted in self._checked(unpack_wanted, block)]
+    def delete(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]:
+        """Delete keys."""
+        session = self.session(token)
+        when = self._checked(_stamp_of, stamp)
+        session.order.expect_in_time(when)
+        keys = [wanted.key for wanted in self._checked(unpack_wanted, block)]
+        session.order.change(when, keys)
+        parts = [session.space.delete(key, partial(session.order.late, when)) for key in keys]
         return collect_all(parts).then(
             lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
             executor=_THREAD,
@@ -346,6 +374,23 @@ class Desk:
 def _expect_worker(client: object) -> None:
     if client not in current().workers:  # nobody would notice when it is gone
         raise AuthenticationError(f"there is no worker {client!r}")
+
+
+def _token_of(token: object) -> bytes:
+    if not isinstance(token, bytes) or len(token) != TOKEN:
+        raise ValueError(f"a client names its session by {TOKEN} bytes")
+    return token
+
+
+def _stamp_of(stamp: object) -> Stamp:
+    if (
+        not isinstance(stamp, tuple)
+        or len(stamp) != 3
+        or type(stamp[0]) is not int
+        or not all(type(number) is float and math.isfinite(number) for number in stamp[1:])
+    ):
+        raise ValueError(f"{stamp!r} is not the stamp of a request")
+    return Stamp(*stamp)
 
 
 def _expect_good_company(headers: list[Header]) -> None:

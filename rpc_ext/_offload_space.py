@@ -26,10 +26,11 @@ from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import ChecksumError, NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Offloader
 from rpc_ext._C import memory
-from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, pack, unpack
+from rpc_ext._offload_order import Late, never
+from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, pack, piece_of, unpack, view_of
 from rpc_ext._turns import Turns, begun
 
-__all__ = ["Space", "by_prefix", "piece_of", "prefix_of", "view_of"]
+__all__ = ["Space", "by_prefix", "prefix_of"]
 
 T = TypeVar("T")
 _LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
@@ -177,21 +178,26 @@ class Space:
 
     # ---- writing
 
-    def write(self, headers: Sequence[Header], data: torch.Tensor) -> CUDAFuture[list[BaseException | None]]:
+    def write(
+        self, headers: Sequence[Header], data: torch.Tensor, late: Late = never
+    ) -> CUDAFuture[list[BaseException | None]]:
         """Write tensors of one piece each, of different keys, whose bytes are where their headers say.
 
-        Gives what each has failed with; then its key is as it was. The quota has been taken for all of them.
+        Gives what each has failed with; then its key is as it was. The quota has been taken for all of them. `late` is
+        asked about each key when its turn has come.
         """
         long = [i for i, h in enumerate(headers) if len(h.key.encode()) > _LONGEST_PLAIN_KEY]
         if not long:
             tensors = [view_of(data, h) for h in headers]
-            return self._turns.take([h.key for h in headers], lambda: self._write(headers, tensors))
-        parts = [self._write_long(h, data) if i in long else self.write([h], data) for i, h in enumerate(headers)]
+            return self._turns.take([h.key for h in headers], lambda: self._write(headers, tensors, late))
+        parts = [
+            self._write_long(h, data, late) if i in long else self.write([h], data, late) for i, h in enumerate(headers)
+        ]
         return gather(*parts).then(
             lambda done: [failure for part in done.value() for failure in part], executor=_THREAD
         )
 
-    def _write_long(self, header: Header, data: torch.Tensor) -> CUDAFuture[list[BaseException | None]]:
+    def _write_long(self, header: Header, data: torch.Tensor, late: Late) -> CUDAFuture[list[BaseException | None]]:
         """Write a tensor whose key is too long for a name: as one in pieces, of which there is one."""
         header = header._replace(upload=secrets.token_bytes(len(WHOLE)))
 
@@ -199,12 +205,35 @@ class Space:
             if (error := done.exception()) is not None:
                 self._settle(header, None, error)
                 raise error
-            return self.put_together(header)
+            return self.put_together(header, late)
 
         together = self.write_piece(header, data).then_async(put_together, executor=_THREAD)
         return together.then(lambda done: [done.exception()], executor=_THREAD)
 
-    def _write(self, headers: Sequence[Header], tensors: list[torch.Tensor]) -> CUDAFuture[list[BaseException | None]]:
+    def _write(
+        self, headers: Sequence[Header], tensors: list[torch.Tensor], late: Late
+    ) -> CUDAFuture[list[BaseException | None]]:
+        errors: list[BaseException | None] = [late(header.key) for header in headers]
+        if not any(errors):
+            return self._write_now(headers, tensors)
+        left = [i for i, error in enumerate(errors) if error is None]
+        for header, error in zip(headers, errors, strict=True):
+            if error is not None:
+                self._settle(header, None, error)
+
+        def joined(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
+            for i, error in zip(left, done.value(), strict=True):
+                errors[i] = error
+            return errors
+
+        if not left:
+            return CUDAFuture.completed(errors)
+        written = self._write_now([headers[i] for i in left], [tensors[i] for i in left])
+        return written.then(joined, executor=_THREAD)
+
+    def _write_now(
+        self, headers: Sequence[Header], tensors: list[torch.Tensor]
+    ) -> CUDAFuture[list[BaseException | None]]:
         replaced = [self._find(h.key) for h in headers]
         names = [self._plain_name(h.key) for h in headers]
 
@@ -241,11 +270,14 @@ class Space:
         digests = {name: header.checksum} if header.checksum else None
         return begun(self._store.writev, {name: tensor}, digests=digests)
 
-    def put_together(self, header: Header) -> CUDAFuture[None]:
+    def put_together(self, header: Header, late: Late = never) -> CUDAFuture[None]:
         """Put a tensor whose pieces are there under its key. The quota has been taken for it."""
-        return self._turns.take([header.key], lambda: self._put_together(header))
+        return self._turns.take([header.key], lambda: self._put_together(header, late))
 
-    def _put_together(self, header: Header) -> CUDAFuture[None]:
+    def _put_together(self, header: Header, late: Late) -> CUDAFuture[None]:
+        if (error := late(header.key)) is not None:
+            self._settle(header, None, error)
+            return CUDAFuture.failed(error)
         replaced = self._find(header.key)
         name = self._listed_name(header.key)
         listed = header._replace(piece=0, at=0, length=min(PIECE, header.nbytes), checksum=0)
@@ -307,11 +339,13 @@ class Space:
         names = self._store.keys()
         self._remove([name for name in names if name[1:].startswith(self.prefix)])
 
-    def delete(self, key: str) -> CUDAFuture[None]:
-        """Forget a key. The future fails with NotFoundError where there is none."""
-        return self._turns.take([key], lambda: self._delete(key))
+    def delete(self, key: str, late: Late = never) -> CUDAFuture[None]:
+        """Delete a key. The future fails with NotFoundError where there is none."""
+        return self._turns.take([key], lambda: self._delete(key, late))
 
-    def _delete(self, key: str) -> CUDAFuture[None]:
+    def _delete(self, key: str, late: Late) -> CUDAFuture[None]:
+        if (error := late(key)) is not None:
+            return CUDAFuture.failed(error)
         try:
             header = self.stat(key)
         except NotFoundError as e:
@@ -374,13 +408,3 @@ def _listed_header(name: str, record: torch.Tensor) -> Header:
     except (ValueError, TypeError) as e:
         raise ChecksumError(f"what the store has under {name!r} is no list of a tensor's pieces: {e}") from e
     return header
-
-
-def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:
-    """Return the bytes that a header tells of."""
-    return data[header.at : header.at + header.length]
-
-
-def view_of(data: torch.Tensor, header: Header) -> torch.Tensor:
-    """Return the tensor that a header tells of, which is in one piece."""
-    return piece_of(data, header).view(header.dtype).reshape(header.shape)

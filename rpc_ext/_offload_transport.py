@@ -27,6 +27,7 @@ from rpc_ext._memory import carried
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, NoRoomError, Packer
+from rpc_ext._offload_order import Stamps
 from rpc_ext._offload_pack import Deadline, Get, Pack, Put, opened, packed
 from rpc_ext._offload_source import Source
 from rpc_ext._offload_tally import Tally
@@ -59,14 +60,26 @@ class Transport:
         terms: what the client was given when it began.
     """
 
-    def __init__(self, worker: str, name: str, terms: Terms) -> None:
-        self._worker, self._name, self._token = worker, name, terms.token
+    def __init__(self, worker: str, name: str, token: bytes, terms: Terms) -> None:
+        self._worker, self._name, self._token = worker, name, token
+        self._stamps = Stamps()
         self.flow = Flow(terms.window)
         self._puts: Packer[Put] = Packer(MOST_HEADERS, PACK, self._send_puts)
         self._gets: Packer[Get] = Packer(MOST_HEADERS, PACK, self._send_gets)
 
-    def call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
-        """Call a function of the service."""
+    def call(
+        self, deadline: Deadline, fn: Callable[..., Any], *args: Any, sequence: int | None = None
+    ) -> CUDAFuture[Any]:
+        """Call a function of the service, with a sequence number and a deadline."""
+        number = self._stamps.next() if sequence is None else sequence
+        stamp = self._stamps.stamp(number, deadline.left(self._worker))
+        return self._call(deadline, fn, stamp, *args)
+
+    def give_up(self, deadline: Deadline, upload: bytes) -> CUDAFuture[Any]:
+        """Have the pieces of a tensor deleted that cannot be written as a whole."""
+        return self._call(deadline, _offload_calls.give_up, upload)
+
+    def _call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
         left = deadline.left(self._worker)
         try:
             return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=left, non_blocking=True)
@@ -109,19 +122,22 @@ class Transport:
         """Write what does not travel with others."""
         if header.pieces > 1:
             header = header._replace(upload=secrets.token_bytes(len(WHOLE)))
-        parts = [self._send_piece(header, source, i, deadline) for i in range(header.pieces)]
+        sequence = self._stamps.next()
+        parts = [self._send_piece(header, source, i, deadline, sequence) for i in range(header.pieces)]
         return collect_all(parts).then(
             lambda done: self._written(header, done.value(), deadline), executor=executors.inline
         )
 
-    def _send_piece(self, header: Header, source: Source, i: int, deadline: Deadline) -> CUDAFuture[None]:
+    def _send_piece(
+        self, header: Header, source: Source, i: int, deadline: Deadline, sequence: int
+    ) -> CUDAFuture[None]:
         at = i * PIECE
         length = min(PIECE, header.nbytes - at)
 
         def send(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
             data = done.value()
             block = pack([header._replace(piece=i, length=length, checksum=digest(data))])
-            return self.call(deadline, _offload_calls.put, block, data)
+            return self.call(deadline, _offload_calls.put, block, data, sequence=sequence)
 
         pieces: list[CUDAFuture[torch.Tensor]] = []  # one: what it is a copy of may be overwritten once it was made
 
@@ -139,7 +155,7 @@ class Transport:
             return header.nbytes
         if header.pieces > 1 and not isinstance(errors[0], WorkerLostError):
             again = Deadline.after(deadline.seconds)
-            ignore(self.flow.send(0, lambda: self.call(again, _offload_calls.give_up, header.upload)))
+            ignore(self.flow.send(0, lambda: self.give_up(again, header.upload)))
         # Pieces that come after one has failed are told that all was given up: that is not why.
         raise next((error for error in errors if not isinstance(error, InvalidStateError)), errors[0])
 

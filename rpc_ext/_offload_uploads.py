@@ -11,6 +11,7 @@ import torch
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
+from rpc_ext._offload_order import Late, never
 from rpc_ext._offload_space import Space
 from rpc_ext._offload_wire import Header
 
@@ -40,7 +41,7 @@ class Uploads:
         self._over: collections.deque[bytes] = collections.deque(maxlen=4096)  # the last that were given up
         self._ended = False
 
-    def put(self, header: Header, data: torch.Tensor) -> CUDAFuture[None]:
+    def put(self, header: Header, data: torch.Tensor, late: Late = never) -> CUDAFuture[None]:
         """Write a piece. The future of the last one completes when the tensor is there.
 
         Raises:
@@ -68,7 +69,7 @@ class Uploads:
             if error is not None:
                 self._drop(upload)
                 raise error
-            return self._space.put_together(header) if is_whole else CUDAFuture.completed(None)
+            return self._space.put_together(header, late) if is_whole else CUDAFuture.completed(None)
 
         return self._space.write_piece(header, data).then_async(written, executor=executors.callback_thread)
 

@@ -30,9 +30,11 @@ __all__ = [
     "expect_key",
     "pack",
     "pack_wanted",
+    "piece_of",
     "pieces_of",
     "unpack",
     "unpack_wanted",
+    "view_of",
 ]
 
 PIECE = 16 << 20  # bytes that one request carries at most: TensorPipe's best size on loopback
@@ -270,3 +272,13 @@ def _expect_sense(h: Header, available: int) -> None:
         raise ValueError(f"key {h.key!r}: piece {h.piece} of {h.nbytes} bytes does not have {h.length}")
     if h.at % 64 or h.at > available or h.length > available - h.at:
         raise ValueError(f"key {h.key!r}: {h.length} bytes at {h.at} are not in the {available} that have come")
+
+
+def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:
+    """Return the bytes of the tensor that travels along that a header describes."""
+    return data[header.at : header.at + header.length]
+
+
+def view_of(data: torch.Tensor, header: Header) -> torch.Tensor:
+    """Return the tensor of one piece that a header describes."""
+    return piece_of(data, header).view(header.dtype).reshape(header.shape)

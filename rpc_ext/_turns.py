@@ -1,4 +1,4 @@
-"""What changes the same keys, one after the other."""
+"""The order of operations on the same keys."""
 
 from __future__ import annotations
 
@@ -33,25 +33,62 @@ def outcome(done: CUDAFuture[Any]) -> tuple[Any, BaseException | None]:
 
 
 class Turns:
-    """Begins what changes keys when all that was to change them before has ended. Nobody waits meanwhile."""
+    """The order of operations on the same keys. A change begins when all earlier operations on its keys have ended.
+
+    A read begins when all earlier changes of its keys have ended; reads do not wait for each other. No thread waits.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._last: dict[str, CUDAFuture[Any]] = {}  # of each key that is being changed, the end of that
+        self._changes: dict[str, CUDAFuture[Any]] = {}  # of each key that is being changed, the end of the last change
+        self._reads: dict[str, set[CUDAFuture[Any]]] = {}  # of each key, the ends of the reads since then
 
     def take(self, keys: Sequence[str], begin: Callable[[], CUDAFuture[T]]) -> CUDAFuture[T]:
-        """Call `begin` when the turn of all those keys has come, and return what its future gives."""
+        """Call `begin` when it is the turn of a change of all those keys, and return what its future gives."""
         mine: CUDAFuture[Any] = CUDAFuture(executor=executors.inline)
         with self._lock:
-            before = {id(last): last for key in keys if (last := self._last.get(key)) is not None}
+            before = self._last_changes(keys)
             for key in keys:
-                self._last[key] = mine
+                before.update((id(read), read) for read in self._reads.pop(key, ()))
+                self._changes[key] = mine
 
-        def ended(_: CUDAFuture[T]) -> None:
+        def ended() -> None:
+            for key in keys:
+                if self._changes.get(key) is mine:
+                    del self._changes[key]
+
+        return self._begin(before, begin, mine, ended)
+
+    def share(self, keys: Sequence[str], begin: Callable[[], CUDAFuture[T]]) -> CUDAFuture[T]:
+        """Call `begin` when it is the turn of a read of all those keys, and return what its future gives."""
+        mine: CUDAFuture[Any] = CUDAFuture(executor=executors.inline)
+        with self._lock:
+            before = self._last_changes(keys)
+            for key in keys:
+                self._reads.setdefault(key, set()).add(mine)
+
+        def ended() -> None:
+            for key in keys:
+                reads = self._reads.get(key, set())
+                reads.discard(mine)
+                if not reads:
+                    self._reads.pop(key, None)
+
+        return self._begin(before, begin, mine, ended)
+
+    def _last_changes(self, keys: Sequence[str]) -> dict[int, CUDAFuture[Any]]:
+        return {id(last): last for key in keys if (last := self._changes.get(key)) is not None}
+
+    def _begin(
+        self,
+        before: dict[int, CUDAFuture[Any]],
+        begin: Callable[[], CUDAFuture[T]],
+        mine: CUDAFuture[Any],
+        ended: Callable[[], None],
+    ) -> CUDAFuture[T]:
+        def end(_: CUDAFuture[T]) -> None:
             with self._lock:
-                for key in keys:
-                    if self._last.get(key) is mine:
-                        del self._last[key]
+                ended()
             mine.set_result(None)
 
         if before:
@@ -59,5 +96,5 @@ class Turns:
             done = waited.then_async(lambda _: begin(), executor=executors.inline)
         else:
             done = begun(begin)
-        done.add_done_callback(ended, executor=executors.inline)
+        done.add_done_callback(end, executor=executors.inline)
         return done

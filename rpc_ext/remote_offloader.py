@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from rpc_ext._offload_operations import Operations
 from rpc_ext._offload_pack import Deadline
 from rpc_ext._offload_source import header_of, source_of
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
-from rpc_ext._offload_target import target_of
+from rpc_ext._offload_target import Target, target_of
 from rpc_ext._offload_transport import Transport
 from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
 from rpc_ext._turns import Turns, outcome
@@ -58,13 +59,18 @@ class RemoteOffloader:
         session = current()
         self._worker = session.destination(to).name
         self._name, self._timeout = name, session.timeout(timeout)
-        terms = rpc_sync(self._worker, calls.begin, (name, namespace, session.name), timeout=timeout)
-        self._token, self._durable = terms.token, terms.durable
-        self._transport = Transport(self._worker, name, terms)
+        self._token = secrets.token_bytes(calls.TOKEN)
+        _ends.begin()
+        try:
+            terms = rpc_sync(self._worker, calls.begin, (name, self._token, namespace, session.name), timeout=timeout)
+        except BaseException:
+            _ends.note(self._worker, name, self._token)  # the service may have begun a session all the same
+            raise
+        self._durable = terms.durable
+        self._transport = Transport(self._worker, name, self._token, terms)
         self._turns = Turns()
         self._operations = Operations()
         self._closed = False
-        _ends.begin()
         self._end = weakref.finalize(self, _ends.note, self._worker, name, self._token)
         self._end.atexit = False
 
@@ -149,7 +155,7 @@ class RemoteOffloader:
         target = target_of(out, device, priority)
 
         def read(deadline: Deadline) -> CUDAFuture[torch.Tensor]:
-            return self._transport.readv([key], [target], deadline).then(_only, executor=executors.inline)
+            return self._readv([key], [target], deadline).then(_only, executor=executors.inline)
 
         return self._begin("read", key, read, priority)
 
@@ -177,9 +183,12 @@ class RemoteOffloader:
         for key in names:
             expect_key(key)
         targets = [target_of(out, device, priority) for out in ([None] * len(names) if outs is None else outs)]
-        return self._begin(
-            "read", _told(names), lambda deadline: self._transport.readv(names, targets, deadline), priority
-        )
+        return self._begin("read", _told(names), lambda deadline: self._readv(names, targets, deadline), priority)
+
+    def _readv(
+        self, keys: Sequence[str], targets: Sequence[Target], deadline: Deadline
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        return self._turns.share(keys, lambda: self._transport.readv(keys, targets, deadline))
 
     # ---- the rest
 

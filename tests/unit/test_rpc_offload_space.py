@@ -14,8 +14,8 @@ import torch
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine, Offloader
-from rpc_ext._offload_space import Space, by_prefix, piece_of, prefix_of
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pieces_of
+from rpc_ext._offload_space import Space, by_prefix, prefix_of
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, piece_of, pieces_of
 from soak import soak_count
 from unit.storing import PATIENCE
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -49,6 +51,42 @@ def expect_idle(remote: RemoteOffloader) -> None:
         return (found.pending, found.under_way, found.waiting) == (0, 0, 0)
 
     wait_for(is_idle)
+
+
+class Lost:
+    """Requests of a kind that get no answer while this lasts, as where a connection has stalled; they are made later.
+
+    Args:
+        kind: begin, end, keys or stat: a function of a service that returns at once.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._goes_on = threading.Event()
+        self.made: collections.deque[None] = collections.deque()
+        """one entry for each request that has been made in the end"""
+
+    def let_go(self) -> None:
+        """Have all of them made now."""
+        self._goes_on.set()
+
+    def __enter__(self) -> Lost:
+        self._patch = pytest.MonkeyPatch()
+        real: Callable[..., Any] = getattr(Desk, self._kind)
+
+        def wait(desk: Desk, *args: object) -> Any:
+            assert self._goes_on.wait(PATIENCE)
+            try:
+                return real(desk, *args)
+            finally:
+                self.made.append(None)
+
+        self._patch.setattr(Desk, self._kind, wait)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._patch.undo()
+        self._goes_on.set()
 
 
 class Kept:

@@ -112,6 +112,11 @@ def refusals(worker: str) -> int:
     return rpc_ext.statistics().refused.get(worker, 0)
 
 
+def serving() -> int:
+    """Return how many calls of others run here, this one included."""
+    return rpc_ext.statistics().serving
+
+
 def raises(error: BaseException) -> NoReturn:
     raise error
 

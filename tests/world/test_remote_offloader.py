@@ -21,6 +21,7 @@ from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, pack, pack
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
+from world.offload_clients import stamp
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
@@ -30,6 +31,13 @@ pytestmark = pytest.mark.xdist_group("remote-offloader")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
     with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=4) as session:
         yield session
+
+
+@pytest.fixture
+def clients(service: OffloadService) -> Iterator[tuple[RemoteOffloader, RemoteOffloader]]:
+    """Give two clients with the same keys."""
+    with RemoteOffloader(ME, namespace="shared") as one, RemoteOffloader(ME, namespace="shared") as other:
+        yield one, other
 
 
 def numbered(size: int, seed: int = 0) -> torch.Tensor:
@@ -98,12 +106,29 @@ def test_a_key_is_replaced_by_what_was_asked_for_last(remote: RemoteOffloader) -
     assert "x" not in remote
 
 
-def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(remote: RemoteOffloader) -> None:
+def test_operations_of_one_client_take_effect_in_the_order_of_the_calls(remote: RemoteOffloader) -> None:
+    sizes = [10, PIECE // 4 + 10, 300_000, 20]
+    for turn in range(soak_count(100)):
+        reads = []
+        for i, size in enumerate(sizes):
+            remote.write("x", torch.full((size,), float(turn * len(sizes) + i)))
+            reads.append(remote.read("x"))
+        remote.delete("x")
+        error = remote.read("x")
+        for i, (size, read) in enumerate(zip(sizes, reads, strict=True)):
+            assert torch.equal(read.wait(timeout=PATIENCE), torch.full((size,), float(turn * len(sizes) + i)))
+        assert isinstance(error.exception(timeout=PATIENCE), NotFoundError)
+
+
+def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_new_tensor(
+    clients: tuple[RemoteOffloader, RemoteOffloader],
+) -> None:
+    remote, another = clients
     size = PIECE // 4 + 1000
     remote.write("x", torch.full((size,), -1.0)).wait(timeout=PATIENCE)
     for turn in range(soak_count(100)):
         write = remote.write("x", torch.full((size,), float(turn)))
-        reads = [remote.read("x") for _ in range(3)]
+        reads = [another.read("x") for _ in range(3)]
         write.wait(timeout=PATIENCE)
         for read in reads:
             (value,) = read.wait(timeout=PATIENCE).unique().tolist()
@@ -113,14 +138,19 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(remote: Remot
 @pytest.mark.parametrize("size", [PIECE // 4 + 1000, 1000], ids=["pieces", "small"])
 @pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500], ids=["by pieces", "by a small one"])
 def test_a_tensor_that_is_replaced_while_it_is_looked_for_is_read_anew(
-    service: OffloadService, remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: int, other: int
+    service: OffloadService,
+    clients: tuple[RemoteOffloader, RemoteOffloader],
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    other: int,
 ) -> None:
+    remote, another = clients
     remote.write("x", torch.zeros(size)).wait(timeout=PATIENCE)
     readv = service.store.readv
 
     def readv_too_late(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
-        remote.write("x", torch.ones(other)).wait(timeout=PATIENCE)
+        another.write("x", torch.ones(other)).wait(timeout=PATIENCE)
         service.store.flush().wait(timeout=PATIENCE)  # the old pieces are gone
         return readv(*args, **kwargs)
 
@@ -129,14 +159,15 @@ def test_a_tensor_that_is_replaced_while_it_is_looked_for_is_read_anew(
 
 
 def test_a_key_that_is_deleted_while_it_is_looked_for_is_named(
-    service: OffloadService, remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch
+    service: OffloadService, clients: tuple[RemoteOffloader, RemoteOffloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remote, another = clients
     remote.write("x", torch.zeros(3)).wait(timeout=PATIENCE)
     readv = service.store.readv
 
     def readv_too_late(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
-        remote.delete("x").wait(timeout=PATIENCE)
+        another.delete("x").wait(timeout=PATIENCE)
         return readv(*args, **kwargs)
 
     monkeypatch.setattr(service.store, "readv", readv_too_late)
@@ -412,15 +443,19 @@ def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tu
     blocks += [good[:10] + longest + good[12:], good.replace(b"x", b"\0"), good.replace(b"x", b"\xff")]
     kind = numbers.randrange(6)
     if kind == 0:
-        return calls.put, (numbers.choice([b"", b"x" * 16, other[::-1], None, 3]), good, data)
+        return calls.put, (numbers.choice([b"", b"x" * 16, other[::-1], None, 3]), stamp(), good, data)
     if kind == 1:
-        return calls.get, (token, numbers.choice([b"", None, good, b"x" * numbers.randrange(100)]))
+        return calls.get, (token, stamp(), numbers.choice([b"", None, good, b"x" * numbers.randrange(100)]))
     if kind == 2:
         wrong = [None, "text", data.float(), data.reshape(8, 8), torch.zeros(PIECE + 1, dtype=torch.uint8)]
-        return calls.put, (token, good, numbers.choice(wrong))
+        return calls.put, (token, stamp(), good, numbers.choice(wrong))
     if kind == 3:
-        return calls.get, (token, pack_wanted([Wanted("secret", numbers.randbytes(16), numbers.randrange(1 << 32))]))
-    return calls.put, (token, numbers.choice(blocks), data)
+        return calls.get, (
+            token,
+            stamp(),
+            pack_wanted([Wanted("secret", numbers.randbytes(16), numbers.randrange(1 << 32))]),
+        )
+    return calls.put, (token, stamp(), numbers.choice(blocks), data)
 
 
 def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService, tmp_path: Path) -> None:
@@ -465,7 +500,7 @@ def test_what_is_no_name_is_refused(remote: RemoteOffloader, key: str) -> None:
 def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteOffloader, service: OffloadService) -> None:
     data = torch.ones(64, dtype=torch.uint8)
     header = Header("x", torch.uint8, (64,), 64, length=64, checksum=digest(torch.zeros(64, dtype=torch.uint8)))
-    answer = rpc_sync(ME, calls.put, ("offload", remote._token, pack([header]), data))
+    answer = rpc_sync(ME, calls.put, ("offload", remote._token, stamp(remote), pack([header]), data))
     with pytest.raises(ChecksumError, match=r"key 'x': the 64 bytes .* are not those that were sent"):
         answer.expect_success()
     assert remote.keys() == []

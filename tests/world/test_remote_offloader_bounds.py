@@ -28,6 +28,7 @@ from rpc_ext import rpc_sync
 from rpc_ext._offload_wire import PIECE, Header, pack
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
+from world.offload_clients import stamp
 from world.offload_seams import held, let_go_at_the_end, wait_for
 from world.rpc_callees import ME, PATIENCE, alone
 
@@ -44,7 +45,7 @@ needs_a_worker = pytest.mark.usefixtures("worker")
 
 def put(remote: RemoteOffloader, headers: list[Header], data: object) -> Any:
     """Write as a client could that minds no rules."""
-    return rpc_sync(ME, calls.put, ("offload", remote._token, pack(headers), data), timeout=PATIENCE)
+    return rpc_sync(ME, calls.put, ("offload", remote._token, stamp(remote), pack(headers), data), timeout=PATIENCE)
 
 
 def zeros(nbytes: int) -> torch.Tensor:
@@ -147,7 +148,7 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
     """Nobody would notice when another one is gone."""
     with serve_offload(tmp_path / "served", clients=1) as service:
         with pytest.raises(AuthenticationError):
-            rpc_sync(ME, calls.begin, ("offload", None, name), timeout=PATIENCE)
+            rpc_sync(ME, calls.begin, ("offload", bytes(16), None, name), timeout=PATIENCE)
         assert service.statistics().clients == 0
         RemoteOffloader(ME).close()
 

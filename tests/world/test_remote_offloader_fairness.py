@@ -21,6 +21,7 @@ from rpc_ext import rpc_async
 from rpc_ext._offload_wire import PIECE, Header, pack
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
+from world.offload_clients import stamp
 from world.offload_seams import let_go_at_the_end, wait_for
 from world.rpc_callees import ME, PATIENCE, alone
 
@@ -120,7 +121,7 @@ def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> No
     ):
         served = rpc_ext.statistics().served
         blocks = [pack([Header(f"{i}", torch.uint8, (PIECE,), PIECE, length=PIECE)]) for i in range(count)]
-        puts = [rpc_async(ME, calls.put, ("offload", remote._token, block, data)) for block in blocks]
+        puts = [rpc_async(ME, calls.put, ("offload", remote._token, stamp(remote), block, data)) for block in blocks]
         wait_for(lambda: rpc_ext.statistics().served >= served + count)
         rpc_ext.rpc_sync(ME, calls.keys, ("offload", remote._token), timeout=PATIENCE)
         under_way = service.statistics().under_way

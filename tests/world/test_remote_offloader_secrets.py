@@ -24,6 +24,7 @@ from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.attacker import SEAL_SIZE, Stranger, key_of
 from world.middleman import FROM, TO, joined, relayed
+from world.offload_clients import stamp
 from world.offload_history import content_of, version_of
 from world.rpc_callees import PATIENCE, working
 
@@ -47,7 +48,7 @@ def request(fn: Callable[..., Any], *args: object) -> tuple[bytes, tuple[torch.T
 
 def put(token: bytes, key: str, content: torch.Tensor) -> tuple[bytes, tuple[torch.Tensor, ...]]:
     header = Header(key, torch.uint8, tuple(content.shape), content.nbytes, length=content.nbytes)
-    return request(calls.put, token, pack([header._replace(checksum=digest(content))]), content)
+    return request(calls.put, token, stamp(), pack([header._replace(checksum=digest(content))]), content)
 
 
 def requests(token: bytes) -> dict[str, tuple[bytes, tuple[torch.Tensor, ...]]]:
@@ -56,12 +57,12 @@ def requests(token: bytes) -> dict[str, tuple[bytes, tuple[torch.Tensor, ...]]]:
     piece = torch.zeros(PIECE, dtype=torch.uint8)
     of_two = Header("large a", torch.uint8, (PIECE + 1,), PIECE + 1, b"u" * 16, pieces=2, length=PIECE)
     return {
-        "begin": request(calls.begin, NAMESPACE, "w1"),
+        "begin": request(calls.begin, b"t" * 16, NAMESPACE, "w1"),
         "put": put(token, "small a", torch.zeros(8, dtype=torch.uint8)),
         "put a new one": put(token, "new", torch.zeros(8, dtype=torch.uint8)),
-        "put a piece": request(calls.put, token, pack([of_two]), piece),
-        "get": request(calls.get, token, wanted),
-        "delete": request(calls.delete, token, wanted),
+        "put a piece": request(calls.put, token, stamp(), pack([of_two]), piece),
+        "get": request(calls.get, token, stamp(), wanted),
+        "delete": request(calls.delete, token, stamp(), wanted),
         "give up": request(calls.give_up, token, b"u" * 16),
         "keys": request(calls.keys, token),
         "stat": request(calls.stat, token, "small a"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,13 @@ from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._memory import arrived
 from rpc_ext._offload_calls import Answer
-from rpc_ext._offload_wire import PIECE, Header, Wanted, pack, pack_wanted, unpack
+from rpc_ext._offload_order import Stamp
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, pack_wanted, pieces_of, unpack
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
+from world.offload_clients import stamp
 from world.offload_history import content_of
+from world.offload_seams import Lost, wait_for
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
@@ -73,10 +77,10 @@ def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: Offloa
     wanted = pack_wanted([Wanted("small a")])
     block = pack([Header("small a", torch.uint8, (100,), 100, length=100)])
     requests: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
-        (calls.put, (block, LAST)),
-        (calls.put, (pack([LARGE]), FIRST)),
-        (calls.get, (wanted,)),
-        (calls.delete, (wanted,)),
+        (calls.put, (stamp(), block, LAST)),
+        (calls.put, (stamp(), pack([LARGE]), FIRST)),
+        (calls.get, (stamp(), wanted)),
+        (calls.delete, (stamp(), wanted)),
         (calls.give_up, (LARGE.upload,)),
         (calls.keys, ()),
         (calls.stat, ("small a",)),
@@ -120,16 +124,16 @@ def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -
         before = everything_of(service)
         for upload in (bytes(16), *uploads):
             wanted = [Wanted(guess, upload, piece) for guess in guesses for piece in (0, 1)]
-            answer = call(calls.get, other, pack_wanted(wanted))
+            answer = call(calls.get, other, stamp(other), pack_wanted(wanted))
             assert len(answer.failures) == len(wanted)
             assert all(isinstance(error, NotFoundError) for _, error in answer.failures)
             assert not answer.block
-        answer = call(calls.delete, other, pack_wanted([Wanted(guess) for guess in guesses]))
+        answer = call(calls.delete, other, stamp(other), pack_wanted([Wanted(guess) for guess in guesses]))
         assert len(answer.failures) == len(guesses)
         for upload in uploads:
             for piece, data in enumerate((FIRST, LAST)):
                 header = LARGE._replace(upload=upload, piece=piece, length=data.nbytes)
-                call(calls.put, other, pack([header]), data)
+                call(calls.put, other, stamp(other), pack([header]), data)
         other.writev({guess: torch.zeros(3) for guess in guesses}).wait(timeout=PATIENCE)
         assert {*other.keys()} == guesses
         for theirs in (shared, private):
@@ -143,7 +147,7 @@ def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -
 
 def uploads_of(remote: RemoteOffloader, key: str) -> bytes:
     """Return how the pieces of a tensor are called."""
-    answer = call(calls.get, remote, pack_wanted([Wanted(key)]))
+    answer = call(calls.get, remote, stamp(remote), pack_wanted([Wanted(key)]))
     (header,) = unpack(answer.block, arrived(answer.data).numel())
     return header.upload
 
@@ -163,7 +167,7 @@ def test_pieces_of_a_tensor_that_is_there_are_not_written_over(service: OffloadS
                 with contextlib.suppress(
                     ValueError, InvalidStateError
                 ):  # it may be refused, or become another tensor's
-                    call(calls.put, remote, pack([header]), data)
+                    call(calls.put, remote, stamp(remote), pack([header]), data)
                 call(calls.give_up, remote, upload)
                 service.store.flush().exception(timeout=PATIENCE)
                 assert torch.equal(one.read("large a").wait(timeout=PATIENCE), content)
@@ -172,11 +176,11 @@ def test_pieces_of_a_tensor_that_is_there_are_not_written_over(service: OffloadS
 def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service: OffloadService) -> None:
     """As when a client gives up after a timeout, and what it has sent arrives all the same."""
     with RemoteOffloader(ME, namespace="kept") as remote:
-        call(calls.put, remote, pack([LARGE]), FIRST)
+        call(calls.put, remote, stamp(remote), pack([LARGE]), FIRST)
         call(calls.give_up, remote, LARGE.upload)
         late = pack([LARGE._replace(piece=1, length=100)])
         with contextlib.suppress(ValueError, InvalidStateError):
-            call(calls.put, remote, late, LAST)
+            call(calls.put, remote, stamp(remote), late, LAST)
         expect_names(service, 0)
         error = remote.write("too much", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=PATIENCE)
         assert isinstance(error, QuotaError)
@@ -187,7 +191,7 @@ def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service
 
 
 @rpc_ext.async_execution
-def get_and_change(service: str, token: bytes, block: bytes) -> CUDAFuture[Answer]:
+def get_and_change(service: str, token: bytes, stamp: Stamp, block: bytes) -> CUDAFuture[Answer]:
     """Answer as the service does, and change the last byte on the way."""
 
     def change(done: CUDAFuture[Answer]) -> Answer:
@@ -195,7 +199,7 @@ def get_and_change(service: str, token: bytes, block: bytes) -> CUDAFuture[Answe
         data[-1] ^= 1
         return done.value()._replace(data=data)
 
-    return calls.find(service).get(token, block).then(change)
+    return calls.find(service).get(token, stamp, block).then(change)
 
 
 @pytest.mark.parametrize("key", ["small a", "meg", "large a"])
@@ -207,3 +211,74 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
+
+
+# ---- requests that come late, twice, or in another order
+
+
+def test_a_session_that_is_begun_twice_is_one(service: OffloadService) -> None:
+    """The answer to the first request was lost, so the client asks again."""
+    token = secrets.token_bytes(calls.TOKEN)
+    terms = [rpc_sync(ME, calls.begin, ("offload", token, None, ME), timeout=PATIENCE) for _ in range(2)]
+    assert terms[0] == terms[1]
+    assert service.statistics().clients == 1
+    rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+    assert service.statistics().clients == 0
+
+
+def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: OffloadService) -> None:
+    token = secrets.token_bytes(calls.TOKEN)
+    rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+    with pytest.raises(InvalidStateError, match="has ended this session"):
+        rpc_sync(ME, calls.begin, ("offload", token, None, ME), timeout=PATIENCE)
+    assert service.statistics().clients == 0
+
+
+def test_sessions_whose_begin_has_timed_out_are_given_back(tmp_path: Path) -> None:
+    with serve_offload(tmp_path / "served", clients=2) as service, Lost("begin") as begins:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                RemoteOffloader(ME, timeout=0.05)
+        begins.let_go()
+        wait_for(lambda: len(begins.made) == 3 and service.statistics().clients == 0)
+        with RemoteOffloader(ME), RemoteOffloader(ME):
+            assert service.statistics().clients == 2
+
+
+@pytest.mark.parametrize("change", ["write", "large write", "delete"])
+def test_a_change_that_comes_after_a_later_one_is_dropped(service: OffloadService, change: str) -> None:
+    key, kept = "x", torch.arange(5)
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        late = stamp(remote)
+        remote.write(key, kept).wait(timeout=PATIENCE)
+        used = service.store.statistics()
+        if change == "delete":
+            answer = call(calls.delete, remote, late, pack_wanted([Wanted(key)]))
+        else:
+            nbytes = PIECE + 8 if change == "large write" else 8
+            data = torch.zeros(min(PIECE, nbytes), dtype=torch.uint8)
+            upload = bytes(range(16)) if change == "large write" else WHOLE
+            header = Header(key, torch.uint8, (nbytes,), nbytes, upload, 0, pieces_of(nbytes), 0, len(data))
+            answer = call(calls.put, remote, late, pack([header]), data)
+        ((_, error),) = answer.failures
+        assert isinstance(error, TimeoutError)
+        assert torch.equal(remote.read(key).wait(timeout=PATIENCE), kept)
+        now = service.store.statistics()
+        assert (now.bytes, now.keys, now.writes) == (used.bytes, used.keys, used.writes)
+
+
+def test_requests_after_their_deadline_cost_the_disk_nothing(service: OffloadService) -> None:
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        remote.write("x", torch.zeros(8)).wait(timeout=PATIENCE)
+        before = service.store.statistics()
+        expired = stamp(remote, -1.0)
+        data = torch.zeros(8, dtype=torch.uint8)
+        for fn, args in (
+            (calls.get, (pack_wanted([Wanted("x")]),)),
+            (calls.delete, (pack_wanted([Wanted("x")]),)),
+            (calls.put, (pack([Header("x", torch.uint8, (8,), 8, length=8)]), data)),
+        ):
+            with pytest.raises(TimeoutError, match="after its deadline"):
+                call(fn, remote, expired, *args)
+        now = service.store.statistics()
+        assert (now.reads, now.writes, now.keys) == (before.reads, before.writes, before.keys)

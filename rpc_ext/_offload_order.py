@@ -1,0 +1,110 @@
+"""The order of one client's requests to an offload service.
+
+A request that has timed out at the client may still be on its way: in a socket of a service that was stopped, say. Each
+request carries a stamp, so that the service drops it when it arrives after its deadline, or after a later change of the
+same key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+__all__ = ["Late", "RequestOrder", "Stamp", "Stamps", "never"]
+
+Late = Callable[[str], "TimeoutError | None"]
+"""returns why a key must not be changed any more, or None"""
+
+_PURGE = 1024  # keys between two searches for those that no request can be late for
+
+
+class Stamp(NamedTuple):
+    """When a request was sent, and how long it holds."""
+
+    sequence: int
+    """of the client's requests, from 1; the pieces of one tensor have the same"""
+    sent: float
+    """seconds on the client's monotonic clock"""
+    expires: float
+    """seconds on the same clock; 0: never"""
+
+
+class Stamps:
+    """The stamps of one client."""
+
+    def __init__(self) -> None:
+        self._sequence = itertools.count(1)
+
+    def next(self) -> int:
+        """Return the next sequence number. The requests of one large tensor share a number."""
+        return next(self._sequence)
+
+    def stamp(self, sequence: int, seconds: float) -> Stamp:
+        """Return the stamp of a request that is sent now and holds for so many seconds; 0: without a limit."""
+        now = time.monotonic()
+        return Stamp(sequence, now, now + seconds if seconds else 0.0)
+
+
+class RequestOrder:
+    """Which of one client's requests are late.
+
+    The clocks of client and service have different origins. The least difference between a request's arrival and its
+    sending, over all requests, is the difference of the origins and the shortest way of a request: so a request is held
+    for late only when it is, whatever the clocks say.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._offset = math.inf  # of the service's clock to the client's
+        self._changes: dict[str, tuple[int, float]] = {}  # the last change of each key, and when it expires there
+        self._until_purge = _PURGE
+        self.dropped = 0
+        """requests and changes that were late"""
+
+    def expect_in_time(self, stamp: Stamp) -> None:
+        """Raise TimeoutError if the deadline of a request that arrives is over."""
+        with self._lock:
+            self._offset = min(self._offset, time.monotonic() - stamp.sent)
+        if (error := self._expired(stamp)) is not None:
+            raise error
+
+    def change(self, stamp: Stamp, keys: Iterable[str]) -> None:
+        """Note that a request that has arrived changes keys."""
+        with self._lock:
+            for key in keys:
+                if self._changes.get(key, (0, 0.0))[0] < stamp.sequence:
+                    self._changes[key] = stamp.sequence, stamp.expires or math.inf
+                    self._until_purge -= 1
+            if self._until_purge < 0:
+                self._purge()
+
+    def late(self, stamp: Stamp, key: str) -> TimeoutError | None:
+        """Return why a request must not change a key any more, or None."""
+        with self._lock:
+            is_superseded = self._changes.get(key, (0, 0.0))[0] > stamp.sequence
+            self.dropped += is_superseded
+        if is_superseded:
+            return TimeoutError(f"the request to change key {key!r} has reached the offload service after a later one")
+        return self._expired(stamp)
+
+    def _expired(self, stamp: Stamp) -> TimeoutError | None:
+        with self._lock:
+            late = time.monotonic() - self._offset - stamp.expires if stamp.expires else 0.0
+            self.dropped += late > 0
+        if late <= 0:
+            return None
+        return TimeoutError(f"the request has reached the offload service {late:.3g} s after its deadline")
+
+    def _purge(self) -> None:
+        """Forget changes that no request can be late for: a request that was sent before has expired by now, too."""
+        now = time.monotonic() - self._offset
+        self._changes = {key: change for key, change in self._changes.items() if change[1] >= now}
+        self._until_purge = max(_PURGE, len(self._changes))
+
+
+def never(_: str) -> None:
+    """Return None: a change that is no client's request is never late."""

@@ -1,0 +1,73 @@
+"""A server that stalls and comes back: what has timed out meanwhile undoes nothing that was acknowledged since."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cudafuture.testing import World
+from rpc_ext import rpc_sync
+from rpc_ext.offload_service import serve_offload
+from rpc_ext.remote_offloader import RemoteOffloader
+from soak import soak_count
+from world.rpc_callees import PATIENCE, serving, working
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
+
+BRIEF = 0.1  # seconds that an operation has which is to time out
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("first", ["write", "write of pieces", "delete"])
+def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp_path: Path, first: str) -> None:
+    """The server is stopped while the first change is on its way, and runs again when that has timed out."""
+    times = soak_count(100)
+
+    def run() -> int:
+        rank = dist.get_rank()
+        with working(f"w{rank}", rank, 2, tmp_path / "file"):
+            if rank == 0:
+                with serve_offload(tmp_path / "served"):
+                    dist.barrier()
+                    dist.barrier()
+                return 0
+            dist.barrier()
+            server, undone = rpc_sync("w0", os.getpid), 0
+            with RemoteOffloader("w0", namespace="kept", timeout=BRIEF) as remote, patient() as other:
+                for i in range(times):
+                    size = 5_000_000 if first == "write of pieces" else 10
+                    other.write("x", torch.full((10,), -1.0)).wait(timeout=PATIENCE)
+                    stop(server)
+                    try:
+                        late = remote.delete("x") if first == "delete" else remote.write("x", torch.zeros(size))
+                        assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+                        remote._timeout = PATIENCE
+                        later = remote.write("x", torch.full((10,), float(i)))
+                    finally:
+                        os.kill(server, signal.SIGCONT)
+                    later.wait(timeout=PATIENCE)
+                    remote._timeout = BRIEF
+                    while rpc_sync("w0", serving) > 1:  # what has timed out may still be on its way
+                        pass
+                    undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
+            dist.barrier()
+            return undone
+
+    assert world.run(run)[1] == 0
+
+
+def patient() -> RemoteOffloader:
+    return RemoteOffloader("w0", namespace="kept")
+
+
+def stop(process: int) -> None:
+    """Stop a process, and wait until all of its threads have stopped."""
+    os.kill(process, signal.SIGSTOP)
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
