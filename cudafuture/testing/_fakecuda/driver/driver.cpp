@@ -130,8 +130,11 @@ UNSUPPORTED(cuModuleLoadDataEx)
 UNSUPPORTED(cuModuleUnload)
 UNSUPPORTED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 UNSUPPORTED(cuTensorMapEncodeTiled)
-UNSUPPORTED(fakecuda_missing_driver_function)
 #undef UNSUPPORTED
+
+// What torch asks for by name and this driver does not have. torch 2.14 probes such functions. As the driver does, it
+// returns an error and leaves the runtime's last error alone (CUDA runtime API, 6.26 "Interactions with the Driver API").
+int fakecuda_missing_driver_function() { return cudaErrorNotSupported; }
 
 // ---- libnvidia-ml.so.1: no links between devices
 int nvmlInit_v2() { return cudaSuccess; }
