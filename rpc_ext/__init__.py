@@ -3,11 +3,13 @@
 from rpc_ext._batching import batch
 from rpc_ext._functions import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
+from rpc_ext.barrier import barrier
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
 from rpc_ext.offload_service import OffloadService, OffloadServiceStatistics, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader, RemoteOffloaderStatistics
 from rpc_ext.rref import RRef, remote
 from rpc_ext.session import Session, init_rpc, shutdown, statistics
+from rpc_ext.watch import watch
 
 __all__ = [
     "DestinationStatistics",
@@ -19,6 +21,7 @@ __all__ = [
     "Session",
     "Statistics",
     "async_execution",
+    "barrier",
     "batch",
     "broadcast_call",
     "init_rpc",
@@ -29,4 +32,5 @@ __all__ = [
     "serve_offload",
     "shutdown",
     "statistics",
+    "watch",
 ]

@@ -11,7 +11,6 @@ A request names its service and its session; all else that it says is a block of
 
 from __future__ import annotations
 
-import collections
 import math
 import threading
 import time
@@ -22,16 +21,14 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError
+from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._memory import arrived, carried, take
 from rpc_ext._offload_calls import TOKEN, Answer, Terms
-from rpc_ext._offload_order import Late, RequestOrder, Stamp
-from rpc_ext._offload_space import Space, by_prefix, prefix_of
+from rpc_ext._offload_order import Late, Stamp
+from rpc_ext._offload_sessions import ClientSession, Sessions
 from rpc_ext._offload_statistics import OffloadServiceStatistics
-from rpc_ext._offload_uploads import Uploads
-from rpc_ext._offload_watch import Watch
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, piece_of, unpack, unpack_wanted, view_of
 from rpc_ext._turns import begun
 from rpc_ext.session import current
@@ -43,103 +40,47 @@ _THREAD = executors.callback_thread
 _LINE = 64  # bytes: what small tensors of one answer lie at
 
 
-class _Session:
-    """A client."""
-
-    def __init__(self, space: Space, client: str) -> None:
-        self.space, self.client = space, client
-        self.order = RequestOrder()
-        self.uploads = Uploads(space)
-        self.under_way = 0  # bytes of its requests that have not been answered
-
-
 class Desk:
     """Where the requests of an offload service are answered."""
 
-    def __init__(self, name: str, store: Offloader, memory: int, clients: int, namespace_capacity: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Offloader,
+        memory: int,
+        clients: int,
+        namespace_capacity: int | None,
+        patience: float = 60.0,
+    ) -> None:
         self.name = name
         self.store = store
-        self._window, self._clients, self._namespace_capacity = memory // clients, clients, namespace_capacity
+        self._window = memory // clients
+        self._sessions = Sessions(name, store, clients, namespace_capacity, patience)
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._sessions: dict[bytes, _Session] = {}
-        self._ended: collections.deque[bytes] = collections.deque(maxlen=1024)  # the tokens of the last that ended
-        self._spaces = {
-            prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
-        }
         self._under_way = self._most_under_way = 0
         self._written = self._read = self._refused = 0
         self._latencies = Histogram()
-        self._watch = Watch(self)
 
     # ---- sessions
 
     def begin(self, token: object, namespace: str | None, client: str) -> Terms:
-        """Begin the session of a client, which has chosen its token. To ask twice begins one session.
+        """Begin the session of a client; see ``Sessions.begin``.
 
         Raises:
-            BlockingIOError: there are as many sessions as there may be.
             AuthenticationError: the client names a worker that there is not.
-            InvalidStateError: the client has ended this session before.
             ValueError: the token has another length.
         """
         self._checked(_expect_worker, client)
-        name = self._checked(_token_of, token)
-        with self._lock:
-            if name in self._ended:
-                raise InvalidStateError("the client has ended this session")
-            if name not in self._sessions:
-                if len(self._sessions) >= self._clients:
-                    raise BlockingIOError(
-                        f"offload service {self.name!r} has {self._clients} clients, and takes no more"
-                    )
-                prefix = prefix_of(name.hex() if namespace is None else namespace, is_private=namespace is None)
-                space = self._spaces.get(prefix)
-                if space is None:
-                    space = self._spaces[prefix] = Space(self.store, prefix, self._namespace_capacity)
-                self._sessions[name] = _Session(space, client)
-        self._watch.begin()
+        self._sessions.begin(self._checked(_token_of, token), namespace, client)
         return Terms(self._window, self.store.durable)
 
     def end(self, token: bytes) -> None:
-        """End a session: abort its unfinished writes, and delete its private keys."""
-        with self._lock:
-            session = self._sessions.pop(token, None)
-            self._ended.append(token)  # a request to begin it may still be on its way
-            if session is not None and session.space.is_private:
-                self._spaces.pop(session.space.prefix, None)
-        if session is None:
-            return
-        session.uploads.end()
-        if session.space.is_private:
-            session.space.clear()
+        """End the session of a client."""
+        self._sessions.end(token)
 
-    def clients(self) -> set[str]:
-        """Return the workers that have sessions."""
-        with self._lock:
-            return {session.client for session in self._sessions.values()}
-
-    def lost(self, client: str) -> None:
-        """Let go of what a worker has that is gone."""
-        with self._lock:
-            tokens = [token for token, session in self._sessions.items() if session.client == client]
-        for token in tokens:
-            self.end(token)
-
-    def session(self, token: object) -> _Session:
-        """Return the session that a token is of.
-
-        Raises:
-            AuthenticationError: there is none.
-        """
-        with self._lock:
-            session = self._sessions.get(token) if isinstance(token, bytes) else None
-            if session is None:
-                self._refused += 1
-        if session is None:
-            raise AuthenticationError(
-                f"offload service {self.name!r} knows no such session: it has ended, or never was"
-            )
-        return session
+    def session(self, token: object) -> ClientSession:
+        """Return the session that a token belongs to; see ``Sessions.find``."""
+        return self._checked(self._sessions.find, token)
 
     # ---- put
 
@@ -157,7 +98,7 @@ class Desk:
         return self._answered(session, data.numel(), lambda: put(session, headers, data, late))
 
     def _put_wholes(
-        self, session: _Session, headers: list[Header], data: torch.Tensor, late: Late
+        self, session: ClientSession, headers: list[Header], data: torch.Tensor, late: Late
     ) -> CUDAFuture[Answer]:
         failures: list[tuple[int, BaseException]] = []
         taken: list[int] = []
@@ -183,7 +124,7 @@ class Desk:
             raise
 
     def _put_piece(
-        self, session: _Session, headers: list[Header], data: torch.Tensor, late: Late
+        self, session: ClientSession, headers: list[Header], data: torch.Tensor, late: Late
     ) -> CUDAFuture[Answer]:
         if (error := late(headers[0].key)) is not None:
             session.uploads.give_up(headers[0].upload)
@@ -319,11 +260,8 @@ class Desk:
             )
 
     def close(self) -> None:
-        """Let all clients go, and close the store."""
-        with self._lock:
-            tokens = list(self._sessions)
-        for token in tokens:
-            self.end(token)
+        """End all sessions, and close the store."""
+        self._sessions.close()
         self.store.close()
 
     # ---- counting
@@ -343,7 +281,9 @@ class Desk:
             self._written += written
             self._read += read
 
-    def _answered(self, session: _Session, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]) -> CUDAFuture[Answer]:
+    def _answered(
+        self, session: ClientSession, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]
+    ) -> CUDAFuture[Answer]:
         """Begin a request of so many bytes, which are under way until it is answered.
 
         Raises:

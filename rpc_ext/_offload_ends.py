@@ -14,6 +14,7 @@ import time
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _minder, _offload_calls
+from rpc_ext._serve import expect_free_thread
 from rpc_ext._turns import outcome
 from rpc_ext.calls import rpc_async, rpc_sync
 
@@ -38,7 +39,13 @@ class _Ends:
         _minder.mind(self, time.perf_counter() + _INTERVAL)
 
     def end(self, worker: str, service: str, token: bytes, timeout: float) -> None:
-        """Tell the end of one, and wait for the answer."""
+        """Tell the end of one, and wait for the answer; tell it later where this thread may not wait."""
+        try:
+            with expect_free_thread("RemoteOffloader.close()"):
+                pass
+        except InvalidStateError:  # no other thread of this worker is free to bring the answer
+            self.note(worker, service, token)
+            return
         try:
             rpc_sync(worker, _offload_calls.end, (service, token), timeout=min(timeout or _PATIENCE, _PATIENCE))
         except (InvalidStateError, WorkerLostError):  # RPC has ended, or the service; or the worker is gone

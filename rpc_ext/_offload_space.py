@@ -18,21 +18,18 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import ChecksumError, NotFoundError, QuotaError, StorageError
+from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Offloader
-from rpc_ext._C import memory
 from rpc_ext._offload_order import Late, never
-from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, pack, piece_of, unpack, view_of
+from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, listed_header, pack, piece_of, view_of
 from rpc_ext._turns import Turns, begun
 
 __all__ = ["Space", "by_prefix", "prefix_of"]
 
-T = TypeVar("T")
 _LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
 _THREAD = executors.callback_thread
 _HASH = 16  # characters
@@ -87,7 +84,7 @@ class Space:
             return
         lists = [name for name in names if name[0] == "l"]
         records = self._store.readv(lists).wait()
-        headers = {name: _listed_header(name, record) for name, record in zip(lists, records, strict=True)}
+        headers = {name: listed_header(name, record) for name, record in zip(lists, records, strict=True)}
         there: dict[str, str] = {}  # the name that each key has
         for name in names:
             if name[0] in "kl":
@@ -400,11 +397,3 @@ class Space:
         except (NotFoundError, ValueError):
             return True
         return (name_now, now.dtype, now.shape) != (name, header.dtype, header.shape)
-
-
-def _listed_header(name: str, record: torch.Tensor) -> Header:
-    try:
-        (header,) = unpack(memory(record).tobytes(), PIECE)
-    except (ValueError, TypeError) as e:
-        raise ChecksumError(f"what the store has under {name!r} is no list of a tensor's pieces: {e}") from e
-    return header

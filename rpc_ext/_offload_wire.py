@@ -19,6 +19,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from cudafuture.errors import ChecksumError
+from rpc_ext._C import memory
+
 __all__ = [
     "LONGEST_KEY",
     "MOST_HEADERS",
@@ -28,6 +31,7 @@ __all__ = [
     "Header",
     "Wanted",
     "expect_key",
+    "listed_header",
     "pack",
     "pack_wanted",
     "piece_of",
@@ -282,3 +286,16 @@ def piece_of(data: torch.Tensor, header: Header) -> torch.Tensor:
 def view_of(data: torch.Tensor, header: Header) -> torch.Tensor:
     """Return the tensor of one piece that a header describes."""
     return piece_of(data, header).view(header.dtype).reshape(header.shape)
+
+
+def listed_header(name: str, record: torch.Tensor) -> Header:
+    """Return the header of a tensor in pieces, as the store has it under a name.
+
+    Raises:
+        ChecksumError: the record is damaged.
+    """
+    try:
+        (header,) = unpack(memory(record).tobytes(), PIECE)
+    except (ValueError, TypeError) as e:
+        raise ChecksumError(f"what the store has under {name!r} is no list of a tensor's pieces: {e}") from e
+    return header

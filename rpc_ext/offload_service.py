@@ -69,6 +69,7 @@ def serve_offload(
     durable: bool = False,
     memory: int = 1 << 30,
     clients: int = 16,
+    patience: float = 60.0,
     engine: Engine | None = None,
     direct: Literal["auto"] | bool = "auto",
 ) -> OffloadService:
@@ -83,9 +84,13 @@ def serve_offload(
         memory: bytes of requests that may be under way at a time. Every client gets an equal share of it as its window:
             so none is held up by another, and a disk that is slow slows the clients, not this worker's memory down.
         clients: how many there may be at a time.
+        patience: seconds of silence after which a worker counts as lost that neither answers nor asks; default: 60. The
+            sessions of its clients end: private keys are deleted, and a client with a namespace gets its session back
+            with its next request. A worker whose connection breaks is lost at once.
 
     Raises:
-        ValueError: a service of that name is there already; or the share of a client is less than 32 MiB.
+        ValueError: a service of that name is there already; the share of a client is less than 32 MiB; or `patience` is
+            not positive.
         StorageError: the folder cannot be used.
 
     >>> import torch
@@ -96,13 +101,15 @@ def serve_offload(
     """
     if clients < 1 or memory // clients < 2 * PIECE:
         raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * PIECE} bytes at least")
+    if not patience > 0:
+        raise ValueError(f"patience={patience!r}: it is a positive number of seconds")
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r}: a text is wanted")
     if name in _offload_calls.services:
         raise ValueError(f"this worker serves an offload called {name!r} already")
     store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
     try:
-        desk = Desk(name, store, memory, clients, namespace_capacity)
+        desk = Desk(name, store, memory, clients, namespace_capacity, patience)
     except BaseException:
         store.close()
         raise

@@ -28,7 +28,9 @@ from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_clients import stamp
 from world.offload_history import content_of
 from world.offload_seams import Lost, wait_for
+from world.ranks import run_ranks
 from world.rpc_callees import ME, PATIENCE, alone
+from world.rpc_workers import begin
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 
@@ -229,7 +231,7 @@ def test_a_session_that_is_begun_twice_is_one(service: OffloadService) -> None:
 def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: OffloadService) -> None:
     token = secrets.token_bytes(calls.TOKEN)
     rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
-    with pytest.raises(InvalidStateError, match="has ended this session"):
+    with pytest.raises(InvalidStateError, match="has ended before: the client has ended it"):
         rpc_sync(ME, calls.begin, ("offload", token, None, ME), timeout=PATIENCE)
     assert service.statistics().clients == 0
 
@@ -282,3 +284,36 @@ def test_requests_after_their_deadline_cost_the_disk_nothing(service: OffloadSer
                 call(fn, remote, expired, *args)
         now = service.store.statistics()
         assert (now.reads, now.writes, now.keys) == (before.reads, before.writes, before.keys)
+
+
+_kept: list[RemoteOffloader] = []
+
+
+def close_kept() -> int:
+    """Close a client in a thread of the agent, which may be the only one."""
+    _kept.pop().close()
+    return len(_kept)
+
+
+@pytest.mark.slow
+def test_a_client_that_is_closed_by_the_only_thread_ends_its_session_all_the_same(tmp_path: Path) -> None:
+    """The answer to the end could not be received meanwhile, so the end is told later."""
+    assert run_ranks(2, end_from_the_only_thread, str(tmp_path / "store"), str(tmp_path / "served")) == [0, 0]
+
+
+def end_from_the_only_thread(rank: int, store: str, folder: str) -> int:
+    with begin(rank, 2, store, num_worker_threads=1 if rank == 1 else 4):
+        if rank == 0:
+            with serve_offload(folder) as service:
+                rpc_ext.barrier().wait(timeout=PATIENCE)
+                rpc_ext.barrier().wait(timeout=PATIENCE)
+                assert service.statistics().clients == 1
+                assert rpc_sync("callee", close_kept) == 0
+                wait_for(lambda: service.statistics().clients == 0)
+                rpc_ext.barrier().wait(timeout=PATIENCE)
+                return service.statistics().clients
+        rpc_ext.barrier().wait(timeout=PATIENCE)
+        _kept.append(RemoteOffloader("caller"))
+        rpc_ext.barrier().wait(timeout=PATIENCE)
+        rpc_ext.barrier().wait(timeout=PATIENCE)
+        return len(_kept)

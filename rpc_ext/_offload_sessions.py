@@ -1,0 +1,190 @@
+"""The sessions of an offload service: one for each client, until the client ends it or is lost."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
+from cudafuture.storage import Offloader
+from rpc_ext._offload_order import RequestOrder
+from rpc_ext._offload_space import Space, by_prefix, prefix_of
+from rpc_ext._offload_uploads import Uploads
+from rpc_ext.watch import watch
+
+__all__ = ["ClientSession", "Sessions"]
+
+_REMEMBERED = 1024  # sessions that have ended
+
+
+class ClientSession:
+    """The session of one client."""
+
+    def __init__(self, space: Space, client: str) -> None:
+        self.space, self.client = space, client
+        self.order = RequestOrder()
+        self.uploads = Uploads(space)
+        self.under_way = 0  # bytes of its requests that have not been answered
+        self.heard = time.monotonic()  # when its last request came
+
+
+class Sessions:
+    """The sessions of one service, by token.
+
+    A worker is lost when its connection breaks, or when it has neither answered nor asked for `patience` seconds. The
+    sessions of its clients end. A client with a named namespace that was only silent gets its session back with its
+    next request.
+
+    Args:
+        service: the name of the service, for messages.
+        store: of the service.
+        most: sessions that there may be.
+        namespace_capacity: bytes of each namespace, or None.
+        patience: seconds.
+    """
+
+    def __init__(
+        self, service: str, store: Offloader, most: int, namespace_capacity: int | None, patience: float
+    ) -> None:
+        self._service, self._store, self._most = service, store, most
+        self._namespace_capacity, self._patience = namespace_capacity, patience
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._sessions: dict[bytes, ClientSession] = {}
+        self._spaces = {
+            prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
+        }
+        self._over: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # why the last sessions ended
+        self._silent: dict[bytes, ClientSession] = {}  # named ones whose clients were silent for too long
+        self._watches: dict[str, CUDAFuture[None]] = {}  # by worker
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def begin(self, token: bytes, namespace: str | None, client: str) -> None:
+        """Begin the session of a client, which has chosen its token. To ask twice begins one session.
+
+        Raises:
+            BlockingIOError: there are as many sessions as there may be.
+            InvalidStateError: the client has ended this session before.
+        """
+        with self._lock:
+            if token in self._over:
+                raise InvalidStateError(f"the session of worker '{client}' has ended before: {self._over[token]}")
+            if token not in self._sessions:
+                self._expect_room()
+                prefix = prefix_of(token.hex() if namespace is None else namespace, is_private=namespace is None)
+                space = self._spaces.get(prefix)
+                if space is None:
+                    space = self._spaces[prefix] = Space(self._store, prefix, self._namespace_capacity)
+                self._sessions[token] = ClientSession(space, client)
+        self._watch(client)
+
+    def find(self, token: object) -> ClientSession:
+        """Return the session that a token belongs to, for a request of its client.
+
+        Raises:
+            AuthenticationError: there is none; the message says what became of it.
+            BlockingIOError: the client was silent, and others have taken its place since.
+        """
+        if not isinstance(token, bytes):
+            raise AuthenticationError(f"offload service {self._service!r} knows no session {token!r}")
+        with self._lock:
+            session = self._sessions.get(token)
+            if session is None and token in self._silent:
+                self._expect_room()
+                silent = self._silent.pop(token)
+                session = self._sessions[token] = ClientSession(silent.space, silent.client)
+                session.order = silent.order
+            if session is None:
+                why = self._over.get(token, "it has ended, or never was")
+                raise AuthenticationError(f"offload service {self._service!r} knows no such session: {why}")
+            session.heard = time.monotonic()
+            is_watched = session.client in self._watches
+        if not is_watched:
+            self._watch(session.client)
+        return session
+
+    def end(self, token: bytes, why: str = "the client has ended it") -> None:
+        """End a session: abort its unfinished writes, and delete its private keys."""
+        with self._lock:
+            session = self._sessions.pop(token, None)
+            self._silent.pop(token, None)
+            self._over[token] = why  # a request to begin it may still be on its way
+            while len(self._over) > _REMEMBERED:
+                self._over.popitem(last=False)
+            if session is not None and session.space.is_private:
+                self._spaces.pop(session.space.prefix, None)
+            is_last = session is not None and not self._has(session.client)
+            watched = self._watches.pop(session.client, None) if session is not None and is_last else None
+        if watched is not None:
+            watched.cancel()
+        if session is None:
+            return
+        session.uploads.end()
+        if session.space.is_private:
+            session.space.clear()
+
+    def close(self) -> None:
+        """End all sessions."""
+        with self._lock:
+            tokens = list(self._sessions)
+        for token in tokens:
+            self.end(token, "the service was closed")
+
+    # ---- lost clients
+
+    def _expect_room(self) -> None:
+        if len(self._sessions) >= self._most:
+            raise BlockingIOError(f"offload service {self._service!r} has {self._most} clients, and takes no more")
+
+    def _has(self, client: str) -> bool:
+        return any(session.client == client for session in self._sessions.values())
+
+    def _watch(self, client: str) -> None:
+        watched = watch(client, patience=self._patience)
+        with self._lock:
+            if client in self._watches or not self._has(client):
+                return
+            self._watches[client] = watched
+        itself = weakref.ref(self)  # a service that is dropped is not kept by its watches
+
+        def ended(done: CUDAFuture[None]) -> None:
+            sessions = itself()
+            if sessions is not None and not done.cancelled():
+                sessions._watch_has_ended(client, done.exception())
+
+        watched.add_done_callback(ended, executor=executors.callback_thread)
+
+    def _watch_has_ended(self, client: str, error: BaseException | None) -> None:
+        with self._lock:
+            self._watches.pop(client, None)
+            theirs = {token: session for token, session in self._sessions.items() if session.client == client}
+        if not isinstance(error, WorkerLostError):  # RPC has ended here
+            return
+        was_silent = isinstance(error.__cause__, TimeoutError)
+        heard = max((session.heard for session in theirs.values()), default=0.0)
+        if was_silent and time.monotonic() - heard < self._patience:
+            self._watch(client)  # its requests came, and its answers did not
+            return
+        for token, session in theirs.items():
+            self._lose(token, session, was_silent)
+
+    def _lose(self, token: bytes, session: ClientSession, was_silent: bool) -> None:
+        if not was_silent:
+            self.end(token, f"worker '{session.client}' was lost")
+            return
+        what = "its private keys were deleted" if session.space.is_private else "its unfinished writes were aborted"
+        self.end(
+            token,
+            f"worker '{session.client}' was silent for {self._patience:g} s, and {what}. Make a new RemoteOffloader; "
+            "give it namespace= to keep keys, or serve_offload a longer patience=",
+        )
+        if not session.space.is_private:
+            with self._lock:
+                self._over.pop(token, None)
+                self._silent[token] = session
+                while len(self._silent) > _REMEMBERED:
+                    del self._silent[next(iter(self._silent))]

@@ -1,0 +1,117 @@
+"""A barrier between workers.
+
+The first of the workers that take part counts those that have arrived. All of them call it, itself included::
+
+    barrier() ──► _arrive(names, number, ...) on the first worker ──► when all are there: the answer to each
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from cudafuture import CUDAFuture
+from rpc_ext import _minder
+from rpc_ext._functions import async_execution
+from rpc_ext.calls import Worker, rpc_async
+from rpc_ext.session import Session, current
+
+__all__ = ["barrier"]
+
+_SLACK = 5.0  # seconds that the first worker's answer may take beyond the timeout
+
+_lock = threading.Lock()  # guards what follows, and all barriers; a leaf
+_Names = tuple[str, ...]
+_numbers: weakref.WeakKeyDictionary[Session, collections.Counter[_Names]] = weakref.WeakKeyDictionary()
+_barriers: weakref.WeakKeyDictionary[Session, dict[tuple[_Names, int], _Barrier]] = weakref.WeakKeyDictionary()
+
+
+def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = None) -> CUDAFuture[None]:
+    """Return a future that completes when all these workers have called ``barrier`` with the same workers.
+
+    The n-th call of a worker meets the n-th call of the others. When one of them does not come in time, the barrier is
+    broken: it fails for all, also for those that come later.
+
+    Args:
+        workers: by name, rank or WorkerInfo, in any order, this one among them; default: all.
+        timeout: seconds; default: `rpc_timeout` of ``init_rpc``. 0: no limit.
+
+    Raises:
+        InvalidStateError: RPC has not begun.
+        ValueError: there is no such worker; or this one does not take part.
+
+    The future fails with TimeoutError, which names the workers that have not come; or with WorkerLostError when the
+    first of the workers is lost, which counts them.
+
+    >>> barrier().wait()
+    >>> barrier(["me"], timeout=10).wait()
+    """
+    session = current()
+    taking_part = session.destinations if workers is None else [session.destination(worker) for worker in workers]
+    names = tuple(d.name for d in sorted({d.rank: d for d in taking_part}.values(), key=lambda d: d.rank))
+    if session.name not in names:
+        raise ValueError(f"worker '{session.name}' does not take part in a barrier of {', '.join(names) or 'nobody'}")
+    seconds = session.timeout(timeout)
+    with _lock:
+        numbers = _numbers.setdefault(session, collections.Counter())
+        numbers[names] += 1
+        number = numbers[names]
+    return rpc_async(
+        names[0], _arrive, (names, number, session.name, seconds), timeout=seconds + _SLACK if seconds else 0
+    )
+
+
+@async_execution
+def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture[None]:
+    """Count a worker that has arrived; the future completes when all have."""
+    with _lock:
+        barriers = _barriers.setdefault(current(), {})
+        found = barriers.get((names, number))
+        if found is None:
+            found = barriers[names, number] = _Barrier(names)
+        future: CUDAFuture[None] = CUDAFuture(name=f"barrier of {', '.join(names)}")
+        found.arrived[name] = future
+        is_complete = len(found.arrived) == len(names)
+        if is_complete:
+            del barriers[names, number]
+        broken = found.broken
+        if seconds:
+            found.due = min(found.due, time.perf_counter() + seconds)
+    if broken is not None:
+        future.set_exception(TimeoutError(broken))
+    elif is_complete:
+        for each in found.arrived.values():
+            each.set_result(None)
+    elif seconds:
+        found.seconds = min(found.seconds, seconds)
+        _minder.mind(found, found.due)
+    return future
+
+
+class _Barrier:
+    """One barrier, on the worker that counts."""
+
+    def __init__(self, names: _Names) -> None:
+        self._names = names
+        self.arrived: dict[str, CUDAFuture[None]] = {}
+        self.due = self.seconds = math.inf
+        self.broken: str | None = None
+
+    def look(self, now: float) -> float | None:
+        """Break the barrier unless all workers have arrived."""
+        with _lock:
+            missing = [name for name in self._names if name not in self.arrived]
+            if not missing or self.broken is not None:
+                return None
+            if now < self.due:
+                return self.due
+            who = ", ".join(f"'{name}'" for name in missing)
+            self.broken = f"worker {who} has not come to the barrier within {self.seconds:g} s"
+            waiting = list(self.arrived.values())
+        for future in waiting:
+            future.set_exception(TimeoutError(self.broken))
+        return None

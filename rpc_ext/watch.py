@@ -1,0 +1,103 @@
+"""Whether a worker is alive."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError, WorkerLostError
+from rpc_ext import _minder
+from rpc_ext.calls import Worker, rpc_async
+from rpc_ext.session import current
+
+__all__ = ["watch"]
+
+_INTERVAL = 1.0  # seconds from one question to the next
+
+
+def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
+    """Return a future that fails with WorkerLostError when a worker dies, as long as the future is kept.
+
+    The worker is asked once a second whether it is there. It counts as dead when the connection to it breaks, or when
+    it has not answered for `patience` seconds: its process is stopped, its machine is unreachable, or all threads of
+    its agent are busy for that long. The error of a silent worker has a TimeoutError as its ``__cause__``.
+
+    The future completes with None when RPC ends in this process. ``cancel()`` ends the watch.
+
+    Args:
+        worker: by name, rank or WorkerInfo.
+        patience: seconds of silence; default: 60.
+
+    Raises:
+        InvalidStateError: RPC has not begun.
+        ValueError: there is no such worker; or `patience` is not positive.
+
+    >>> alive = watch("me")
+    >>> alive.done()
+    False
+    >>> alive.cancel()
+    True
+    """
+    if not patience > 0:
+        raise ValueError(f"patience is a positive number of seconds, not {patience!r}")
+    name = current().destination(worker).name
+    future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)
+    _minder.mind(_Watch(name, patience, future), time.perf_counter())
+    return future
+
+
+class _Watch:
+    """Asks one worker, one question at a time."""
+
+    def __init__(self, worker: str, patience: float, future: CUDAFuture[None]) -> None:
+        self._worker, self._patience = worker, patience
+        self._future = weakref.ref(future)
+        self._lock = threading.Lock()  # guards _is_asked; a leaf
+        self._is_asked = False
+
+    def look(self, now: float) -> float | None:
+        """Ask, unless the last question has no answer yet."""
+        future = self._future()
+        if future is None or future.done():
+            return None
+        with self._lock:
+            is_asked, self._is_asked = self._is_asked, True
+        if not is_asked:
+            self._ask(future)
+        return now + _INTERVAL
+
+    def _ask(self, future: CUDAFuture[None]) -> None:
+        try:
+            answer = rpc_async(self._worker, _alive, timeout=self._patience, non_blocking=True)
+        except BlockingIOError:  # as many calls to it are in flight as may be, and each has its own timeout
+            answer = CUDAFuture.completed(None)
+        except Exception as e:
+            answer = CUDAFuture.failed(e)
+        answer.add_done_callback(self._answered, executor=executors.callback_thread)
+
+    def _answered(self, done: CUDAFuture[Any]) -> None:
+        with self._lock:
+            self._is_asked = False
+        future, error = self._future(), done.exception()
+        if future is None or future.done() or error is None:
+            return
+        if isinstance(error, TimeoutError):
+            lost = WorkerLostError(
+                f"worker '{self._worker}' has not answered for {self._patience:g} s", worker=self._worker
+            )
+            lost.__cause__ = error
+            error = lost
+        try:
+            if isinstance(error, InvalidStateError):  # RPC has ended here
+                future.set_result(None)
+            elif isinstance(error, WorkerLostError):
+                future.set_exception(error)
+        except InvalidStateError:  # it was cancelled meanwhile
+            pass
+
+
+def _alive() -> None:
+    """Answer: that is all."""
