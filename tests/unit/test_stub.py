@@ -123,8 +123,12 @@ DOCTORED_RPC = {
     "a class is missing": ("class Reply:", "class Replies:", "Reply is in the module but not in the stub"),
     "a value of another type": ("MAGIC: bytes", "MAGIC: str", "MAGIC is a value of str in the stub"),
     "a parameter has another name": ("to: int, payload", "worker: int, payload", "call takes (any worker"),
-    "a parameter is missing": ("        name: str,\n", "", "Agent.__init__ takes (any store, any rank"),
-    "by keyword is by place": ("        *,\n        key", "        key", "any key, any serve, any tell) in the stub"),
+    "a parameter is missing": ("        rank: int,\n", "", "Agent.__init__ takes (any names, any exchange"),
+    "by keyword is by place": (
+        "        *,\n        key",
+        "        key",
+        "any key, any contents, any serve, any tell) in the stub",
+    ),
     "another return type": ("-> dict[int, int]", "-> dict[str, int]", "refused returns dict[str, int] in"),
 }
 
