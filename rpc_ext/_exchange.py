@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import secrets
@@ -21,7 +22,7 @@ from cudafuture.errors import AuthenticationError
 __all__ = ["Exchange", "Store"]
 
 _logger = logging.getLogger("rpc_ext.authentication")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two looks, of which each makes a few requests
 
 
 class Store(Protocol):
@@ -86,8 +87,8 @@ class Exchange:
         self._show(step, value)
         # One's own is not read back: there may be an older one, signed with the same secret.
         seen = _Seen(step, self._world_size, {self._rank: json.loads(json.dumps(value))})
-        for _ in self._looks():
-            for rank in seen.missing():
+        for turn, is_last in self._looks():
+            for rank in self._worth_reading(seen, turn, is_last):
                 self._look(seen, rank, is_valid)
             if not seen.missing():
                 return [seen.found[rank] for rank in range(self._world_size)]
@@ -113,8 +114,10 @@ class Exchange:
         """
         seen = _Seen("proof", self._world_size, {self._rank: "proof"})
         shown: list[Any] = []
-        for _ in self._looks():
-            for rank in seen.missing():
+        for turn, is_last in self._looks():
+            missing = sorted(seen.missing())
+            # All hellos at first, and one at a time while proofs are missing.
+            for rank in missing if turn == 0 else [missing[turn % len(missing)]]:
                 hello = self._opened("hello", rank, self._read("hello", rank))
                 hellos[rank] = hello if _is_hello(hello) else hellos[rank]
             if shown != hellos:
@@ -123,24 +126,43 @@ class Exchange:
                 self._key = hmac.digest(secret, b"cudafuture session" + hashlib.sha256(transcript).digest(), "sha256")
                 self._show("proof", "proof")
                 seen.found = {self._rank: "proof"}
-            for rank in seen.missing():
+            for rank in self._worth_reading(seen, turn, is_last):
                 self._look(seen, rank, lambda value: bool(value == "proof"))
             if not seen.missing():
                 assert self._key is not None
                 return self._key
         raise seen.error(self._timeout, self.names)
 
-    def _looks(self) -> Iterator[None]:
-        """Pause between two looks at what the others show, until the time is over."""
+    def _looks(self) -> Iterator[tuple[int, bool]]:
+        """Pause longer and longer between two looks at what the others show, until the time is over.
+
+        Yields the number of the look, and whether it is the last one.
+        """
         deadline = time.monotonic() + self._timeout
         pause = _FIRST_PAUSE
-        while not self.is_over:
-            self._put_back()
-            yield
-            if time.monotonic() > deadline:
+        for turn in itertools.count():
+            if self.is_over:
                 return
+            passed_over = self.passed_over
+            is_last = time.monotonic() > deadline
+            is_overwritten = self._put_back(turn)
+            yield turn, is_last
+            if is_last:
+                return
+            if is_overwritten or self.passed_over > passed_over:
+                pause = _FIRST_PAUSE  # another process writes records: look often
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _worth_reading(self, seen: _Seen, turn: int, is_last: bool) -> list[int]:
+        """Return the missing workers whose records to read: all when the store has them all, else one now and then.
+
+        That takes one request, whatever the world.
+        """
+        missing = [] if self.is_over else sorted(seen.missing())
+        if is_last or not missing or self._store.check([self._place(seen.step, rank) for rank in missing]):
+            return missing
+        return [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
 
     def _look(self, seen: _Seen, rank: int, is_valid: Callable[[Any], bool]) -> None:
         record = self._read(seen.step, rank)
@@ -161,15 +183,27 @@ class Exchange:
         seen.wrong[rank] = record
 
     def _show(self, step: str, value: object) -> None:
-        self._shown[self._place(step, self._rank)] = self._signed(step, self._rank, value)
-        self._put_back()
+        place, record = self._place(step, self._rank), self._signed(step, self._rank, value)
+        self._shown.pop(place, None)
+        self._shown[place] = record  # the last one is the one that the others wait for
+        if not self.is_over:
+            self._store.set(place, record.decode())
 
-    def _put_back(self) -> None:
-        for place, record in self._shown.items():
-            if self.is_over:
-                return
-            if not self._store.check([place]) or self._store.get(place) != record:
-                self._store.set(place, record.decode())
+    def _put_back(self, turn: int) -> bool:
+        """Put a record back that another process has overwritten: the last one, or in every fourth turn an older one.
+
+        Returns whether it was overwritten.
+        """
+        places = list(self._shown)
+        if not places:
+            return False
+        place = places[turn // 4 % len(places)] if turn % 4 == 3 else places[-1]
+        record = self._shown[place]
+        if self._store.check([place]) and (self.is_over or self._store.get(place) == record):
+            return False
+        if not self.is_over:
+            self._store.set(place, record.decode())
+        return True
 
     def _place(self, step: str, rank: int) -> str:
         return f"{step}/{rank}"

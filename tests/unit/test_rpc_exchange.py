@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from cudafuture.errors import AuthenticationError
+from rpc_ext import _exchange
 from rpc_ext._exchange import Exchange
 
 SECRET = b"a secret that nobody else knows"
@@ -332,3 +334,21 @@ def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool
     store.plant("hello/1", old["hello/1"])
     with pytest.raises(AuthenticationError, match=r"worker 1 of 2 .* \(hello\)"):
         exchange(store, 0, timeout=SHORT).begin(0)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """All workers but the last one are there, for five minutes of a clock that the test winds."""
+    now, requests = [0.0], itertools.count()
+    clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(_exchange, "time", clock)
+    for rank in range(1, size - 1):
+        exchange(store, rank, size, timeout=0.0)._show("shutdown", True)
+    for request in ("set", "get", "check"):
+        real = getattr(store, request)
+        monkeypatch.setattr(store, request, lambda *args, real=real: (next(requests), real(*args))[1])
+    with pytest.raises(TimeoutError, match=f"worker {size - 1} of {size} has not come within 300 s"):
+        exchange(store, 0, size, timeout=300.0).round("shutdown", True)
+    assert next(requests) <= 5 * 300 + 2 * size
