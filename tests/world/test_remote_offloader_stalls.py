@@ -38,11 +38,12 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp
                 return 0
             dist.barrier()
             server, undone = rpc_sync("w0", os.getpid), 0
-            with RemoteOffloader("w0", namespace="kept", timeout=BRIEF) as remote, patient() as other:
+            with patient() as remote, patient() as other:
                 for i in range(times):
                     size = 5_000_000 if first == "write of pieces" else 10
                     other.write("x", torch.full((10,), -1.0)).wait(timeout=PATIENCE)
                     stop(server)
+                    remote._timeout = BRIEF
                     try:
                         late = remote.delete("x") if first == "delete" else remote.write("x", torch.zeros(size))
                         assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
@@ -51,7 +52,6 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp
                     finally:
                         os.kill(server, signal.SIGCONT)
                     later.wait(timeout=PATIENCE)
-                    remote._timeout = BRIEF
                     while rpc_sync("w0", serving) > 1:  # what has timed out may still be on its way
                         pass
                     undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
@@ -62,7 +62,7 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp
 
 
 def patient() -> RemoteOffloader:
-    return RemoteOffloader("w0", namespace="kept")
+    return RemoteOffloader("w0", namespace="kept", timeout=PATIENCE)
 
 
 def stop(process: int) -> None:
