@@ -103,6 +103,8 @@ class Relay:
                 here, _ = self._listener.accept()
                 there = socket.create_connection(self._find())
                 self._sockets += here, there
+                for one in (here, there):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._first = self._first or (here, there)
                 for way, source, target in ((TO, here, there), (FROM, there, here)):

@@ -76,7 +76,7 @@ def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_
 
 
 @pytest.mark.soak
-@pytest.mark.world(3)
+@pytest.mark.world(3, timeout=soak_count(3000))
 def test_addresses_in_the_store_lead_no_message_astray(world: World, tmp_path: Path) -> None:
     """The agents of torch take addresses from the store as they are: a process that writes them gets all calls.
 
