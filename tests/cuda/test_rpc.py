@@ -44,9 +44,12 @@ def test_two_workers_call_each_other(ranks: World, tmp_path: Path, scenario: Cal
     both(ranks, tmp_path / "meeting", scenario)
 
 
+@pytest.mark.parametrize("seal", ["descriptions", "contents"])
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_a_signed_session_carries_the_same(ranks: World, tmp_path: Path, scenario: Callable[[str], None]) -> None:
-    both(ranks, tmp_path / "meeting", scenario, secret="what only these two know")
+def test_a_signed_session_carries_the_same(
+    ranks: World, tmp_path: Path, scenario: Callable[[str], None], seal: str
+) -> None:
+    both(ranks, tmp_path / "meeting", scenario, secret="what only these two know", seal=seal)
 
 
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
