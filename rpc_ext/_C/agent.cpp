@@ -63,8 +63,13 @@ std::shared_ptr<Agent> Agent::make(const std::vector<std::string>& names, int ra
     pipes = std::make_shared<SealedPipes>(std::move(sealer), refusals, secret.with_contents);
   }
   SealedPipes::guard(pipes);
-  return std::shared_ptr<Agent>(new Agent(names, rank, std::move(exchange), options, reverse_device_maps, devices,
-                                          std::move(pipes), std::move(refusals), std::move(serve)));
+  try {
+    return std::shared_ptr<Agent>(new Agent(names, rank, std::move(exchange), options, reverse_device_maps, devices,
+                                            pipes, std::move(refusals), std::move(serve)));
+  } catch (...) {
+    if (pipes) pipes->unguard();
+    throw;
+  }
 }
 
 Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchange,
