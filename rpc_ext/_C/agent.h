@@ -22,7 +22,7 @@ enum class Failure { other = 0, timeout = 1, refused = 2 };
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
 class Agent final : public rpc::TensorPipeAgent {
  public:
-  // What the messages of a session are sealed with. An empty key: they are not.
+  // The key that seals the messages of a session. Without a key they are not sealed.
   struct Secret {
     std::string_view key;
     bool with_contents;  // the seals cover the contents of tensors

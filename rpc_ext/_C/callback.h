@@ -17,8 +17,8 @@ inline constexpr std::string_view magic(
     "cf1",
     4);
 
-// What an agent does with a request whose seal was checked: it hands a call of ours to Python, and leaves torch's own
-// to torch. A request that was refused fails.
+// Dispatches requests whose seals were checked: a call of ours to Python, torch's own to torch. A refused request
+// fails.
 class RequestCallback final : public rpc::RequestCallbackImpl {
  public:
   explicit RequestCallback(py::object serve) : serve_(std::move(serve)) {}

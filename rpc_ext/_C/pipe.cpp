@@ -1,22 +1,21 @@
 #include "pipe.h"
 
 #include <tensorpipe/tensorpipe.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
+#include "announcement.h"
 #include "symbols.h"
 
 namespace rpc_ext {
 namespace {
-
-constexpr std::size_t payload_count = 4;  // of a message of torch's: see Parts
-// Bytes that a message without a valid seal may announce: it is read then, and refused by itself. Of a larger one
-// nothing is allocated, and its connection is closed.
-constexpr std::uint64_t most_unverified = 1 << 20;
 
 class ConnectionRefused final : public tensorpipe::BaseError {
  public:
@@ -25,118 +24,6 @@ class ConnectionRefused final : public tensorpipe::BaseError {
 
  private:
   const std::string what_;
-};
-
-template <class T>
-std::int32_t target_of(const T& tensor) {
-  const bool is_device = tensor.targetDevice.has_value() && tensor.targetDevice->type != tensorpipe::kCpuDeviceType;
-  return is_device ? tensor.targetDevice->index : -1;
-}
-
-struct OwnedParts {
-  std::vector<Part> payloads, tensors;
-  Parts view() const { return {payloads, tensors}; }
-};
-
-OwnedParts parts_of(const tensorpipe::Message& message) {
-  OwnedParts parts;
-  for (const auto& payload : message.payloads) parts.payloads.push_back({payload.length, -1, payload.data});
-  for (const auto& tensor : message.tensors) {
-    const bool on_host = tensor.buffer.device().type == tensorpipe::kCpuDeviceType;
-    const void* data = on_host ? tensor.buffer.unwrap<tensorpipe::CpuBuffer>().ptr : nullptr;
-    parts.tensors.push_back({tensor.length, target_of(tensor), data});
-  }
-  return parts;
-}
-
-OwnedParts parts_of(const tensorpipe::Descriptor& descriptor) {
-  OwnedParts parts;
-  for (const auto& payload : descriptor.payloads) parts.payloads.push_back({payload.length});
-  for (const auto& tensor : descriptor.tensors) parts.tensors.push_back({tensor.length, target_of(tensor)});
-  return parts;
-}
-
-OwnedParts parts_of(const tensorpipe::Descriptor& descriptor, const rpc::TensorpipeReadBuffers& buffers) {
-  OwnedParts parts = parts_of(descriptor);
-  const void* const data[payload_count] = {buffers.type.get(), buffers.id.get(), buffers.payload.data(),
-                                           buffers.pickle.data()};
-  for (std::size_t i = 0; i < payload_count; i++) parts.payloads[i].data = data[i];
-  for (std::size_t i = 0; i < parts.tensors.size(); i++) {
-    if (parts.tensors[i].device < 0) parts.tensors[i].data = buffers.tensors[i].get();
-  }
-  return parts;
-}
-
-// Whether torch's engine can allocate what a descriptor announces. It ends the process over what it does not know.
-bool is_readable(const tensorpipe::Descriptor& descriptor) {
-  if (descriptor.payloads.size() != payload_count || descriptor.payloads[0].length != sizeof(rpc::MessageType) ||
-      descriptor.payloads[1].length != sizeof(std::int64_t)) {
-    return false;
-  }
-  for (const auto& tensor : descriptor.tensors) {
-    if (!tensor.targetDevice.has_value()) return false;
-    const std::string& type = tensor.targetDevice->type;
-    if (type != tensorpipe::kCpuDeviceType && type != tensorpipe::kCudaDeviceType) return false;
-  }
-  return true;
-}
-
-bool is_small(const Parts& announced) {
-  std::uint64_t total = 0;
-  for (const auto parts : {announced.payloads, announced.tensors}) {
-    for (const Part& part : parts) {
-      if (part.device >= 0 || part.length > most_unverified) return false;
-      if ((total += part.length + 64) > most_unverified) return false;
-    }
-  }
-  return true;
-}
-
-bool is_on_host(const Parts& announced) {
-  return std::all_of(announced.tensors.begin(), announced.tensors.end(), [](const Part& t) { return t.device < 0; });
-}
-
-bool is_within_its_storage(const at::Tensor& tensor) {
-  std::int64_t last = tensor.storage_offset();
-  if (last < 0) return false;
-  if (tensor.numel() == 0) return true;
-  for (std::int64_t i = 0; i < tensor.dim(); i++) {
-    std::int64_t reach = 0;
-    if (tensor.stride(i) < 0 || __builtin_mul_overflow(tensor.size(i) - 1, tensor.stride(i), &reach) ||
-        __builtin_add_overflow(last, reach, &last)) {
-      return false;
-    }
-  }
-  return static_cast<std::uint64_t>(last) < tensor.storage().nbytes() / tensor.itemsize();
-}
-
-// Throws Refused unless each tensor lies in memory that has come with the message.
-class ReceivedMemory {
- public:
-  ReceivedMemory(const tensorpipe::Descriptor& descriptor, const rpc::TensorpipeReadBuffers& buffers) {
-    for (std::size_t i = 0; i < buffers.tensors.size(); i++) {
-      lengths_[buffers.tensors[i].get()] = descriptor.tensors[i].length;
-    }
-  }
-
-  void expect(const std::vector<at::Tensor>& tensors, const Admitted& admitted) const {
-    for (const at::Tensor& tensor : tensors) {
-      if (!tensor.defined()) continue;
-      if (tensor.layout() != c10::kStrided) {  // its indices are contents, and reach into memory
-        if (!admitted.has_contents) throw Refused{"the indices of a sparse tensor are not signed", admitted.sender};
-        continue;
-      }
-      const std::size_t size = tensor.storage().nbytes();
-      const auto found = lengths_.find(tensor.storage().data());
-      if (size > 0 && (found == lengths_.end() || found->second < size)) {
-        throw Refused{"a tensor is larger than the memory that came for it", admitted.sender};
-      }
-      if (!is_within_its_storage(tensor)) throw Refused{"a tensor reaches beyond its memory", admitted.sender};
-    }
-  }
-
- private:
-  std::unordered_map<const void*, std::uint64_t> lengths_;
 };
 
 bool can_seal_contents(const std::vector<at::Tensor>& tensors) {
@@ -155,9 +42,10 @@ bool has_other_layouts(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-// What was found of a message when it was announced. It takes the seal's place in the descriptor that torch's engine
-// keeps while it reads the message.
+// The judgement of a message by its announcement. It replaces the seal in the descriptor that torch's engine keeps
+// while it reads the message. The cookie tells it from a seal that another process has written.
 struct SealedPipes::Verdict {
+  std::array<std::uint8_t, 16> cookie = own_cookie();
   SealedPipes* by = nullptr;
   tensorpipe::Pipe* pipe = nullptr;
   bool is_admitted = false;
@@ -168,17 +56,26 @@ struct SealedPipes::Verdict {
   int sender = -1;
   char reason[64] = {};
 
+  static const std::array<std::uint8_t, 16>& own_cookie() {
+    static const auto cookie = [] {
+      std::array<std::uint8_t, 16> bytes;
+      if (::getentropy(bytes.data(), bytes.size()) != 0) throw std::runtime_error("the system has no random numbers");
+      return bytes;
+    }();
+    return cookie;
+  }
+
   std::string bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
 
   static std::optional<Verdict> from(const std::string& bytes) {
     if (bytes.size() != sizeof(Verdict)) return std::nullopt;
     Verdict verdict;
     std::memcpy(static_cast<void*>(&verdict), bytes.data(), sizeof verdict);
-    return verdict;
+    return verdict.cookie == own_cookie() ? std::optional(verdict) : std::nullopt;
   }
 };
 
-// What libtorch_cpu calls in place of TensorPipe's readDescriptor and torch's tensorpipeDeserialize.
+// The functions that libtorch_cpu calls in place of TensorPipe's readDescriptor and torch's tensorpipeDeserialize.
 struct SealedPipes::Hooks {
   using DescriptorRead = tensorpipe::Pipe::read_descriptor_callback_fn;
 
@@ -198,15 +95,18 @@ struct SealedPipes::Hooks {
       }
       const OwnedParts announced = parts_of(descriptor);
       const Verdict verdict = pipes->judge(pipe, descriptor.metadata, announced.view());
-      const bool is_known = is_readable(descriptor) && (verdict.is_sealed || is_small(announced.view()));
-      if (is_known && verdict.is_stray && is_on_host(announced.view())) {
+      const Parts parts = announced.view();
+      const bool can_read = is_readable(parts) && (verdict.is_admitted || is_small(parts));
+      if (verdict.is_stray && is_readable(parts) && is_on_host(parts)) {
         pipes->refusals_->add({verdict.reason, verdict.sender});
-        skip(pipe, announced.view(), std::move(done));
-      } else if (is_known && !verdict.is_stray) {
+        skip(pipe, pipes, parts, std::move(done));
+      } else if (can_read && !verdict.is_stray) {
         descriptor.metadata = verdict.bytes();
         done(error, std::move(descriptor));
       } else {
-        pipes->refusals_->add({verdict.reason, verdict.sender});
+        pipes->refusals_->add(
+            {verdict.is_admitted ? "it names a device that does not exist" : verdict.reason, verdict.sender});
+        pipes->forget(pipe);
         pipe->close();
         const std::string text = std::string(verdict.is_reply ? refused_reply : "the message was refused: ") +
                                  verdict.reason + "; its connection is closed";
@@ -216,7 +116,8 @@ struct SealedPipes::Hooks {
   }
 
   // Reads a message, drops it, and goes on to the next.
-  static void skip(tensorpipe::Pipe* pipe, const Parts& announced, DescriptorRead done) {
+  static void skip(tensorpipe::Pipe* pipe, const std::shared_ptr<SealedPipes>& pipes, const Parts& announced,
+                   DescriptorRead done) {
     auto memory = std::make_shared<std::vector<std::vector<char>>>();
     const auto new_memory = [&memory](std::uint64_t length) { return memory->emplace_back(length).data(); };
     tensorpipe::Allocation allocation;
@@ -224,13 +125,15 @@ struct SealedPipes::Hooks {
     for (const Part& tensor : announced.tensors) {
       allocation.tensors.push_back({tensorpipe::CpuBuffer{new_memory(tensor.length)}});
     }
-    pipe->read(std::move(allocation), [pipe, memory, done = std::move(done)](const tensorpipe::Error& error) mutable {
-      if (error) {
-        done(error, {});
-      } else {
-        read_descriptor(pipe, std::move(done));
-      }
-    });
+    pipe->read(std::move(allocation),
+               [pipe, pipes, memory, done = std::move(done)](const tensorpipe::Error& error) mutable {
+                 if (error) {
+                   pipes->forget(pipe);
+                   done(error, {});
+                 } else {
+                   read_descriptor(pipe, std::move(done));
+                 }
+               });
   }
 
   static c10::intrusive_ptr<rpc::Message> deserialize(const tensorpipe::Descriptor& descriptor,
@@ -256,15 +159,14 @@ void SealedPipes::guard(std::shared_ptr<SealedPipes> pipes) {
   static bool is_hooked = false;
   const std::lock_guard lock(mutex);
   if (pipes && !is_hooked) {
-    constexpr const char* library = "libtorch_cpu.so";
-    const auto read_descriptor =
-        redirect(library, "_ZN10tensorpipe4Pipe14readDescriptorESt8functionIFvRKNS_5ErrorENS_10DescriptorEEE",
-                 reinterpret_cast<const void*>(&Hooks::read_descriptor));
-    const auto deserialize = redirect(library,
-                                      "_ZN5torch11distributed3rpc21tensorpipeDeserializeERKN10tensorpipe10DescriptorE"
-                                      "ONS1_21TensorpipeReadBuffersE",
-                                      reinterpret_cast<const void*>(&Hooks::deserialize));
-    if (read_descriptor == 0 || deserialize == 0) {
+    // In this order: `deserialize` relies on `read_descriptor`.
+    const std::pair<const char*, const void*> hooks[] = {
+        {"_ZN10tensorpipe4Pipe14readDescriptorESt8functionIFvRKNS_5ErrorENS_10DescriptorEEE",
+         reinterpret_cast<const void*>(&Hooks::read_descriptor)},
+        {"_ZN5torch11distributed3rpc21tensorpipeDeserializeERKN10tensorpipe10DescriptorEONS1_21TensorpipeReadBuffersE",
+         reinterpret_cast<const void*>(&Hooks::deserialize)}};
+    for (const auto& [symbol, hook] : hooks) {
+      if (redirect("libtorch_cpu.so", symbol, hook) > 0) continue;
       throw std::runtime_error(
           "this build of torch does not let messages be checked before they are unpickled: it was linked so that its "
           "calls to TensorPipe cannot be redirected. Use a build from PyPI, or begin RPC without a secret");
@@ -313,7 +215,9 @@ SealedPipes::Connection& SealedPipes::connection(tensorpipe::Pipe* pipe) {
 }
 
 SealedPipes::Verdict SealedPipes::judge(tensorpipe::Pipe* pipe, std::string_view seal, const Parts& announced) {
-  Verdict verdict{this, pipe};
+  Verdict verdict;
+  verdict.by = this;
+  verdict.pipe = pipe;
   {
     const std::lock_guard lock(mutex_);
     verdict.is_reply = connection(pipe).is_client;
@@ -321,6 +225,7 @@ SealedPipes::Verdict SealedPipes::judge(tensorpipe::Pipe* pipe, std::string_view
   try {
     verdict.admitted = sealer_->admit(seal, announced);
     verdict.is_sealed = true;
+    verdict.sender = verdict.admitted.sender;
     bind(pipe, verdict);
     sealer_->expect_new(verdict.admitted);
     verdict.is_admitted = true;
@@ -338,7 +243,8 @@ void SealedPipes::bind(tensorpipe::Pipe* pipe, Verdict& verdict) {
   if (connection.is_client) {
     verdict.is_stray = !connection.pending.contains(admitted.number);
     if (verdict.is_stray) throw Refused{"it answers no call", connection.peer};
-  } else if (connection.peer < 0) {
+  } else if (connection.peer != admitted.sender) {
+    // The first message of a worker. The connection may have the address of one that has ended, and so its entry.
     if (!inbound_.insert(admitted.sender).second) throw Refused{"its sender has another connection", admitted.sender};
     connection.peer = admitted.sender;
   }
@@ -362,7 +268,11 @@ c10::intrusive_ptr<rpc::Message> SealedPipes::open(const Verdict& verdict, const
     if (number != verdict.admitted.number) throw Refused{"it was signed as another message", verdict.admitted.sender};
     auto message = deserialize();
     const std::lock_guard lock(mutex_);
-    connection(verdict.pipe).pending.erase(number);
+    Connection& connection = this->connection(verdict.pipe);
+    // An earlier message that was refused may have taken the number since this one was announced.
+    if (connection.is_client && connection.pending.erase(number) == 0) {
+      throw Refused{"it answers no call", connection.peer};
+    }
     return message;
   } catch (const Refused& refused) {
     return refuse(verdict, refused, number);
@@ -371,7 +281,8 @@ c10::intrusive_ptr<rpc::Message> SealedPipes::open(const Verdict& verdict, const
   }
 }
 
-// A message of which torch's engine makes an error: of the call that a reply claims to answer, or at the caller.
+// Returns a message in place of a refused one. torch's engine makes an error of it: of the call that the reply claims
+// to answer, or of the request at its caller.
 c10::intrusive_ptr<rpc::Message> SealedPipes::refuse(const Verdict& verdict, const Refused& refused,
                                                      std::int64_t number) {
   std::string text = refused.reason;
@@ -381,8 +292,8 @@ c10::intrusive_ptr<rpc::Message> SealedPipes::refuse(const Verdict& verdict, con
     const std::lock_guard lock(mutex_);
     Connection& connection = this->connection(verdict.pipe);
     if (connection.is_client) {
-      // torch's engine ends the process over a reply to a call that it does not know. It reads a reply for each request
-      // that is pending here, so there is one.
+      // torch's engine ends the process over a reply to a call that it does not know. It arms one read for each
+      // request, and each read that it completes takes one number, so there is a number left.
       auto& pending = connection.pending;
       if (!pending.contains(number) && !pending.empty()) number = *pending.begin();
       pending.erase(number);

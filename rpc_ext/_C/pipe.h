@@ -42,8 +42,8 @@ inline constexpr std::string_view refused_reply = "the reply was refused: ";
 
 // The connections of an agent whose messages are sealed.
 //
-// A connection belongs to one worker: that which it was opened to, or the first whose seal came by it. A message of
-// that worker by any other connection is refused, so a recorded message that arrives elsewhere changes nothing.
+// A worker has one connection to this one: that by which its first sealed message came. Its messages are refused on any
+// other, so a recorded message that arrives elsewhere changes nothing.
 class SealedPipes {
  public:
   using WriteDone = std::function<void(const tensorpipe::Error&)>;
@@ -64,7 +64,7 @@ class SealedPipes {
              const c10::intrusive_ptr<rpc::Message>& message, std::vector<c10::Device> devices,
              std::vector<c10::Stream> streams, WriteDone done);
 
-  // Whether the seal covers the contents of tensors, which have to be on the host then.
+  // True if seals cover the contents of tensors. Such tensors have to be on the host.
   bool with_contents() const { return with_contents_; }
 
  private:

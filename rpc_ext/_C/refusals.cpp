@@ -1,8 +1,14 @@
 #include "refusals.h"
 
+#include <system_error>
 #include <thread>
 
 namespace rpc_ext {
+namespace {
+
+thread_local bool is_telling = false;  // a log handler may ask for the counts
+
+}  // namespace
 
 void Refusals::add(const Refused& refused) {
   {
@@ -10,12 +16,21 @@ void Refusals::add(const Refused& refused) {
     if (++counts_[refused.sender] > 1) return;
     telling_++;
   }
-  std::thread([self = shared_from_this(), refused] {
-    self->tell(refused);
-    const std::lock_guard lock(self->mutex_);
-    self->telling_--;
-    self->told_.notify_all();
-  }).detach();
+  try {
+    std::thread([self = shared_from_this(), refused] {
+      is_telling = true;
+      self->tell(refused);
+      self->end_telling();
+    }).detach();
+  } catch (const std::system_error&) {  // the system has no more threads: the message is only counted
+    end_telling();
+  }
+}
+
+void Refusals::end_telling() {
+  const std::lock_guard lock(mutex_);
+  telling_--;
+  told_.notify_all();
 }
 
 void Refusals::tell(const Refused& refused) {
@@ -30,7 +45,7 @@ void Refusals::tell(const Refused& refused) {
 
 std::map<int, std::uint64_t> Refusals::counts() {
   std::unique_lock lock(mutex_);
-  told_.wait(lock, [this] { return telling_ == 0; });
+  told_.wait(lock, [this] { return is_telling || telling_ == 0; });
   return counts_;
 }
 

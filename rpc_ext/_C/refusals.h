@@ -24,6 +24,7 @@ class Refusals : public std::enable_shared_from_this<Refusals> {
 
  private:
   void tell(const Refused& refused);
+  void end_telling();
 
   std::mutex mutex_;  // guards what follows; a leaf
   std::condition_variable told_;

@@ -35,13 +35,14 @@ std::string_view bytes_of(const T& value) {
 
 std::string announcement(const Parts& parts) {
   std::string text;
-  text.reserve(8 * (2 + parts.payloads.size()) + 12 * parts.tensors.size());
+  text.reserve(8 * (2 + parts.payloads.size()) + 16 * parts.tensors.size());
   append<std::uint64_t>(text, parts.payloads.size());
   for (const Part& payload : parts.payloads) append<std::uint64_t>(text, payload.length);
   append<std::uint64_t>(text, parts.tensors.size());
   for (const Part& tensor : parts.tensors) {
     append<std::uint64_t>(text, tensor.length);
-    append<std::int32_t>(text, tensor.device);
+    append<std::int32_t>(text, tensor.source);
+    append<std::int32_t>(text, tensor.target);
   }
   return text;
 }

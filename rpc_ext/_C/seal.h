@@ -25,7 +25,8 @@ enum class Direction : std::uint8_t { request = 1, reply = 2 };
 // A part of a message as its sender announces it, and its memory once that is there.
 struct Part {
   std::uint64_t length = 0;
-  std::int32_t device = -1;    // the receiver's device that it is for; -1: the host
+  std::int32_t source = -1;    // the sender's device that it comes from; -1: the host
+  std::int32_t target = -1;    // the receiver's device that it is for
   const void* data = nullptr;  // on the host; null where only the length is known, or the memory is a device's
 };
 
@@ -64,7 +65,8 @@ struct Admitted {
 //                            bytes 5, 8 to 9, 12 to 13 and 16 to 22
 //    48  mac        32       HMAC-SHA256 of bytes 0 to 47 and of the announcement: the number of payloads, the length
 //    of
-//                            each, the number of tensors, the length and the device of each (8, 8, ..., 8, 8 + 4, ...)
+//                            each, the number of tensors, and of each the length and the two devices: 8 bytes for
+//                            each number and length, 4 for each device
 //
 // The two keys come from the session's by HMAC-SHA256. A receiver checks the mac when the announcement has come, and
 // the tag when the message has come.

@@ -77,7 +77,7 @@ std::int64_t AgentStore::getNumKeys() {
   return static_cast<std::int64_t>(values_.size());
 }
 
-// What torch's agent waits for is there already.
+// The agent waits for keys that this store has from the start.
 void AgentStore::wait(const std::vector<std::string>&) {}
 void AgentStore::wait(const std::vector<std::string>&, const std::chrono::milliseconds&) {}
 

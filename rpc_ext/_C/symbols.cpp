@@ -71,12 +71,14 @@ Dynamic dynamic_of(const dl_phdr_info& object) {
   return found;
 }
 
-// Whether the linker has made this part of a library read-only after it had filled it in.
+// Returns true if the linker has made this part of a library read-only after relocation: whole pages only.
 bool is_read_only(const dl_phdr_info& object, ElfW(Addr) at) {
+  const auto page_size = static_cast<ElfW(Addr)>(::sysconf(_SC_PAGESIZE));
   for (int i = 0; i < object.dlpi_phnum; i++) {
     const auto& header = object.dlpi_phdr[i];
     const ElfW(Addr) begin = object.dlpi_addr + header.p_vaddr;
-    if (header.p_type == PT_GNU_RELRO && at >= begin && at < begin + header.p_memsz) return true;
+    const ElfW(Addr) end = (begin + header.p_memsz) / page_size * page_size;
+    if (header.p_type == PT_GNU_RELRO && at >= begin && at < end) return true;
   }
   return false;
 }

@@ -51,7 +51,8 @@ LAYERS = {
         "receiving": {"pieces"},
         "python": set(),
         "refusals": {"python", "seal"},
-        "pipe": {"refusals", "seal", "symbols"},
+        "announcement": {"seal"},
+        "pipe": {"announcement", "refusals", "seal", "symbols"},
         "callback": {"pipe", "python", "references", "reply"},
         "store": {"python"},
         "agent": {"callback", "pipe", "python", "refusals", "store"},
@@ -59,7 +60,19 @@ LAYERS = {
     },
 }
 RPC_WITHOUT_PYTHON = {
-    *("autograd", "counters", "crypto", "pieces", "private", "receiving", "references", "reply", "seal", "symbols")
+    *(
+        "announcement",
+        "autograd",
+        "counters",
+        "crypto",
+        "pieces",
+        "private",
+        "receiving",
+        "references",
+        "reply",
+        "seal",
+        "symbols",
+    )
 }
 
 # Python's own headers, the two binding libraries', and those of torch that include Python.h themselves.

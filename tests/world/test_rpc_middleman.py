@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from cudafuture.errors import AuthenticationError, WorkerLostError
 from cudafuture.testing import World
 from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
 from soak import soak_count
-from world.attacker import SEAL_SIZE, Stranger
+from world.attacker import MAGIC, SEAL_SIZE, Stranger
 from world.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
 from world.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
 
@@ -215,6 +216,49 @@ def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp
     assert at_callee == {"": 1, "w0": 1}
 
 
+@pytest.mark.world(2)
+def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: World, tmp_path: Path) -> None:
+    """An unsigned reply claims a pending call and announces a tensor. The honest reply to that call comes before it.
+
+    The engine of torch would end the process over the second reply to one call.
+    """
+    tensor = torch.full((16,), 7.0)
+
+    def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
+        with relay.recorded(FROM) as recorded:
+            rpc_sync("w1", same, (tensor,))
+        forged = bytearray(recorded)
+        first, second = Gate("first"), Gate("second")
+        assert rpc_sync("w1", add, (1, 2)) == 3
+        with relay.recorded(TO) as request:
+            pending = [rpc_async("w1", waits, (first,), timeout=LIKELY)]
+            assert rpc_sync("w1", add, (1, 2)) == 3
+        number = number_in(request, request.find(MAGIC))
+        pending.append(rpc_async("w1", waits, (second, tensor), timeout=LIKELY))
+        assert rpc_sync("w1", add, (1, 2)) == 3  # nothing is in flight between two messages
+        begin = forged.find(MAGIC)
+        for at in (m.start() for m in re.finditer(re.escape(number_in(forged, begin)), bytes(forged))):
+            forged[at : at + 8] = number
+        forged[begin] ^= 1  # it is not signed
+        with relay.recorded(FROM) as replies:
+            relay.inject(FROM, bytes(forged))
+            pending.append(rpc_async("w1", Gate.open, (first,), timeout=LIKELY))
+            while replies.count(MAGIC) < 2:  # to the first call, and to the one that has opened it
+                pass
+        pending.append(rpc_async("w1", Gate.open, (second,), timeout=LIKELY))
+        return [type(call.exception(timeout=PATIENCE)).__name__ for call in pending]
+
+    (said, at_caller), _ = world.run(be_relayed, str(tmp_path / "file"), attack)
+    assert set(said) <= {"NoneType", "AuthenticationError", "TimeoutError"}
+    assert "AuthenticationError" in said
+    assert at_caller["w1"] >= 1
+
+
+def number_in(message: bytearray, begin: int) -> bytes:
+    """Return the number of the call, as the seal that begins there has it."""
+    return bytes(message[begin + 24 : begin + 32])
+
+
 # ---- tensors
 
 
@@ -304,3 +348,26 @@ def test_indices_of_a_sparse_tensor_cannot_be_changed(world: World, tmp_path: Pa
 
     (said, _), _ = world.run(be_relayed, str(tmp_path / "file"), attack)
     assert all(CHANGED in error for error in said), said
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("way", [TO, FROM])
+@pytest.mark.parametrize("which", [0, 1], ids=["one device", "the other device"])
+def test_devices_of_a_tensor_cannot_be_changed(world: World, tmp_path: Path, way: int, which: int) -> None:
+    """A descriptor names a tensor's device at its sender and at its receiver. Unknown ones would end the process."""
+    host = b"\xbd\x03cpu\0"  # as TensorPipe writes it: the length of the type, the type, the index
+
+    def change(data: bytearray, begin: int) -> None:
+        at = [m.start() for m in re.finditer(re.escape(host), bytes(data))][which]
+        data[at + len(host) - 1] = 5
+
+    def attack(relay: Relay, session: rpc_ext.Session) -> int:
+        assert torch.equal(rpc_sync("w1", same, (NUMBERS,)), NUMBERS)
+        relay.change_next(way, change)
+        with pytest.raises((WorkerLostError, AuthenticationError, TimeoutError)):
+            rpc_sync("w1", same, (NUMBERS,), timeout=LIKELY)
+        return relay.changed
+
+    (changed, at_caller), (_, at_callee) = world.run(be_relayed, str(tmp_path / "file"), attack)
+    assert changed == 1
+    assert (at_caller, at_callee) == (({}, {"w0": 1}) if way == TO else ({"w1": 1}, {}))

@@ -36,7 +36,8 @@ const std::string other_message = "it was signed as another message";
 struct Message {
   std::vector<std::string> payloads{"type", "number", "payload", ""};
   std::vector<std::string> tensors{"abcd", "efg"};
-  std::vector<std::int32_t> devices{-1, -1};
+  std::vector<std::int32_t> sources{-1, -1};
+  std::vector<std::int32_t> targets{-1, -1};
 
   struct View {
     std::vector<Part> payloads, tensors;
@@ -44,9 +45,9 @@ struct Message {
   };
   View view() const {
     View view;
-    for (const auto& payload : payloads) view.payloads.push_back({payload.size(), -1, payload.data()});
+    for (const auto& payload : payloads) view.payloads.push_back({payload.size(), -1, -1, payload.data()});
     for (std::size_t i = 0; i < tensors.size(); i++) {
-      view.tensors.push_back({tensors[i].size(), devices[i], tensors[i].data()});
+      view.tensors.push_back({tensors[i].size(), sources[i], targets[i], tensors[i].data()});
     }
     return view;
   }
@@ -89,18 +90,18 @@ TEST_SUITE_BEGIN("seal");
 TEST_CASE("a seal has the bytes that are documented") {
   Pair pair;
   Message message;
-  message.devices[1] = 0;
+  message.targets[1] = 0;
   CHECK(hex(sealed(pair.one, message)) ==
         "cf525043020100000100000002000000010000000000000007000000000000009181a4bf0b829521"
-        "c4709e2a7be485e5d5a23b76c27bf5569dac5c01af6ccc7d8641d16d38b1bcf031cc4a89088a0745");
-  message.devices[1] = -1;
+        "c4709e2a7be485e5e12ea874f71b3d11734cfafb53140e2cfbcc6e0dccd41b716a2f625dbab15d9c");
+  message.targets[1] = -1;
   CHECK(hex(sealed(pair.one, message, true)) ==
         "cf525043020101000100000002000000020000000000000007000000000000003d2fd5ca3d2ec8aa"
-        "e53808017a1b22a587affe5d0c06261b5074abb1fe43fa27a069807855c4e27b9fd88696b0c69a43");
-  message.devices[1] = 0;
+        "e53808017a1b22a5f3cb81887c5bcca14b8117d6372e8c8f7a962243551b54c687f9a9a64e3f81d0");
+  message.targets[1] = 0;
   CHECK(hex(sealed(pair.one, message, false, 2, Direction::reply)) ==
         "cf525043020200000100000002000000010000000000000007000000000000007a1738635c315b32"
-        "e72ea770f065fb4836ee2804fca64f826482618cd18cdfc972ad549fbdb50e256a3829cf8003c5f3");
+        "e72ea770f065fb4823ed4db6296da840075a2a0e95a1c5fe3dedf7b66f0c22b9753f8900d3db2bc0");
 }
 
 TEST_CASE("a message is taken once") {
@@ -213,7 +214,8 @@ TEST_CASE("other lengths, numbers or devices than those that were sealed are ref
   CHECK(refused([](Message& m) { m.tensors[0].resize(1 << 22); }) == changed);
   CHECK(refused([](Message& m) { std::swap(m.tensors[0], m.tensors[1]); }) == changed);
   CHECK(refused([](Message& m) { m.tensors.pop_back(); }) == changed);
-  CHECK(refused([](Message& m) { m.devices[0] = 0; }) == changed);
+  CHECK(refused([](Message& m) { m.targets[0] = 0; }) == changed);
+  CHECK(refused([](Message& m) { m.sources[0] = 0; }) == changed);
 }
 
 TEST_CASE("a message is refused one bit of whose payloads was changed") {

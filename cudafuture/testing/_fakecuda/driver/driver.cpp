@@ -132,8 +132,9 @@ UNSUPPORTED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 UNSUPPORTED(cuTensorMapEncodeTiled)
 #undef UNSUPPORTED
 
-// What torch asks for by name and this driver does not have. torch 2.14 probes such functions. As the driver does, it
-// returns an error and leaves the runtime's last error alone (CUDA runtime API, 6.26 "Interactions with the Driver API").
+// The answer for a driver function that does not exist here; torch 2.14 probes some by name. As the driver does, it
+// returns an error and leaves the runtime's last error alone (CUDA runtime API, 6.26 "Interactions with the Driver
+// API").
 int fakecuda_missing_driver_function() { return cudaErrorNotSupported; }
 
 // ---- libnvidia-ml.so.1: no links between devices
