@@ -11,13 +11,13 @@ from layout.tree import ROOT
 ATTACKS = [ROOT / "tests/world" / f"test_{name}.py" for name in ("rpc_middleman", "rpc_authentication")]
 TESTS = [*ATTACKS, *(ROOT / "tests/world" / f"test_{n}.py" for n in ("rpc_secrets", "remote_offloader_secrets"))]
 WITHOUT_AN_ATTACK = {"test_tensors_travel_after_the_doors_were_closed"}
-UNPROVEN = {"sees the network", "has the secret"}  # what these can do is what no test keeps them from
+UNPROVEN = {"sees the network", "has the secret"}  # nothing keeps these attackers from what the table says
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the tests of each row, by who it is about."""
+    """Return the tests of each row, by attacker."""
     text = (ROOT / "docs/security.md").read_text()
-    table = text.partition("## Who can do what")[2].partition("## ")[0]
+    table = text.partition("## Threat model")[2].partition("## ")[0]
     found = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
     return {cells[0].strip(): re.findall(r"`(test_\w+)`", cells[-1]) for cells in found}
 
@@ -26,10 +26,10 @@ def defined(files: list[object]) -> set[str]:
     return {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("who", rows())
-def test_a_row_is_shown_by_tests_that_exist(who: str) -> None:
-    named = set(rows()[who])
-    assert bool(named) != (who in UNPROVEN)
+@pytest.mark.parametrize("attacker", rows())
+def test_a_row_is_shown_by_tests_that_exist(attacker: str) -> None:
+    named = set(rows()[attacker])
+    assert bool(named) != (attacker in UNPROVEN)
     assert named <= defined(list(TESTS))
 
 
