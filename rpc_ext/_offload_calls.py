@@ -60,9 +60,11 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """What an ``OffloadService`` does for its clients."""
 
-    def begin(self, token: object, namespace: str | None, client: str) -> Terms: ...
+    def begin(self, token: object, namespace: str | None, client: str, sent: object) -> Terms: ...
     def end(self, token: bytes) -> None: ...
-    def put(self, token: object, stamp: object, block: object, data: object) -> CUDAFuture[Answer]: ...
+    def put(
+        self, token: object, stamp: object, block: object, data: object, expiries: object
+    ) -> CUDAFuture[Answer]: ...
     def get(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]: ...
     def delete(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]: ...
     def give_up(self, token: object, upload: object) -> None: ...
@@ -100,8 +102,8 @@ def find(service: object) -> Service:
     return found
 
 
-def begin(service: str, token: bytes, namespace: str | None, client: str) -> Terms:
-    return find(service).begin(token, namespace, client)
+def begin(service: str, token: bytes, namespace: str | None, client: str, sent: float) -> Terms:
+    return find(service).begin(token, namespace, client, sent)
 
 
 def end(service: str, token: bytes) -> None:
@@ -109,8 +111,10 @@ def end(service: str, token: bytes) -> None:
 
 
 @async_execution
-def put(service: str, token: bytes, stamp: Stamp, block: bytes, data: Carried) -> CUDAFuture[Answer]:
-    return find(service).put(token, stamp, block, data)
+def put(
+    service: str, token: bytes, stamp: Stamp, block: bytes, data: Carried, expiries: Sequence[float] = ()
+) -> CUDAFuture[Answer]:
+    return find(service).put(token, stamp, block, data, expiries)
 
 
 @async_execution

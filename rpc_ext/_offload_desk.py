@@ -55,23 +55,23 @@ class Desk:
         self.name = name
         self.store = store
         self._window = memory // clients
-        self._sessions = Sessions(name, store, clients, namespace_capacity, patience)
+        self._sessions = Sessions(name, store, clients, namespace_capacity, patience, self._count_late)
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._under_way = self._most_under_way = 0
-        self._written = self._read = self._refused = 0
+        self._written = self._read = self._refused = self._late = 0
         self._latencies = Histogram()
 
     # ---- sessions
 
-    def begin(self, token: object, namespace: str | None, client: str) -> Terms:
+    def begin(self, token: object, namespace: str | None, client: str, sent: object) -> Terms:
         """Begin the session of a client; see ``Sessions.begin``.
 
         Raises:
             AuthenticationError: the client names a worker that there is not.
-            ValueError: the token has another length.
+            ValueError: the token has another length, or `sent` is not a time.
         """
         self._checked(_expect_worker, client)
-        self._sessions.begin(self._checked(_token_of, token), namespace, client)
+        self._sessions.begin(self._checked(_token_of, token), namespace, client, self._checked(_time_of, sent))
         return Terms(self._window, self.store.durable)
 
     def end(self, token: bytes) -> None:
@@ -84,17 +84,25 @@ class Desk:
 
     # ---- put
 
-    def put(self, token: object, stamp: object, block: object, data: object) -> CUDAFuture[Answer]:
-        """Write what has come."""
+    def put(
+        self, token: object, stamp: object, block: object, data: object, expiries: object = ()
+    ) -> CUDAFuture[Answer]:
+        """Write tensors. `expiries` are those of the single changes, where they differ from the request's."""
         session = self.session(token)
         when = self._checked(_stamp_of, stamp)
-        session.order.expect_in_time(when)
         data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
         self._checked(_expect_good_company, headers)
-        session.order.change(when, [header.key for header in headers])
+        until = self._checked(_expiries_of, expiries, when, headers)
+        try:
+            session.order.expect_in_time(when)
+        except TimeoutError:
+            if headers[0].pieces > 1:
+                session.uploads.give_up(headers[0].upload)
+            raise
+        session.order.change(when, until)
         put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
-        late = partial(session.order.late, when)
+        late = partial(session.order.late, when, until)
         return self._answered(session, data.numel(), lambda: put(session, headers, data, late))
 
     def _put_wholes(
@@ -226,8 +234,9 @@ class Desk:
         when = self._checked(_stamp_of, stamp)
         session.order.expect_in_time(when)
         keys = [wanted.key for wanted in self._checked(unpack_wanted, block)]
-        session.order.change(when, keys)
-        parts = [session.space.delete(key, partial(session.order.late, when)) for key in keys]
+        until = dict.fromkeys(keys, when.expires)
+        session.order.change(when, until)
+        parts = [session.space.delete(key, partial(session.order.late, when, until)) for key in keys]
         return collect_all(parts).then(
             lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
             executor=_THREAD,
@@ -255,6 +264,7 @@ class Desk:
                 bytes_read=self._read,
                 requests=self._latencies.total,
                 refused=self._refused,
+                late=self._late,
                 latency_p50=self._latencies.quantile(0.5),
                 latency_p99=self._latencies.quantile(0.99),
             )
@@ -280,6 +290,10 @@ class Desk:
             self._refused += refused
             self._written += written
             self._read += read
+
+    def _count_late(self) -> None:
+        with self._lock:
+            self._late += 1
 
     def _answered(
         self, session: ClientSession, nbytes: int, begin: Callable[[], CUDAFuture[Answer]]
@@ -322,15 +336,24 @@ def _token_of(token: object) -> bytes:
     return token
 
 
+def _time_of(value: object) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a time")
+    return value
+
+
 def _stamp_of(stamp: object) -> Stamp:
-    if (
-        not isinstance(stamp, tuple)
-        or len(stamp) != 3
-        or type(stamp[0]) is not int
-        or not all(type(number) is float and math.isfinite(number) for number in stamp[1:])
-    ):
+    if not isinstance(stamp, tuple) or len(stamp) != 3 or type(stamp[0]) is not int:
         raise ValueError(f"{stamp!r} is not the stamp of a request")
-    return Stamp(*stamp)
+    return Stamp(stamp[0], _time_of(stamp[1]), _time_of(stamp[2]))
+
+
+def _expiries_of(expiries: object, stamp: Stamp, headers: list[Header]) -> dict[str, float]:
+    """Return when the change of each key expires."""
+    if not isinstance(expiries, tuple) or len(expiries) not in (0, len(headers)):
+        raise ValueError(f"{expiries!r} are not the expiries of {len(headers)} changes")
+    times = map(_time_of, expiries) if expiries else [stamp.expires] * len(headers)
+    return {header.key: expires for header, expires in zip(headers, times, strict=True)}
 
 
 def _expect_good_company(headers: list[Header]) -> None:

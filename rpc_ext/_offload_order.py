@@ -8,10 +8,9 @@ same key.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 __all__ = ["Late", "RequestOrder", "Stamp", "Stamps", "never"]
@@ -50,57 +49,63 @@ class Stamps:
 
 
 class RequestOrder:
-    """Which of one client's requests are late.
+    """Decides which requests of one client are late.
 
-    The clocks of client and service have different origins. The least difference between a request's arrival and its
-    sending, over all requests, is the difference of the origins and the shortest way of a request: so a request is held
-    for late only when it is, whatever the clocks say.
+    The clocks of client and service have different origins. The least difference between the arrival of a request and
+    its sending, over all requests, is the difference of the origins plus the fastest way of a request. A deadline is
+    measured by that, so a request is never taken for late before its deadline.
+
+    Args:
+        sent: the client's clock when it asked for its session.
+        on_late: called for each request, or change of a key, that is late.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sent: float, on_late: Callable[[], None]) -> None:
+        self._on_late = on_late
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._offset = math.inf  # of the service's clock to the client's
+        self._offset = time.monotonic() - sent  # of the service's clock to the client's
         self._changes: dict[str, tuple[int, float]] = {}  # the last change of each key, and when it expires there
         self._until_purge = _PURGE
-        self.dropped = 0
-        """requests and changes that were late"""
 
     def expect_in_time(self, stamp: Stamp) -> None:
         """Raise TimeoutError if the deadline of a request that arrives is over."""
         with self._lock:
             self._offset = min(self._offset, time.monotonic() - stamp.sent)
-        if (error := self._expired(stamp)) is not None:
+        if (error := self._expired(stamp.expires)) is not None:
             raise error
 
-    def change(self, stamp: Stamp, keys: Iterable[str]) -> None:
-        """Note that a request that has arrived changes keys."""
+    def change(self, stamp: Stamp, expiries: Mapping[str, float]) -> None:
+        """Note that a request that has arrived changes keys, each until its own expiry.
+
+        A change without an expiry is not noted: the client waits for its answer before it changes the key again.
+        """
         with self._lock:
-            for key in keys:
-                if self._changes.get(key, (0, 0.0))[0] < stamp.sequence:
-                    self._changes[key] = stamp.sequence, stamp.expires or math.inf
+            for key, expires in expiries.items():
+                if expires and self._changes.get(key, (0, 0.0))[0] < stamp.sequence:
+                    self._changes[key] = stamp.sequence, expires
                     self._until_purge -= 1
             if self._until_purge < 0:
                 self._purge()
 
-    def late(self, stamp: Stamp, key: str) -> TimeoutError | None:
+    def late(self, stamp: Stamp, expiries: Mapping[str, float], key: str) -> TimeoutError | None:
         """Return why a request must not change a key any more, or None."""
         with self._lock:
             is_superseded = self._changes.get(key, (0, 0.0))[0] > stamp.sequence
-            self.dropped += is_superseded
         if is_superseded:
+            self._on_late()
             return TimeoutError(f"the request to change key {key!r} has reached the offload service after a later one")
-        return self._expired(stamp)
+        return self._expired(expiries[key])
 
-    def _expired(self, stamp: Stamp) -> TimeoutError | None:
+    def _expired(self, expires: float) -> TimeoutError | None:
         with self._lock:
-            late = time.monotonic() - self._offset - stamp.expires if stamp.expires else 0.0
-            self.dropped += late > 0
+            late = time.monotonic() - self._offset - expires if expires else 0.0
         if late <= 0:
             return None
+        self._on_late()
         return TimeoutError(f"the request has reached the offload service {late:.3g} s after its deadline")
 
     def _purge(self) -> None:
-        """Forget changes that no request can be late for: a request that was sent before has expired by now, too."""
+        """Forget changes that have expired: an earlier request to change the same key has expired before."""
         now = time.monotonic() - self._offset
         self._changes = {key: change for key, change in self._changes.items() if change[1] >= now}
         self._until_purge = max(_PURGE, len(self._changes))

@@ -99,6 +99,12 @@ class Pack:
         if self._is_minded:
             _minder.mind(self, min(ends) - time.monotonic() + time.perf_counter())
 
+    def expiries(self, sent: Sequence[Put]) -> tuple[float, ...]:
+        """Return when the change of each key expires, on this process's clock; () where all have the same deadline."""
+        if not self._is_minded:
+            return ()
+        return tuple(put.deadline.at if put.deadline.seconds else 0.0 for put in sent)
+
     def take(self, thing: Put | Get) -> bool:
         """Say whether it is this one's to end a thing: it has not been ended yet."""
         with self._lock:

@@ -6,6 +6,7 @@ import collections
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
@@ -23,9 +24,8 @@ _REMEMBERED = 1024  # sessions that have ended
 class ClientSession:
     """The session of one client."""
 
-    def __init__(self, space: Space, client: str) -> None:
-        self.space, self.client = space, client
-        self.order = RequestOrder()
+    def __init__(self, space: Space, client: str, order: RequestOrder) -> None:
+        self.space, self.client, self.order = space, client, order
         self.uploads = Uploads(space)
         self.under_way = 0  # bytes of its requests that have not been answered
         self.heard = time.monotonic()  # when its last request came
@@ -44,13 +44,20 @@ class Sessions:
         most: sessions that there may be.
         namespace_capacity: bytes of each namespace, or None.
         patience: seconds.
+        on_late: see ``RequestOrder``.
     """
 
     def __init__(
-        self, service: str, store: Offloader, most: int, namespace_capacity: int | None, patience: float
+        self,
+        service: str,
+        store: Offloader,
+        most: int,
+        namespace_capacity: int | None,
+        patience: float,
+        on_late: Callable[[], None],
     ) -> None:
         self._service, self._store, self._most = service, store, most
-        self._namespace_capacity, self._patience = namespace_capacity, patience
+        self._namespace_capacity, self._patience, self._on_late = namespace_capacity, patience, on_late
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, ClientSession] = {}
         self._spaces = {
@@ -63,7 +70,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def begin(self, token: bytes, namespace: str | None, client: str) -> None:
+    def begin(self, token: bytes, namespace: str | None, client: str, sent: float) -> None:
         """Begin the session of a client, which has chosen its token. To ask twice begins one session.
 
         Raises:
@@ -79,7 +86,7 @@ class Sessions:
                 space = self._spaces.get(prefix)
                 if space is None:
                     space = self._spaces[prefix] = Space(self._store, prefix, self._namespace_capacity)
-                self._sessions[token] = ClientSession(space, client)
+                self._sessions[token] = ClientSession(space, client, RequestOrder(sent, self._on_late))
         self._watch(client)
 
     def find(self, token: object) -> ClientSession:
@@ -96,8 +103,7 @@ class Sessions:
             if session is None and token in self._silent:
                 self._expect_room()
                 silent = self._silent.pop(token)
-                session = self._sessions[token] = ClientSession(silent.space, silent.client)
-                session.order = silent.order
+                session = self._sessions[token] = ClientSession(silent.space, silent.client, silent.order)
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
                 raise AuthenticationError(f"offload service {self._service!r} knows no such session: {why}")

@@ -24,6 +24,8 @@ class OffloadServiceStatistics:
     refused: int
     """requests that broke the rules: of no session, or malformed; and tensors whose bytes were not those that were
     sent"""
+    late: int
+    """requests, and changes of keys, that were dropped: they arrived after their deadline, or after a later change"""
     latency_p50: float
     """of puts and gets, from their arrival to their answer; nan: there were none"""
     latency_p99: float

@@ -174,7 +174,7 @@ class Transport:
                 made.append(packed(sent))
                 together.is_copied = True
             data, block = made[0]
-            return self.call(together.deadline, _offload_calls.put, block, carried(data))
+            return self.call(together.deadline, _offload_calls.put, block, carried(data), together.expiries(sent))
 
         def ended(done: CUDAFuture[Answer]) -> None:
             answer, error = outcome(done)

@@ -54,7 +54,9 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
     taking_part = session.destinations if workers is None else [session.destination(worker) for worker in workers]
     names = tuple(d.name for d in sorted({d.rank: d for d in taking_part}.values(), key=lambda d: d.rank))
     if session.name not in names:
-        raise ValueError(f"worker '{session.name}' does not take part in a barrier of {', '.join(names) or 'nobody'}")
+        raise ValueError(
+            f"worker '{session.name}' does not take part in a barrier of {', '.join(names) or 'no workers'}"
+        )
     seconds = session.timeout(timeout)
     with _lock:
         numbers = _numbers.setdefault(session, collections.Counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -62,7 +63,8 @@ class RemoteOffloader:
         self._token = secrets.token_bytes(calls.TOKEN)
         _ends.begin()
         try:
-            terms = rpc_sync(self._worker, calls.begin, (name, self._token, namespace, session.name), timeout=timeout)
+            arguments = name, self._token, namespace, session.name, time.monotonic()
+            terms = rpc_sync(self._worker, calls.begin, arguments, timeout=timeout)
         except BaseException:
             _ends.note(self._worker, name, self._token)  # the service may have begun a session all the same
             raise

@@ -1,7 +1,8 @@
-"""Whether a worker is alive."""
+"""The liveness of workers."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -90,14 +91,12 @@ class _Watch:
             )
             lost.__cause__ = error
             error = lost
-        try:
+        with contextlib.suppress(InvalidStateError):  # the caller has cancelled the future meanwhile
             if isinstance(error, InvalidStateError):  # RPC has ended here
                 future.set_result(None)
             elif isinstance(error, WorkerLostError):
                 future.set_exception(error)
-        except InvalidStateError:  # it was cancelled meanwhile
-            pass
 
 
 def _alive() -> None:
-    """Answer: that is all."""
+    """Return at once: the answer shows that the worker is alive."""

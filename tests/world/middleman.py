@@ -23,11 +23,11 @@ TO, FROM = 1, 2
 SECRET = "a secret that nobody else knows"
 
 Change = Callable[[bytearray, int], None]
-"""what a relay does to bytes in which a seal begins at a place"""
+"""a change that a relay makes to bytes, given the place where a seal begins in them"""
 
 
 class Relay:
-    """A process between a worker and another: it passes on what comes, and changes, records or repeats what it is told.
+    """A process between two workers: it forwards messages, and changes, records, drops or repeats some of them.
 
     The first worker connects to the relay, so `TO` is the way of its requests and `FROM` that of the replies. Changes
     keep the length. The connections on which tensors travel pass through the relay as well.

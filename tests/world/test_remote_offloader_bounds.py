@@ -148,7 +148,7 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
     """Nobody would notice when another one is gone."""
     with serve_offload(tmp_path / "served", clients=1) as service:
         with pytest.raises(AuthenticationError):
-            rpc_sync(ME, calls.begin, ("offload", bytes(16), None, name), timeout=PATIENCE)
+            rpc_sync(ME, calls.begin, ("offload", bytes(16), None, name, 0.0), timeout=PATIENCE)
         assert service.statistics().clients == 0
         RemoteOffloader(ME).close()
 

@@ -57,7 +57,7 @@ def requests(token: bytes) -> dict[str, tuple[bytes, tuple[torch.Tensor, ...]]]:
     piece = torch.zeros(PIECE, dtype=torch.uint8)
     of_two = Header("large a", torch.uint8, (PIECE + 1,), PIECE + 1, b"u" * 16, pieces=2, length=PIECE)
     return {
-        "begin": request(calls.begin, b"t" * 16, NAMESPACE, "w1"),
+        "begin": request(calls.begin, b"t" * 16, NAMESPACE, "w1", 0.0),
         "put": put(token, "small a", torch.zeros(8, dtype=torch.uint8)),
         "put a new one": put(token, "new", torch.zeros(8, dtype=torch.uint8)),
         "put a piece": request(calls.put, token, stamp(), pack([of_two]), piece),

@@ -15,19 +15,20 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._memory import arrived
 from rpc_ext._offload_calls import Answer
+from rpc_ext._offload_desk import Desk
 from rpc_ext._offload_order import Stamp
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, pack_wanted, pieces_of, unpack
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_clients import stamp
 from world.offload_history import content_of
-from world.offload_seams import Lost, wait_for
+from world.offload_seams import Kept, Lost, wait_for
 from world.ranks import run_ranks
 from world.rpc_callees import ME, PATIENCE, alone
 from world.rpc_workers import begin
@@ -221,7 +222,9 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
 def test_a_session_that_is_begun_twice_is_one(service: OffloadService) -> None:
     """The answer to the first request was lost, so the client asks again."""
     token = secrets.token_bytes(calls.TOKEN)
-    terms = [rpc_sync(ME, calls.begin, ("offload", token, None, ME), timeout=PATIENCE) for _ in range(2)]
+    terms = [
+        rpc_sync(ME, calls.begin, ("offload", token, None, ME, time.monotonic()), timeout=PATIENCE) for _ in range(2)
+    ]
     assert terms[0] == terms[1]
     assert service.statistics().clients == 1
     rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
@@ -232,7 +235,7 @@ def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: Off
     token = secrets.token_bytes(calls.TOKEN)
     rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
     with pytest.raises(InvalidStateError, match="has ended before: the client has ended it"):
-        rpc_sync(ME, calls.begin, ("offload", token, None, ME), timeout=PATIENCE)
+        rpc_sync(ME, calls.begin, ("offload", token, None, ME, time.monotonic()), timeout=PATIENCE)
     assert service.statistics().clients == 0
 
 
@@ -286,6 +289,47 @@ def test_requests_after_their_deadline_cost_the_disk_nothing(service: OffloadSer
         assert (now.reads, now.writes, now.keys) == (before.reads, before.writes, before.keys)
 
 
+def test_each_change_of_a_request_has_its_own_deadline(service: OffloadService) -> None:
+    """Small writes travel together, and the request lives as long as the last of them."""
+    data = torch.arange(72, dtype=torch.uint8)  # each begins at a line of 64 bytes
+    headers = [Header(key, torch.uint8, (8,), 8, at=64 * i, length=8) for i, key in enumerate("ab")]
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        remote.write("a", torch.zeros(3)).wait(timeout=PATIENCE)
+        now = time.monotonic()
+        answer = call(calls.put, remote, stamp(remote), pack(headers), data, (now - 1, now + PATIENCE))
+        ((place, error),) = answer.failures
+        assert place == 0
+        assert isinstance(error, TimeoutError)
+        assert torch.equal(remote.read("a").wait(timeout=PATIENCE), torch.zeros(3))
+        assert torch.equal(remote.read("b").wait(timeout=PATIENCE), data[64:])
+        assert service.statistics().late == 1
+        for wrong in ((now,), (now, "soon"), [now, now], (now, float("nan"))):
+            with pytest.raises(ValueError, match=r"are not the expiries of 2 changes|is not a time"):
+                call(calls.put, remote, stamp(remote), pack(headers), data, wrong)
+
+
+def test_what_waited_for_room_keeps_its_own_deadline(service: OffloadService) -> None:
+    """Two writes of one request, which were called for at different times."""
+    sent: list[Any] = []
+    put = Desk.put
+
+    def seen(desk: Desk, *args: Any) -> Any:
+        sent.append(args[-1])
+        return put(desk, *args)
+
+    with RemoteOffloader(ME) as remote, Kept("put") as puts:
+        first = remote.write("x", torch.zeros(1))  # the next two go together when it has its answer
+        go_on = puts.next()
+        later = [remote.write("a", torch.zeros(1))]
+        remote._timeout += PATIENCE
+        later.append(remote.write("b", torch.zeros(1)))
+        with mock.patch.object(Desk, "put", seen):
+            go_on.set_result(None)
+            wait_all([first, *later], timeout=PATIENCE)
+    ((one, other),) = (expiries for expiries in sent if expiries)
+    assert PATIENCE - 1 < other - one < PATIENCE + 1
+
+
 _kept: list[RemoteOffloader] = []
 
 
@@ -297,7 +341,7 @@ def close_kept() -> int:
 
 @pytest.mark.slow
 def test_a_client_that_is_closed_by_the_only_thread_ends_its_session_all_the_same(tmp_path: Path) -> None:
-    """The answer to the end could not be received meanwhile, so the end is told later."""
+    """The thread cannot receive an answer meanwhile, so the client ends its session later."""
     assert run_ranks(2, end_from_the_only_thread, str(tmp_path / "store"), str(tmp_path / "served")) == [0, 0]
 
 

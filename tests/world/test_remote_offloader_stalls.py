@@ -15,6 +15,7 @@ from rpc_ext import rpc_sync
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
+from world.offload_clients import late_requests
 from world.rpc_callees import PATIENCE, serving, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
@@ -23,9 +24,15 @@ BRIEF = 0.1  # seconds that an operation has which is to time out
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("second", ["the same client", "another client"])
 @pytest.mark.parametrize("first", ["write", "write of pieces", "delete"])
-def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp_path: Path, first: str) -> None:
-    """The server is stopped while the first change is on its way, and runs again when that has timed out."""
+def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
+    world: World, tmp_path: Path, first: str, second: str
+) -> None:
+    """The server is stopped while the first change is on its way, and runs again when that has timed out.
+
+    The service knows that by the order of one client's requests, and by their deadlines.
+    """
     times = soak_count(100)
 
     def run() -> int:
@@ -47,15 +54,20 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(world: World, tmp
                     try:
                         late = remote.delete("x") if first == "delete" else remote.write("x", torch.zeros(size))
                         assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+                        if second == "another client":  # the first change is past its deadline by as much again
+                            assert isinstance(remote.read("y").exception(timeout=PATIENCE), TimeoutError)
                         remote._timeout = PATIENCE
-                        later = remote.write("x", torch.full((10,), float(i)))
+                        writer = remote if second == "the same client" else other
+                        later = writer.write("x", torch.full((10,), float(i)))
                     finally:
                         os.kill(server, signal.SIGCONT)
                     later.wait(timeout=PATIENCE)
-                    while rpc_sync("w0", serving) > 1:  # what has timed out may still be on its way
+                    while rpc_sync("w0", serving) > 1:  # the requests that have timed out may still be on their way
                         pass
                     undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
+            late = rpc_sync("w0", late_requests)
             dist.barrier()
+            assert second == "the same client" or late >= times, late
             return undone
 
     assert world.run(run)[1] == 0

@@ -152,7 +152,7 @@ def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) 
                     rpc_sync("w1", Path.mkdir, (folder,))
                 rpc_sync("w1", Path.rmdir, (folder,))
                 held = rpc_async("w1", waits, (gate,))
-                assert rpc_sync("w1", add, (1, 2)) == 3  # nothing is under way between two messages
+                assert rpc_sync("w1", add, (1, 2)) == 3  # no message is in flight
                 relay.inject(way, bytes(recorded))
                 if way == TO:
                     count += 1
@@ -235,7 +235,7 @@ def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: W
             assert rpc_sync("w1", add, (1, 2)) == 3
         number = number_in(request, request.find(MAGIC))
         pending.append(rpc_async("w1", waits, (second, tensor), timeout=LIKELY))
-        assert rpc_sync("w1", add, (1, 2)) == 3  # nothing is in flight between two messages
+        assert rpc_sync("w1", add, (1, 2)) == 3  # no message is in flight
         begin = forged.find(MAGIC)
         for at in (m.start() for m in re.finditer(re.escape(number_in(forged, begin)), bytes(forged))):
             forged[at : at + 8] = number
@@ -291,7 +291,7 @@ def test_nothing_is_allocated_for_a_message_that_announces_more_than_it_has(worl
         content = bytes(0x12345)
         size = len(_codec.encode(_codec.Kind.CALL, (0, same, (content,), {})).payload)
         relay.replace_next(TO, struct.pack("<cI", b"\x82", size), struct.pack("<cI", b"\x82", (1 << 31) - 1))
-        # TensorPipe misses the end of a connection now and then, whoever ends it.
+        # TensorPipe sometimes misses that a peer has closed a connection; the call then times out.
         with pytest.raises((WorkerLostError, TimeoutError)):
             rpc_sync("w1", same, (content,), timeout=LIKELY)
         assert relay.changed == 1

@@ -1,4 +1,4 @@
-"""Whether a worker is alive: it dies, falls silent, or stays."""
+"""The liveness of workers: one dies, falls silent, or stays."""
 
 from __future__ import annotations
 
