@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 import weakref
@@ -63,7 +62,7 @@ class Sessions:
         self._spaces = {
             prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
         }
-        self._over: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # why the last sessions ended
+        self._over: dict[bytes, str] = {}  # why the last sessions ended
         self._silent: dict[bytes, ClientSession] = {}  # named ones whose clients were silent for too long
         self._watches: dict[str, CUDAFuture[None]] = {}  # by worker
 
@@ -113,14 +112,18 @@ class Sessions:
             self._watch(session.client)
         return session
 
-    def end(self, token: bytes, why: str = "the client has ended it") -> None:
+    def end(self, token: bytes, why: str = "the client has ended it", *, may_resume: bool = False) -> None:
         """End a session: abort its unfinished writes, and delete its private keys."""
         with self._lock:
             session = self._sessions.pop(token, None)
             self._silent.pop(token, None)
-            self._over[token] = why  # a request to begin it may still be on its way
-            while len(self._over) > _REMEMBERED:
-                self._over.popitem(last=False)
+            if session is not None and may_resume:
+                self._silent[token] = session
+            else:
+                self._over[token] = why  # a request to begin it may still be on its way
+            for remembered in (self._silent, self._over):
+                while len(remembered) > _REMEMBERED:
+                    remembered.pop(next(iter(remembered)))
             if session is not None and session.space.is_private:
                 self._spaces.pop(session.space.prefix, None)
             is_last = session is not None and not self._has(session.client)
@@ -150,6 +153,9 @@ class Sessions:
         return any(session.client == client for session in self._sessions.values())
 
     def _watch(self, client: str) -> None:
+        with self._lock:
+            if client in self._watches:
+                return
         watched = watch(client, patience=self._patience)
         with self._lock:
             if client in self._watches or not self._has(client):
@@ -182,15 +188,9 @@ class Sessions:
         if not was_silent:
             self.end(token, f"worker '{session.client}' was lost")
             return
-        what = "its private keys were deleted" if session.space.is_private else "its unfinished writes were aborted"
         self.end(
             token,
-            f"worker '{session.client}' was silent for {self._patience:g} s, and {what}. Make a new RemoteOffloader; "
-            "give it namespace= to keep keys, or serve_offload a longer patience=",
+            f"worker '{session.client}' was silent for {self._patience:g} s, and its private keys were deleted. Make a "
+            "new RemoteOffloader; give it namespace= to keep keys, or serve_offload a longer patience=",
+            may_resume=not session.space.is_private,
         )
-        if not session.space.is_private:
-            with self._lock:
-                self._over.pop(token, None)
-                self._silent[token] = session
-                while len(self._silent) > _REMEMBERED:
-                    del self._silent[next(iter(self._silent))]
