@@ -6,6 +6,9 @@
 ``callback_thread``
     On the library's one callback thread, in the order in which the futures were completed. Callbacks there should not
     block: others wait behind them.
+``serial(name)``
+    On a thread of its own, one at a time, in the order in which the futures were completed. Neither do they wait behind
+    callbacks that block elsewhere, nor others behind them.
 any ``concurrent.futures.Executor``
     For callbacks that block. ``default_executor()`` is the one that ``submit`` uses.
 
@@ -25,13 +28,31 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from cudafuture import _C
 from cudafuture.config import config
 
-__all__ = ["callback_thread", "default_executor", "inline"]
+__all__ = ["callback_thread", "default_executor", "inline", "serial"]
 
 inline: _C.HostExecutor = _C.inline_executor
 callback_thread: _C.HostExecutor = _C.callback_thread
 
 _lock = threading.Lock()  # guards _default
 _default: ThreadPoolExecutor | None = None
+
+
+def serial(name: str) -> _C.HostExecutor:
+    """Return an executor that runs callbacks on a thread of its own.
+
+    They run one at a time, in the order in which their futures were completed. A callback must not wait for another one
+    of the same executor. An executor has a thread while it has callbacks to run, and is kept until the process ends:
+    make one for a service or a component, not for a call.
+
+    Args:
+        name: for messages.
+
+    >>> from cudafuture import CUDAFuture
+    >>> log = serial("log")
+    >>> CUDAFuture.completed(2).then(lambda f: f.value() + 1, executor=log).wait()
+    3
+    """
+    return _C.serial_executor(name)
 
 
 def default_executor() -> Executor:

@@ -29,6 +29,7 @@ from rpc_ext._offload_calls import TOKEN, Answer, Terms
 from rpc_ext._offload_order import Late, Stamp
 from rpc_ext._offload_sessions import ClientSession, Sessions
 from rpc_ext._offload_statistics import OffloadServiceStatistics
+from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, piece_of, unpack, unpack_wanted, view_of
 from rpc_ext._turns import begun
 from rpc_ext.session import current
@@ -36,7 +37,6 @@ from rpc_ext.session import current
 __all__ = ["Desk"]
 
 T = TypeVar("T")
-_THREAD = executors.callback_thread
 _LINE = 64  # bytes: what small tensors of one answer lie at
 
 
@@ -126,7 +126,7 @@ class Desk:
             return Answer([*failures, *failed])
 
         try:
-            return session.space.write([headers[i] for i in taken], data, late).then(answer, executor=_THREAD)
+            return session.space.write([headers[i] for i in taken], data, late).then(answer, executor=service_thread)
         except BaseException:
             session.space.give_back(sum(headers[i].nbytes for i in taken))
             raise
@@ -145,7 +145,7 @@ class Desk:
             self._count(written=headers[0].length)
             return Answer([])
 
-        return self._checked(session.uploads.put, headers[0], data, late).then(answer, executor=_THREAD)
+        return self._checked(session.uploads.put, headers[0], data, late).then(answer, executor=service_thread)
 
     def _told(self, header: Header, error: BaseException) -> BaseException:
         """Return what a client is told of a write that has failed: the store has other names for its keys."""
@@ -219,10 +219,12 @@ class Desk:
                 return CUDAFuture.completed(answer([error] * len(found)))
             each = zip(names, outs, digests.tensor_split(len(found)), strict=True)
             parts = [begun(self.store.readv, [name], [out], digests=own) for name, out, own in each]
-            return collect_all(parts).then(lambda ended: answer([part.exception() for part in ended.value()]))
+            return collect_all(parts).then(
+                lambda ended: answer([part.exception() for part in ended.value()]), executor=service_thread
+            )
 
         def read() -> CUDAFuture[Answer]:
-            return begun(self.store.readv, names, outs, digests=digests).then_async(whose_fault, executor=_THREAD)
+            return begun(self.store.readv, names, outs, digests=digests).then_async(whose_fault, executor=service_thread)
 
         return self._answered(session, end, read)
 
@@ -239,7 +241,7 @@ class Desk:
         parts = [session.space.delete(key, partial(session.order.late, when, until)) for key in keys]
         return collect_all(parts).then(
             lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
-            executor=_THREAD,
+            executor=service_thread,
         )
 
     def keys(self, token: object) -> list[str]:

@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Callable
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
 from cudafuture.storage import Offloader
 from rpc_ext._offload_order import RequestOrder
 from rpc_ext._offload_space import Space, by_prefix, prefix_of
+from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_uploads import Uploads
 from rpc_ext.watch import watch
 
@@ -168,7 +169,7 @@ class Sessions:
             if sessions is not None and not done.cancelled():
                 sessions._watch_has_ended(client, done.exception())
 
-        watched.add_done_callback(ended, executor=executors.callback_thread)
+        watched.add_done_callback(ended, executor=service_thread)
 
     def _watch_has_ended(self, client: str, error: BaseException | None) -> None:
         with self._lock:

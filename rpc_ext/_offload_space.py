@@ -21,17 +21,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture import CUDAFuture, collect_all, gather
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Offloader
 from rpc_ext._offload_order import Late, never
+from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, listed_header, pack, piece_of, view_of
 from rpc_ext._turns import Turns, begun
 
 __all__ = ["Space", "by_prefix", "prefix_of"]
 
 _LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
-_THREAD = executors.callback_thread
 _HASH = 16  # characters
 _NAME = re.compile(rf"[klp][0-9a-f]{{{_HASH}}}[/~]")
 
@@ -191,7 +191,7 @@ class Space:
             self._write_long(h, data, late) if i in long else self.write([h], data, late) for i, h in enumerate(headers)
         ]
         return gather(*parts).then(
-            lambda done: [failure for part in done.value() for failure in part], executor=_THREAD
+            lambda done: [failure for part in done.value() for failure in part], executor=service_thread
         )
 
     def _write_long(self, header: Header, data: torch.Tensor, late: Late) -> CUDAFuture[list[BaseException | None]]:
@@ -204,8 +204,8 @@ class Space:
                 raise error
             return self.put_together(header, late)
 
-        together = self.write_piece(header, data).then_async(put_together, executor=_THREAD)
-        return together.then(lambda done: [done.exception()], executor=_THREAD)
+        together = self.write_piece(header, data).then_async(put_together, executor=service_thread)
+        return together.then(lambda done: [done.exception()], executor=service_thread)
 
     def _write(
         self, headers: Sequence[Header], tensors: list[torch.Tensor], late: Late
@@ -226,7 +226,7 @@ class Space:
         if not left:
             return CUDAFuture.completed(errors)
         written = self._write_now([headers[i] for i in left], [tensors[i] for i in left])
-        return written.then(joined, executor=_THREAD)
+        return written.then(joined, executor=service_thread)
 
     def _write_now(
         self, headers: Sequence[Header], tensors: list[torch.Tensor]
@@ -246,7 +246,7 @@ class Space:
                 errors = {i: part.exception() for i, part in zip(left, done.value(), strict=True)}
                 return [errors.get(i) for i in range(len(headers))]
 
-            return collect_all(parts).then(all_ended)
+            return collect_all(parts).then(all_ended, executor=service_thread)
 
         def settle(done: CUDAFuture[list[BaseException | None]]) -> list[BaseException | None]:
             for header, old, failure in zip(headers, replaced, done.value(), strict=True):
@@ -257,7 +257,7 @@ class Space:
         written = torch.zeros(len(headers), dtype=torch.bool, device="cpu")
         tensors_of = dict(zip(names, tensors, strict=True))
         together = begun(self._store.writev, tensors_of, digests=digests, written=written)
-        return together.then_async(whose_fault, executor=_THREAD).then(settle, executor=_THREAD)
+        return together.then_async(whose_fault, executor=service_thread).then(settle, executor=service_thread)
 
     def write_piece(self, header: Header, data: torch.Tensor) -> CUDAFuture[int]:
         """Write a piece. Nobody sees it before ``put_together``."""
@@ -289,7 +289,7 @@ class Space:
                 raise error
 
         record = torch.frombuffer(bytearray(pack([listed])), dtype=torch.uint8)
-        return begun(self._store.write, name, record).then(settle, executor=_THREAD)
+        return begun(self._store.write, name, record).then(settle, executor=service_thread)
 
     def _settle(self, header: Header, old: Header | None, failure: BaseException | None) -> None:
         """Do what is left to be done when a key was written, or was not."""
@@ -320,7 +320,7 @@ class Space:
         """Remove what nobody looks for. Where the disk refuses, the next to open the store does."""
         if not names:
             return CUDAFuture.completed(None)
-        return self._store.deletev(names).then(lambda done: (done.exception(), None)[1], executor=_THREAD)
+        return self._store.deletev(names).then(lambda done: (done.exception(), None)[1], executor=service_thread)
 
     def _forget_listed(self, key: str) -> str:
         name = self._listed_name(key)
@@ -361,7 +361,7 @@ class Space:
             self.give_back(header.nbytes)
             return self.drop_pieces(header) if is_listed else CUDAFuture.completed(None)  # its room is free then
 
-        return begun(self._store.deletev, names).then_async(settle, executor=_THREAD)
+        return begun(self._store.deletev, names).then_async(settle, executor=service_thread)
 
     def _other_names(self, key: str, name: str) -> list[str]:
         """Return what else there is of a key: what it had before, and the disk would not remove."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from rpc_ext._offload_order import Late, never
 from rpc_ext._offload_space import Space
+from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_wire import Header
 
 __all__ = ["Uploads"]
@@ -71,7 +72,7 @@ class Uploads:
                 raise error
             return self._space.put_together(header, late) if is_whole else CUDAFuture.completed(None)
 
-        return self._space.write_piece(header, data).then_async(written, executor=executors.callback_thread)
+        return self._space.write_piece(header, data).then_async(written, executor=service_thread)
 
     def _note(self, header: Header) -> _Upload:
         with self._lock:

@@ -37,6 +37,7 @@ RPC_EXT = (
         "_naps",
         "_offload_order",
         "_offload_statistics",
+        "_offload_thread",
         "_offload_wire",
         "_turns",
         "_histogram",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import NotFoundError
 from cudafuture.testing import World
 from rpc_ext import rpc_sync
 from rpc_ext.offload_service import serve_offload
@@ -71,6 +74,37 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
             return undone
 
     assert world.run(run)[1] == 0
+
+
+@pytest.mark.world(2)
+def test_a_callback_that_blocks_in_the_server_stalls_no_client(world: World, tmp_path: Path) -> None:
+    """The program of the server holds up the callback thread. The service has a thread of its own."""
+    sizes = {"small": 10, "pieces": 5_000_000, "k" * 1020: 10}
+
+    def run() -> None:
+        rank = dist.get_rank()
+        with working(f"w{rank}", rank, 2, tmp_path / "file"):
+            if rank == 0:
+                with serve_offload(tmp_path / "served"):
+                    go_on = threading.Event()
+                    blocked = CUDAFuture.completed(None)
+                    blocked.add_done_callback(lambda _: go_on.wait(PATIENCE), executor=executors.callback_thread)
+                    dist.barrier()
+                    dist.barrier()
+                    go_on.set()
+                return
+            dist.barrier()
+            with patient() as remote:
+                for _ in range(2):  # new keys, and what is replaced
+                    remote.writev({key: torch.full((n,), float(n)) for key, n in sizes.items()}).wait(timeout=PATIENCE)
+                read = remote.readv([*sizes]).wait(timeout=PATIENCE)
+                assert all(t.tolist() == [float(n)] * n for t, n in zip(read, sizes.values(), strict=True))
+                assert isinstance(remote.readv(["small", "none"]).exception(timeout=PATIENCE), NotFoundError)
+                remote.deletev([*sizes]).wait(timeout=PATIENCE)
+                assert remote.keys() == []
+            dist.barrier()
+
+    world.run(run)
 
 
 def patient() -> RemoteOffloader:

@@ -8,6 +8,7 @@
 #include "bind/future.h"
 #include "core/issue_order.h"
 #include "core/process.h"
+#include "core/serial_executor.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture::bind {
@@ -73,6 +74,10 @@ void bind_order(nb::module_& m) {
         return HostExecutor{name, &OrderedExecutor::make(name, in_issue_order)};
       },
       nb::arg("name"), nb::arg("in_issue_order") = false);
+  m.def(
+      "serial_executor",
+      [](const std::string& name) { return HostExecutor{"serial(\"" + name + "\")", &SerialExecutor::make(name)}; },
+      nb::arg("name"));
   m.def("wait_for_issue_order", wait_for_issue_order, nb::arg("timeout"));
   m.def("issuing_lane", issuing_lane, nb::arg("callbacks"));
   m.def("refuse_after_fork", refuse_after_fork);

@@ -10,10 +10,10 @@
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/error.h"
-#include "core/lane.h"
 #include "core/process.h"
 #include "core/stream_order.h"
 #include "core/stream_pool.h"
+#include "core/thread_cache.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -54,7 +54,7 @@ void refuse_deadlock(const Future& future) {
 // Threads that nothing interrupts sleep until they are woken; the main thread looks for signals now and then, and the
 // library's own threads for the end of the process.
 bool block(Future& future, const Deadline& deadline) {
-  const bool library_thread = CallbackThread::get().is_current() || Lane::current() != nullptr;
+  const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {
     WithoutGil released;
     return future.wait_until(deadline ? &*deadline : nullptr);

@@ -22,7 +22,7 @@ void Lane::enrol(Continuation& c) noexcept {
   if (is_forked_child()) return;
   Place place;
   std::lock_guard lock(mutex_);  // positions rise along the line; the order's own lock is taken under it
-  if (in_issue_order_) place.position = IssueOrder::get().enter();
+  if (order_ == Order::issue) place.position = IssueOrder::get().enter();
   c.executor = this;
   c.place = first_ + line_.size();
   line_.push_back(std::move(place));
@@ -131,7 +131,7 @@ std::size_t Lane::length() const noexcept {
 void Lane::perform() noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   if (!runtime.enter()) return;  // the interpreter is gone: leak what stands in the line
-  lane_of_thread = this;
+  lane_of_thread = order_ == Order::completion ? nullptr : this;
   IssueOrder::Position position;
   while (Continuation* c = take_head(position)) {
     run(c, position);

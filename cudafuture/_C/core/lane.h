@@ -26,8 +26,13 @@ namespace cudafuture {
 
 class Lane final : public Executor, private ThreadCache::Task {
  public:
-  explicit Lane(std::string name, bool in_issue_order = false)
-      : name_(std::move(name)), in_issue_order_(in_issue_order) {}
+  enum class Order {
+    attachment,
+    issue,       // that of attachment, and its callbacks take part in the order of issue
+    completion,  // continuations get their places when they are posted; for the order of collectives it is no lane
+  };
+
+  explicit Lane(std::string name, Order order = Order::attachment) : name_(std::move(name)), order_(order) {}
 
   static Lane* current() noexcept;  // whose callback this thread runs; null: none
   const std::string& name() const noexcept { return name_; }
@@ -56,7 +61,7 @@ class Lane final : public Executor, private ThreadCache::Task {
   void perform() noexcept override;
 
   const std::string name_;
-  const bool in_issue_order_;
+  const Order order_;
   mutable std::mutex mutex_;
   std::deque<Place> line_;
   std::uint64_t first_ = 1;  // the number of the head's place; 0 is no place

@@ -45,7 +45,7 @@ Lane& OrderedExecutor::lane_of_thread() noexcept {
     std::ostringstream name;
     if (attacher != nullptr) name << attacher->name() << '>';
     name << line_->name << '.' << depth_;
-    lane = new Lane(name.str(), line_->in_issue_order);
+    lane = new Lane(name.str(), line_->in_issue_order ? Lane::Order::issue : Lane::Order::attachment);
   }
   return *lane;
 }

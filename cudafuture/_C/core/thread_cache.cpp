@@ -49,6 +49,8 @@ ThreadCache::Run ThreadCache::run(Task* task) noexcept {
   return Run::begun;
 }
 
+bool ThreadCache::is_current() noexcept { return leavable_here != nullptr; }
+
 void ThreadCache::set_leavable(bool leavable) noexcept {
   if (leavable_here != nullptr) leavable_here->store(leavable, std::memory_order_relaxed);
 }

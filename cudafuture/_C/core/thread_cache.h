@@ -36,6 +36,9 @@ class ThreadCache {
   // Runs `task`, which must live until then, on a thread of its own.
   Run run(Task* task) noexcept;
 
+  // Is this thread one of the cache's?
+  static bool is_current() noexcept;
+
   // From here on, and until it is taken back, stop() does not wait for the calling thread: it blocks in an engine that
   // nobody can interrupt. Does nothing in a thread of others.
   static void set_leavable(bool leavable) noexcept;

@@ -1,0 +1,83 @@
+// Serial executors: callbacks in the order of completion, on a thread that waits for nobody else's callbacks.
+#include "core/serial_executor.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "core/callback_thread.h"
+#include "fake_device.h"
+#include "lanes.h"
+#include "rules.h"
+#include "threads.h"
+#include "together.h"
+
+using namespace cudafuture;
+using namespace cudafuture::fake;
+
+TEST_SUITE_BEGIN("serial_executor");
+
+TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were completed") {
+  constexpr int kCallbacks = 50;
+  SerialExecutor& serial = SerialExecutor::make("serial");
+  std::vector<FuturePtr> parents = many(kCallbacks);
+  Order order;
+  for (int i = 0; i < kCallbacks; ++i) parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &serial));
+  Order shuffled(kCallbacks);
+  std::iota(shuffled.begin(), shuffled.end(), 0);
+  std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(3));
+  on_engine_thread([&] {
+    for (const int i : shuffled) parents[static_cast<std::size_t>(i)]->complete({});
+  });
+  settle(serial);
+  CHECK(order == shuffled);
+}
+
+TEST_CASE_FIXTURE(Rules, "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
+  SerialExecutor& serial = SerialExecutor::make("serial");
+  SerialExecutor& other = SerialExecutor::make("other");
+  Signal go_on;
+  Executor* const blocked[] = {&CallbackThread::get(), &other};
+  for (Executor* const executor : blocked) {
+    completed()->attach(call_inside([&](Future&) { wait_outside(go_on); }, executor));
+  }
+  on_engine_thread([&] { settle(serial); });
+  go_on.send();
+  for (Executor* const executor : blocked) settle(*executor);
+}
+
+TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for the order of collectives in no lane") {
+  SerialExecutor& serial = SerialExecutor::make("serial");
+  int running = 0;
+  int count = 0;
+  together(4, [&](int) {
+    for (int i = 0; i < 100; ++i) {
+      const FuturePtr parent = pending();
+      parent->attach(call_inside(
+          [&](Future&) {
+            CHECK(running++ == 0);
+            CHECK(Lane::current() == nullptr);
+            ++count;
+            --running;
+          },
+          &serial));
+      parent->complete({});
+    }
+  });
+  settle(serial);
+  CHECK(count == 400);
+}
+
+TEST_CASE_FIXTURE(Rules, "a callback that is dropped before it is posted has no place") {
+  SerialExecutor& serial = SerialExecutor::make("serial");
+  Order order;
+  {
+    const FuturePtr dropped = pending();
+    dropped->attach(call_inside(mark(order, 1), &serial));
+  }
+  completed()->attach(call_inside(mark(order, 2), &serial));
+  settle(serial);
+  CHECK(order == Order{2});
+}
