@@ -31,6 +31,7 @@ class Store(Protocol):
     def set(self, key: str, value: Any, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 class Exchange:
@@ -88,8 +89,8 @@ class Exchange:
         # One's own is not read back: there may be an older one, signed with the same secret.
         seen = _Seen(step, self._world_size, {self._rank: json.loads(json.dumps(value))})
         for turn, is_last in self._looks():
-            for rank in self._worth_reading(seen, turn, is_last):
-                self._look(seen, rank, is_valid)
+            for rank, record in self._worth_reading(seen, turn, is_last).items():
+                self._look(seen, rank, record, is_valid)
             if not seen.missing():
                 return [seen.found[rank] for rank in range(self._world_size)]
         raise seen.error(self._timeout, self.names, absent)
@@ -117,8 +118,8 @@ class Exchange:
         for turn, is_last in self._looks():
             missing = sorted(seen.missing())
             # All hellos at first, and one at a time while proofs are missing.
-            for rank in missing if turn == 0 else [missing[turn % len(missing)]]:
-                hello = self._opened("hello", rank, self._read("hello", rank))
+            for rank, record in self._read("hello", missing if turn == 0 else [missing[turn % len(missing)]]).items():
+                hello = self._opened("hello", rank, record)
                 hellos[rank] = hello if _is_hello(hello) else hellos[rank]
             if shown != hellos:
                 shown = list(hellos)
@@ -126,8 +127,8 @@ class Exchange:
                 self._key = hmac.digest(secret, b"cudafuture session" + hashlib.sha256(transcript).digest(), "sha256")
                 self._show("proof", "proof")
                 seen.found = {self._rank: "proof"}
-            for rank in self._worth_reading(seen, turn, is_last):
-                self._look(seen, rank, lambda value: bool(value == "proof"))
+            for rank, record in self._worth_reading(seen, turn, is_last).items():
+                self._look(seen, rank, record, lambda value: bool(value == "proof"))
             if not seen.missing():
                 assert self._key is not None
                 return self._key
@@ -154,20 +155,19 @@ class Exchange:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _worth_reading(self, seen: _Seen, turn: int, is_last: bool) -> list[int]:
-        """Return the missing workers whose records to read: all when the store has them all, else one now and then.
+    def _worth_reading(self, seen: _Seen, turn: int, is_last: bool) -> dict[int, bytes]:
+        """Return records of missing workers: all when the store has them all, else one now and then.
 
-        That takes one request, whatever the world.
+        That takes one request or two, whatever the world.
         """
         missing = [] if self.is_over else sorted(seen.missing())
-        if is_last or not missing or self._store.check([self._place(seen.step, rank) for rank in missing]):
-            return missing
-        return [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
+        if not missing or is_last:
+            return self._read(seen.step, missing)
+        if self._store.check(self._places(seen.step, missing)):
+            return self._get(seen.step, missing)
+        return self._read(seen.step, [missing[turn // 4 % len(missing)]]) if turn % 4 == 0 else {}
 
-    def _look(self, seen: _Seen, rank: int, is_valid: Callable[[Any], bool]) -> None:
-        record = self._read(seen.step, rank)
-        if record is None:
-            return
+    def _look(self, seen: _Seen, rank: int, record: bytes, is_valid: Callable[[Any], bool]) -> None:
         value = self._opened(seen.step, rank, record)
         if value is not None and is_valid(value):
             seen.found[rank] = value
@@ -208,9 +208,19 @@ class Exchange:
     def _place(self, step: str, rank: int) -> str:
         return f"{step}/{rank}"
 
-    def _read(self, step: str, rank: int) -> bytes | None:
-        place = self._place(step, rank)
-        return self._store.get(place) if self._store.check([place]) else None
+    def _places(self, step: str, ranks: list[int]) -> list[str]:
+        return [self._place(step, rank) for rank in ranks]
+
+    def _read(self, step: str, ranks: list[int]) -> dict[int, bytes]:
+        """Return the records that workers have put into the store, by rank."""
+        if not ranks or self._store.check(self._places(step, ranks)):
+            return self._get(step, ranks)
+        if len(ranks) == 1:
+            return {}
+        return {rank: record for each in ranks for rank, record in self._read(step, [each]).items()}
+
+    def _get(self, step: str, ranks: list[int]) -> dict[int, bytes]:
+        return dict(zip(ranks, self._store.multi_get(self._places(step, ranks)), strict=True)) if ranks else {}
 
     def _signed(self, step: str, rank: int, value: object) -> bytes:
         body = json.dumps({"value": value}, sort_keys=True)

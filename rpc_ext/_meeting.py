@@ -2,16 +2,21 @@
 
 ::
 
-    each: come/{rank}, its tries so far ──► the first: session, a new number and all tries ──► each: seen/{rank}
+    each       tries/{rank} + 1 = its try ──► come/{rank} = try
+    the first  sees a try of every worker ──► number + 1 = the session ──► session/{rank}/{try} = session, for each
+    each       finds the session of its try ──► seen/{session}/{rank} ──► returns when all of these are there
 
-The first makes another one when somebody tries again. So what a start that was given up has left in the store holds
-nobody up. Nothing here is secret or signed: who the others are is for the exchange that follows in the session's part
-of the store. As there, one's own is put back where somebody has written over it.
+The first worker makes another session when a worker has tried again. So what a start that was given up has left in the
+store delays nobody. Whether all have come, or have seen the session, is one request whatever the world, because those
+keys exist only if their workers have written them for this start.
+
+Nothing here is secret or signed: who the others are is for the exchange that follows in the session's part of the
+store. As there, a worker puts its own record back where another process has written over it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import time
 from datetime import timedelta
@@ -19,9 +24,10 @@ from typing import Any
 
 from rpc_ext import _engine
 
-__all__ = ["session_store"]
+__all__ = ["meet", "session_store"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks, of most of which each is one request
+_THOROUGH = 4  # every so many looks a worker looks for what other processes have changed, too
 
 
 def session_store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
@@ -39,7 +45,7 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
         )
         store.set_timeout(timedelta(seconds=timeout))
         store = _engine.PrefixStore(f"cudafuture_rpc/{world_size}", store)
-        number = _Meeting(_engine.PrefixStore("meeting", store), rank, world_size).number(timeout)
+        number = meet(_engine.PrefixStore("meeting", store), rank, world_size, timeout)
     except _engine.StoreError as e:
         if re.search(r"timed? ?out", str(e), re.IGNORECASE):
             raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
@@ -47,60 +53,93 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
     return _engine.PrefixStore(str(number), store)
 
 
+def meet(store: Any, rank: int, world_size: int, timeout: float) -> int:
+    """Return the number of a session that all workers have begun, the same for all; the least is 1.
+
+    Raises:
+        TimeoutError: some worker has not come within `timeout` seconds.
+    """
+    return _Meeting(store, rank, world_size).number(timeout)
+
+
 class _Meeting:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._tries = store.add(f"tries/{rank}", 1)
-        self._session: list[int] = []  # its number, and which try of each worker takes part
-        self._shown = {f"come/{rank}": str(self._tries)}  # what this worker has put into the store
+        self._shown: dict[str, str] = {}  # what this worker has put into the store
+        self._try: int = store.add(f"tries/{rank}", 1)
+        self._number = 0  # of the session; 0: none yet
+        self._taking_part: list[int] = []  # for the first worker: which try of each worker takes part in it
+        self._show(f"come/{rank}", self._try)
 
     def number(self, timeout: float) -> int:
-        """Return the number of the session in which all are."""
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
-        while True:
-            before = self._session
-            self._session = self._made() if self._rank == 0 else self._found()
-            if self._session:
-                self._shown[f"seen/{self._rank}"] = str(self._session[0])
-            self._put_back()
-            missing = self._missing()
-            if not missing:
-                return self._session[0]
+        for turn in itertools.count(1):
+            before = self._number
+            is_thorough = turn % _THOROUGH == 0
+            is_overwritten = is_thorough and self._put_back()
+            if is_thorough or not self._number:
+                if self._rank == 0:
+                    self._make()
+                else:
+                    self._find()
+            if self._number and self._store.check(self._keys(f"seen/{self._number}")):
+                break
             if time.monotonic() > deadline:
-                who = ", ".join(map(str, missing))
+                who = ", ".join(map(str, self._missing()))
                 raise TimeoutError(f"worker {who} of {self._world_size} has not come within {timeout:g} s")
-            pause = min(2 * pause, _LONGEST_PAUSE) if self._session == before else _FIRST_PAUSE
+            has_changed = is_overwritten or self._number != before  # then something follows soon
+            pause = _FIRST_PAUSE if has_changed else min(2 * pause, _LONGEST_PAUSE)
             time.sleep(pause)
+        return self._number
 
-    def _made(self) -> list[int]:
-        """Return the session of those who have come, by the first worker: a new one where somebody has come since."""
-        tries = [next(iter(self._numbers(f"come/{rank}")), 0) for rank in range(self._world_size)]
-        tries[0] = self._tries
-        if tries == self._session[1:]:
-            return self._session
-        session = [self._store.add("number", 1), *tries]
-        self._shown["session"] = " ".join(map(str, session))
-        return session
+    def _make(self) -> None:
+        """Make a session of those who have come, if all have: a new one where a worker has tried again since."""
+        come = self._keys("come")
+        if not self._store.check(come):
+            return
+        tries = [_number(record) for record in self._store.multi_get(come)]
+        tries[0] = self._try
+        if 0 in tries or tries == self._taking_part:
+            return
+        number = self._store.add("number", 1)
+        for rank, its_try in enumerate(tries):
+            self._show(f"session/{rank}/{its_try}", number)
+        self._taking_part = tries
+        self._see(number)
 
-    def _found(self) -> list[int]:
-        """Return the session that the first worker has made with this try of this worker's, if it has."""
-        session = self._numbers("session")
-        is_mine = len(session) == 1 + self._world_size and session[1 + self._rank] == self._tries
-        return session if is_mine else []
+    def _find(self) -> None:
+        """Find the session that the first worker has made with this try of this worker."""
+        key = f"session/{self._rank}/{self._try}"
+        if self._store.check([key]) and (number := _number(self._store.get(key))) not in (0, self._number):
+            self._see(number)
+
+    def _see(self, number: int) -> None:
+        self._number = number
+        self._show(f"seen/{number}/{self._rank}", 1)
 
     def _missing(self) -> list[int]:
-        if not self._session:
-            return [0]
-        return [rank for rank in range(self._world_size) if self._numbers(f"seen/{rank}") != self._session[:1]]
+        keys = self._keys(f"seen/{self._number}" if self._number else "come")
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])] or [0]
 
-    def _numbers(self, key: str) -> list[int]:
-        record: bytes = self._store.get(key) if self._store.check([key]) else b""
-        with contextlib.suppress(ValueError):  # one of more digits than int() takes
-            return [int(number) for number in record.split()] if re.fullmatch(rb"[0-9]+( [0-9]+)*", record) else []
-        return []
+    def _keys(self, step: str) -> list[str]:
+        return [f"{step}/{rank}" for rank in range(self._world_size)]
 
-    def _put_back(self) -> None:
-        for key, record in self._shown.items():
-            if not self._store.check([key]) or self._store.get(key) != record.encode():
-                self._store.set(key, record)
+    def _show(self, key: str, number: int) -> None:
+        self._shown[key] = str(number)
+        self._store.set(key, str(number))
+
+    def _put_back(self) -> bool:
+        """Put back what another process has overwritten of this worker's records; return whether one has."""
+        keys = list(self._shown)
+        if self._store.check(keys):
+            there = self._store.multi_get(keys)
+            keys = [key for key, record in zip(keys, there, strict=True) if record != self._shown[key].encode()]
+        for key in keys:
+            self._store.set(key, self._shown[key])
+        return bool(keys)
+
+
+def _number(record: bytes) -> int:
+    """Return the positive number that a record says, or 0 where it says none."""
+    return int(record) if re.fullmatch(rb"[1-9][0-9]{0,17}", record) else 0

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,38 +19,12 @@ import pytest
 from cudafuture.errors import AuthenticationError
 from rpc_ext import _exchange
 from rpc_ext._exchange import Exchange
+from unit.memory_store import MemoryStore
 
 SECRET = b"a secret that nobody else knows"
 ANOTHER = b"a secret that somebody else knows"
 PATIENCE = 60.0
 SHORT = 0.05  # seconds, where it has to come to that
-
-
-class MemoryStore:
-    """What a store does, with a say in it for the test."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, bytes] = {}
-        self.lock = threading.RLock()
-        self.on_set: Callable[[str], None] = lambda key: None
-
-    def set(self, key: str, value: str, /) -> None:
-        with self.lock:
-            self.records[key] = value.encode()
-        self.on_set(key)
-
-    def get(self, key: str, /) -> bytes:
-        with self.lock:
-            return self.records[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        with self.lock:
-            return all(key in self.records for key in keys)
-
-    def plant(self, key: str, record: bytes) -> None:
-        """Put something there as somebody else."""
-        with self.lock:
-            self.records[key] = record
 
 
 @pytest.fixture
@@ -341,14 +314,21 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """All workers but the last one are there, for five minutes of a clock that the test winds."""
-    now, requests = [0.0], itertools.count()
+    now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     monkeypatch.setattr(_exchange, "time", clock)
     for rank in range(1, size - 1):
         exchange(store, rank, size, timeout=0.0)._show("shutdown", True)
-    for request in ("set", "get", "check"):
-        real = getattr(store, request)
-        monkeypatch.setattr(store, request, lambda *args, real=real: (next(requests), real(*args))[1])
+    store.requests = 0
     with pytest.raises(TimeoutError, match=f"worker {size - 1} of {size} has not come within 300 s"):
         exchange(store, 0, size, timeout=300.0).round("shutdown", True)
-    assert next(requests) <= 5 * 300 + 2 * size
+    assert store.requests <= 5 * 300 + 2 * size
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore, size: int) -> None:
+    for rank in range(1, size):
+        exchange(store, rank, size)._show("step", rank)
+    store.requests = 0
+    assert exchange(store, 0, size).round("step", 0) == list(range(size))
+    assert store.requests <= 6

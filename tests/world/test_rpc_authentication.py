@@ -323,17 +323,19 @@ def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: Worl
         rank, shared = dist.get_rank(), default_store()
         if rank == STRANGER:
             store = dist.FileStore(str(file), -1)  # type: ignore[attr-defined]
-            # The second of two sessions that the first worker makes: the other one comes later.
-            poisoned = dist.PrefixStore("cudafuture_rpc/2/2/exchange", store)  # type: ignore[attr-defined]
+            poisoned = dist.PrefixStore("cudafuture_rpc/2/1/exchange", store)  # type: ignore[attr-defined]
             meeting = dist.PrefixStore("cudafuture_rpc/2/meeting", store)  # type: ignore[attr-defined]
             steps = ("hello", "proof", "ready", "shutdown")
             for place, garbage in zip([f"{s}/{r}" for r in (0, 1) for s in steps], poisons(), strict=False):
                 poisoned.set(place, garbage)
             shared.set("w0 may come", "1")
-            for place in ("come/0", "session", "seen/0"):
+            poison(meeting, "come/0")
+            meeting.set("come/1", "1")  # as if the other worker were there, so that the first makes a session
+            meeting.wait(["seen/1/0"])
+            for place in ("session/0/1", "session/1/1", "seen/1/0"):
                 poison(meeting, place)
-            meeting.set("come/1", "1")  # as if it were there, so that the first goes on to the exchange
-            meeting.set("seen/1", "2")
+            meeting.set("seen/1/1", "1")  # the first goes on to the exchange
+            poisoned.wait(["hello/0"])
             poison(poisoned, "hello/0")
             shared.set("w1 may come", "1")
             return []

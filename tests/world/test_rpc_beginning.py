@@ -136,7 +136,7 @@ def who_is_missing(rank: int, store: str, present: list[int]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("present", "missing"), [([0, 1], "2"), ([1, 2], "0"), ([1], "0")])
+@pytest.mark.parametrize(("present", "missing"), [([0, 1], "2"), ([1, 2], "0"), ([1], "0, 2")])
 def test_all_say_who_is_missing(tmp_path: Path, present: list[int], missing: str) -> None:
     said = run_ranks(3, who_is_missing, str(tmp_path / "store"), present)
     for rank in present:
