@@ -14,6 +14,7 @@ from typing import Protocol
 __all__ = ["Minded", "forget", "mind"]
 
 _logger = logging.getLogger("rpc_ext.minder")
+_AFTER_FAILURE = 1.0  # seconds from a look that has raised to the next one
 _LINGER = 5.0  # seconds that the thread stays without anything to do
 
 
@@ -71,9 +72,9 @@ class _Minder:
             for what in due:
                 try:
                     again = what.look(time.perf_counter())
-                except Exception:  # the thread goes on: others are due, too
-                    _logger.exception("%r was due, and raised", what)
-                    again = None
+                except BaseException:  # the thread goes on: others are due, and this one has more to do
+                    _logger.exception("%r was due, and raised; it is looked at again in %g s", what, _AFTER_FAILURE)
+                    again = time.perf_counter() + _AFTER_FAILURE
                 if again is not None:
                     self.mind(what, again)
 

@@ -15,7 +15,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
-from rpc_ext._call import Call
+from rpc_ext._call import SHORTEST_TIMEOUT, Call
 from rpc_ext._codec import Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._expiry import expire
@@ -54,9 +54,9 @@ class RRef(Generic[T]):
         return new
 
     def __reduce__(self) -> Any:
-        if self._due < time.perf_counter() and not self._rref._get_future().done():
-            raise TimeoutError(f"worker '{self.owner_name()}' has not made the value of an RRef in time")
-        return RRef._of, (self._rref,)
+        if self._due == math.inf:
+            return RRef._of, (self._rref,)
+        return _received, (self._rref, self._due - time.perf_counter())
 
     def __repr__(self) -> str:
         try:
@@ -103,8 +103,9 @@ class RRef(Generic[T]):
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
         """Return a future of the value, copied here from its owner; on the owner, of the value itself.
 
-        It fails with what the function has raised that was to make the value; with TimeoutError, on the owner too,
-        where it has not come within `timeout` (default: ``rpc_timeout`` of ``init_rpc``).
+        It fails with what the function has raised that was to make the value; with TimeoutError where the value has not
+        come within `timeout` (default: ``rpc_timeout`` of ``init_rpc``), or has not been made within that of
+        ``remote``. Both hold on the owner, too.
 
         >>> remote("me", divmod, (7, 2)).get_future().then(lambda done: sum(done.value())).wait()
         4
@@ -131,10 +132,13 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: this worker is not the owner.
+            TimeoutError: the value has not been made within the `timeout` of ``remote``.
 
         >>> RRef([1, 2]).local_value()
         [1, 2]
         """
+        if self._due < math.inf and self.is_owner():
+            return self._limited(0).wait(non_blocking=True)
         current()
         kept: _Kept = self._rref.local_value()
         value: T = kept.future.wait(non_blocking=True)
@@ -172,7 +176,10 @@ class RRef(Generic[T]):
         return self._rref.local_value().future if _C.has_value(self._rref) else None
 
     def _limited(self, seconds: float) -> CUDAFuture[T]:
-        """Return a future of the value, on its owner, which fails when the seconds are over (0: no limit)."""
+        """Return a future of the value, on its owner.
+
+        It fails when the seconds are over (0: no limit), or when the value should have been made and has not been.
+        """
         value = self._value()
         if value.done():
             return value
@@ -180,7 +187,11 @@ class RRef(Generic[T]):
         come: CUDAFuture[None] = CUDAFuture(executor=executors.callback_thread)
         value.add_done_callback(lambda _: come.set_result(None), executor=executors.inline)
         mine = come.then_async(lambda _: value)
-        expire(mine, seconds, f"an RRef of worker '{current().name}', this one, has had no value within {seconds:g} s")
+        me = current().name
+        expire(mine, seconds, f"an RRef of worker '{me}', this one, has had no value within {seconds:g} s")
+        left = self._due - time.perf_counter()
+        if left < math.inf:
+            expire(mine, max(left, SHORTEST_TIMEOUT), f"worker '{me}' has not made the value of an RRef in time")
         return mine
 
     def _value(self) -> CUDAFuture[T]:
@@ -207,6 +218,11 @@ class _Kept:
 
     def __reduce__(self) -> Any:
         return tuple, ()
+
+
+def _received(rref: Any, left: float) -> RRef[Any]:
+    """Return a reference that another worker has sent, whose value is to be there in so many seconds."""
+    return RRef._of(rref, time.perf_counter() + left)
 
 
 class _Proxy:
@@ -249,8 +265,13 @@ def remote(
 ) -> RRef[Any]:
     """Call ``fn(*args, **kwargs)`` on another worker, which keeps what it returns; return a reference to that at once.
 
-    For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for, and so
-    does TimeoutError when `timeout` is over and the value has not been made.
+    For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
+
+    Args:
+        timeout: seconds in which the value has to be made; default: ``rpc_timeout`` of ``init_rpc``. 0: no limit. Who
+            asks for the value before it is made, on any worker, gets TimeoutError when they are over; who asks for one
+            that was made late gets it. The owner keeps the time: where its process is stopped, or its threads are all
+            busy, the timeout of the request for the value counts.
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
@@ -331,7 +352,7 @@ def _give_up(ticket: tuple[int, int], failure: _failure.Failure) -> None:
 
 @async_execution
 def _fetch(rref: RRef[T]) -> CUDAFuture[T]:
-    return rref._value()
+    return rref._limited(0)
 
 
 @async_execution
@@ -341,7 +362,7 @@ def _invoke(rref: RRef[Any], method: str, args: Sequence[Any], kwargs: Mapping[s
     def call(both: CUDAFuture[list[Any]]) -> CUDAFuture[Any]:
         return _outcome(getattr(both.value()[0], method), args, kwargs)
 
-    return gather(rref._value(), given).then_async(current().server.order.part_of_call(call))
+    return gather(rref._limited(0), given).then_async(current().server.order.part_of_call(call))
 
 
 def _outcome(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:

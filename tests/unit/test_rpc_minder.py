@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from cudafuture import CUDAFuture, InvalidStateError
+from rpc_ext import _minder
 from rpc_ext._awaited import Awaited
 from rpc_ext._expiry import expire
 from rpc_ext._minder import _Minder
@@ -57,6 +58,26 @@ def test_what_wants_it_is_looked_at_again(minder: _Minder) -> None:
     minder.mind(thing, 0)
     thing.done.wait(timeout=PATIENCE)
     assert len(thing.looked) == 6
+
+
+@pytest.mark.parametrize("error", [LookupError("of a look"), SystemExit(3)], ids=lambda e: type(e).__name__)
+def test_a_look_that_raises_ends_neither_its_own_nor_those_of_others(
+    minder: _Minder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    class Failing(Thing):
+        def look(self, now: float) -> float | None:
+            if not self.looked:
+                self.looked.append(now)
+                raise error
+            return super().look(now)
+
+    monkeypatch.setattr(_minder, "_AFTER_FAILURE", 0.0)
+    failing, other = Failing(again=2), Thing()
+    minder.mind(failing, 0)
+    failing.done.wait(timeout=PATIENCE)
+    minder.mind(other, 0)
+    other.done.wait(timeout=PATIENCE)
+    assert "was due, and raised" in caplog.text
 
 
 def test_what_is_forgotten_is_let_go_of_and_costs_nothing(minder: _Minder) -> None:

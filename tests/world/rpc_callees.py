@@ -68,6 +68,12 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def make(self, value: Any) -> None:
+        """Let ``pending`` give this value, and ``waits`` its own."""
+        for future in self.futures:
+            future.set_result(value)
+        self.open()
+
     def wait(self) -> None:
         self.reached.set()
         assert self._open.wait(PATIENCE)

@@ -234,6 +234,55 @@ def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session,
     assert rref.to_here(timeout=0.05) == "there"
 
 
+@pytest.mark.parametrize("making", [pending, waits])
+def test_a_value_on_its_owner_has_to_be_made_in_time(
+    worker: rpc_ext.Session, gate: Gate, making: Callable[..., Any]
+) -> None:
+    rref = remote(ME, making, (gate, 3) if making is waits else (gate,), timeout=0.05)
+    asked: list[Callable[[], Any]] = [
+        lambda: rref.to_here(timeout=PATIENCE),
+        lambda: rref.get_future(timeout=0).wait(timeout=PATIENCE),
+        rref.local_value,
+        lambda: rref.rpc_sync(timeout=PATIENCE).conjugate(),
+    ]
+    for ask in asked:  # the first in time, the others when it is over
+        with pytest.raises(TimeoutError, match="worker 'me' has not made the value of an RRef in time"):
+            ask()
+    assert gate.reached.wait(PATIENCE)
+    gate.make(3)
+    while isinstance(rref.get_future(timeout=0).exception(timeout=PATIENCE), TimeoutError):
+        pass  # what the function returns is on its way to the value
+    assert [ask() for ask in asked] == [3] * 4
+
+
+def made_late(file: str) -> None:
+    rank = dist.get_rank()
+    with working(f"worker{rank}", rank, 3, file, num_worker_threads=4):
+        if rank == 0:
+            for making in (pending, waits):
+                gate = Gate(f"made late by {making.__name__}")
+                rref = remote(1, making, (gate, 3) if making is waits else (gate,), timeout=0.3)
+                elsewhere = rpc_async(2, value_of, (rref,), timeout=PATIENCE)
+                error = rref.get_future(timeout=PATIENCE).exception(timeout=PATIENCE)
+                assert isinstance(error, TimeoutError)
+                assert "worker 'worker1' has not made the value of an RRef in time" in str(error)
+                assert isinstance(elsewhere.exception(timeout=PATIENCE), TimeoutError)
+                assert isinstance(rref.get_future(timeout=PATIENCE).exception(timeout=PATIENCE), TimeoutError)
+                with pytest.raises(TimeoutError):
+                    rref.rpc_sync(timeout=PATIENCE).conjugate()
+                rpc_sync(1, Gate.make, (gate, 3))
+                while isinstance(rref.get_future().exception(timeout=PATIENCE), TimeoutError):
+                    pass  # what it returns is on its way to the value
+                assert rref.to_here(timeout=PATIENCE) == 3
+        dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.world(3)
+def test_a_value_that_is_late_is_late_for_all_who_ask_before_it_is_made(world: World, tmp_path: Path) -> None:
+    world.run(made_late, str(tmp_path / "rendezvous"))
+
+
 class Waiting:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
