@@ -101,9 +101,11 @@ class Desk:
                 session.uploads.give_up(headers[0].upload)
             raise
         session.order.change(when, until)
-        put = self._put_piece if headers[0].pieces > 1 else self._put_wholes
         late = partial(session.order.late, when, until)
-        return self._answered(session, data.numel(), lambda: put(session, headers, data, late))
+        if headers[0].pieces == 1:
+            return self._answered(session, data.numel(), lambda: self._put_wholes(session, headers, data, late))
+        left = session.order.left(until[headers[0].key])
+        return self._answered(session, data.numel(), lambda: self._put_piece(session, headers[0], data, late, left))
 
     def _put_wholes(
         self, session: ClientSession, headers: list[Header], data: torch.Tensor, late: Late
@@ -112,7 +114,7 @@ class Desk:
         taken: list[int] = []
         for i, header in enumerate(headers):
             try:
-                session.space.take(header.nbytes)
+                session.space.index.take(header.nbytes)
                 taken.append(i)
             except Exception as e:
                 failures.append((i, e))
@@ -128,24 +130,25 @@ class Desk:
         try:
             return session.space.write([headers[i] for i in taken], data, late).then(answer, executor=service_thread)
         except BaseException:
-            session.space.give_back(sum(headers[i].nbytes for i in taken))
+            for i in taken:
+                session.space.index.give_back(headers[i].nbytes)
             raise
 
     def _put_piece(
-        self, session: ClientSession, headers: list[Header], data: torch.Tensor, late: Late
+        self, session: ClientSession, header: Header, data: torch.Tensor, late: Late, left: float
     ) -> CUDAFuture[Answer]:
-        if (error := late(headers[0].key)) is not None:
-            session.uploads.give_up(headers[0].upload)
+        if (error := late(header.key)) is not None:
+            session.uploads.give_up(header.upload)
             return CUDAFuture.completed(Answer([(0, error)]))
 
         def answer(done: CUDAFuture[None]) -> Answer:
             error = done.exception()
             if error is not None:
-                return Answer([(0, self._told(headers[0], error))])
-            self._count(written=headers[0].length)
+                return Answer([(0, self._told(header, error))])
+            self._count(written=header.length)
             return Answer([])
 
-        return self._checked(session.uploads.put, headers[0], data, late).then(answer, executor=service_thread)
+        return self._checked(session.uploads.put, header, data, late, left).then(answer, executor=service_thread)
 
     def _told(self, header: Header, error: BaseException) -> BaseException:
         """Return what a client is told of a write that has failed: the store has other names for its keys."""
@@ -196,22 +199,24 @@ class Desk:
         def answer(errors: list[BaseException | None]) -> Answer:
             headers = []
             for (i, name, header), error, digest in zip(found, errors, digests.tolist(), strict=True):
-                behind = header.at + header.length
-                if gap := -behind % _LINE:
-                    data[behind : behind + gap].zero_()  # it is sent, too, and was others' bytes before
                 if error is None:
                     headers.append(header._replace(checksum=digest))
+                    continue
+                may_be_late = isinstance(error, (NotFoundError, ValueError))
+                if may_be_late and session.space.has_changed(all_wanted[i], name, header):
+                    left.append(i)  # it was replaced or deleted just now: to be asked for again
+                elif isinstance(error, NotFoundError):  # it was not there; the store has another name for it
+                    failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
                 else:
-                    data[header.at : behind].zero_()
-                    may_be_late = isinstance(error, (NotFoundError, ValueError))
-                    if may_be_late and session.space.has_changed(all_wanted[i], name, header):
-                        left.append(i)  # it was replaced or deleted just now: to be asked for again
-                    elif isinstance(error, NotFoundError):  # it was not there; the store has another name for it
-                        failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
-                    else:
-                        failures.append((i, error))
+                    failures.append((i, error))
             self._count(read=sum(h.length for h in headers))
-            return Answer(failures, pack(headers) if headers else b"", carried(data), left)
+            if not headers:
+                return Answer(failures, left=left)
+            headers, sent = (headers, data) if len(headers) == len(found) else _moved_together(headers, data)
+            for header in headers:
+                behind = header.at + header.length
+                sent[behind : behind + -behind % _LINE].zero_()  # it is sent, too, and was others' bytes before
+            return Answer(failures, pack(headers), carried(sent), left)
 
         def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Answer]:
             error = done.exception()
@@ -260,6 +265,7 @@ class Desk:
         with self._lock:
             return OffloadServiceStatistics(
                 clients=len(self._sessions),
+                namespaces=self._sessions.namespaces,
                 under_way=self._under_way,
                 most_under_way=self._most_under_way,
                 bytes_written=self._written,
@@ -325,6 +331,19 @@ class Desk:
         answer = begun(begin)
         answer.add_done_callback(ended, executor=executors.inline)
         return answer
+
+
+def _moved_together(headers: list[Header], data: torch.Tensor) -> tuple[list[Header], torch.Tensor]:
+    """Return the bytes that headers describe without those between them, and headers of that."""
+    moved: list[Header] = []
+    end = 0
+    for header in headers:
+        moved.append(header._replace(at=math.ceil(end / _LINE) * _LINE))
+        end = moved[-1].at + header.length
+    together = take(end)
+    for header, new in zip(headers, moved, strict=True):
+        piece_of(together, new).copy_(piece_of(data, header))
+    return moved, together
 
 
 def _expect_worker(client: object) -> None:

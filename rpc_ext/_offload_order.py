@@ -8,6 +8,7 @@ same key.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -95,6 +96,11 @@ class RequestOrder:
             self._on_late()
             return TimeoutError(f"the request to change key {key!r} has reached the offload service after a later one")
         return self._expired(expiries[key])
+
+    def left(self, expires: float) -> float:
+        """Return the seconds that are left of a deadline of the client's; 0 has none."""
+        with self._lock:
+            return expires + self._offset - time.monotonic() if expires else math.inf
 
     def _expired(self, expires: float) -> TimeoutError | None:
         with self._lock:

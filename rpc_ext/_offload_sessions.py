@@ -19,6 +19,7 @@ from rpc_ext.watch import watch
 __all__ = ["ClientSession", "Sessions"]
 
 _REMEMBERED = 1024  # sessions that have ended
+_SPARE = 64  # namespaces without a session or a tensor that may be kept
 
 
 class ClientSession:
@@ -63,9 +64,15 @@ class Sessions:
         self._spaces = {
             prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
         }
+        self._until_forgetting = len(self._spaces) + _SPARE
         self._over: dict[bytes, str] = {}  # why the last sessions ended
         self._silent: dict[bytes, ClientSession] = {}  # named ones whose clients were silent for too long
         self._watches: dict[str, CUDAFuture[None]] = {}  # by worker
+
+    @property
+    def namespaces(self) -> int:
+        """How many namespaces the service keeps track of: those of its sessions, and those that have tensors."""
+        return len(self._spaces)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -85,9 +92,19 @@ class Sessions:
                 prefix = prefix_of(token.hex() if namespace is None else namespace, is_private=namespace is None)
                 space = self._spaces.get(prefix)
                 if space is None:
+                    self._forget_unused()
                     space = self._spaces[prefix] = Space(self._store, prefix, self._namespace_capacity)
                 self._sessions[token] = ClientSession(space, client, RequestOrder(sent, self._on_late))
         self._watch(client)
+
+    def _forget_unused(self) -> None:
+        """Forget namespaces that have no session and no tensor, where there are many more than before."""
+        if len(self._spaces) < self._until_forgetting:
+            return
+        in_use = {session.space for session in (*self._sessions.values(), *self._silent.values())}
+        spaces = self._spaces.items()
+        self._spaces = {prefix: space for prefix, space in spaces if space in in_use or not space.index.is_empty}
+        self._until_forgetting = 2 * len(self._spaces) + _SPARE
 
     def find(self, token: object) -> ClientSession:
         """Return the session that a token belongs to, for a request of its client.

@@ -13,17 +13,18 @@ tensor or the new one, also after a crash.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import re
 import secrets
-import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, gather
-from cudafuture.errors import NotFoundError, QuotaError, StorageError
+from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Offloader
+from rpc_ext._offload_index import Index
 from rpc_ext._offload_order import Late, never
 from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, WHOLE, Header, Wanted, listed_header, pack, piece_of, view_of
@@ -68,13 +69,10 @@ class Space:
 
     def __init__(self, store: Offloader, prefix: str, capacity: int | None, names: Sequence[str] = ()) -> None:
         self.prefix = prefix
-        self.capacity = capacity
+        self.index = Index(capacity)
         self._store = store
-        self._lock = threading.Lock()  # guards what follows; a leaf
-        self._used = 0
-        self._listed: dict[str, Header] = {}  # what each l says, by key
         self._turns = Turns()
-        self._is_gone = False
+        self._left_over: collections.deque[str] = collections.deque()  # what the disk would not remove
         self._recover(names)
 
     def _recover(self, names: Sequence[str]) -> None:
@@ -89,39 +87,26 @@ class Space:
         for name in names:
             if name[0] in "kl":
                 there[headers[name].key if name[0] == "l" else name[_HASH + 2 :]] = name
-        self._listed = {header.key: header for name, header in headers.items() if there[header.key] == name}
         wanted = {*there.values()}
-        for header in self._listed.values():
-            wanted.update(self._piece_name(header.upload, piece) for piece in range(header.pieces))
+        order = {name: i for i, name in enumerate(names)}
+        for key in sorted(there, key=lambda key: order[there[key]]):
+            header = headers.get(there[key])
+            self.index.add(key, header)
+            if header is not None:
+                wanted.update(self._piece_name(header.upload, piece) for piece in range(header.pieces))
         self._remove([name for name in names if name not in wanted])
-        self._used = sum(self.stat(key).nbytes for key in there)
+        self.index.restore([self.stat(key).nbytes for key in there])
 
     @property
     def is_private(self) -> bool:
         """Whether it is of one client, and goes with it."""
         return self.prefix.endswith("~")
 
-    @property
-    def used(self) -> int:
-        """Bytes of its tensors, those included that are being written."""
-        return self._used
-
     # ---- names
 
     def keys(self) -> list[str]:
         """Return the keys, in the order in which they were written last."""
-        plain = "k" + self.prefix
-        before = list(self._listed)
-        names = self._store.keys()
-        # Before and after: what was replaced meanwhile had a list in the one, or has one in the other.
-        listed = {self._listed_name(key): key for key in {*before, *list(self._listed)}}
-        keys: dict[str, None] = {}
-        for name in names:
-            key = name[len(plain) :] if name.startswith(plain) else listed.get(name)
-            if key is not None:
-                keys.pop(key, None)  # for a moment it can have two names
-                keys[key] = None
-        return list(keys)
+        return self.index.keys()
 
     def stat(self, key: str) -> Header:
         """Return what is known of a key.
@@ -129,7 +114,7 @@ class Space:
         Raises:
             NotFoundError: there is no such key.
         """
-        header = self._listed.get(key)
+        header = self.index.header(key)
         if header is not None:
             return header
         try:
@@ -152,26 +137,6 @@ class Space:
             return self.stat(key)
         except NotFoundError:
             return None
-
-    # ---- quota
-
-    def take(self, nbytes: int) -> None:
-        """Count bytes that are to be written.
-
-        Raises:
-            QuotaError: there is no room for them.
-        """
-        with self._lock:
-            if self.capacity is not None and self._used + nbytes > self.capacity:
-                raise QuotaError(
-                    f"no room for {nbytes} bytes in the namespace: {self._used} of {self.capacity} are in use"
-                )
-            self._used += nbytes
-
-    def give_back(self, nbytes: int) -> None:
-        """Count them no more."""
-        with self._lock:
-            self._used -= nbytes
 
     # ---- writing
 
@@ -281,9 +246,6 @@ class Space:
 
         def settle(done: CUDAFuture[int]) -> None:
             error = done.exception()
-            if error is None:
-                with self._lock:
-                    self._listed[header.key] = listed
             self._settle(listed, replaced, error)
             if error is not None:
                 raise error
@@ -293,22 +255,20 @@ class Space:
 
     def _settle(self, header: Header, old: Header | None, failure: BaseException | None) -> None:
         """Do what is left to be done when a key was written, or was not."""
-        if failure is None and self._is_gone:
-            is_plain = header.upload == WHOLE
-            self._remove([self._plain_name(header.key) if is_plain else self._forget_listed(header.key)])
-        if failure is not None or self._is_gone:
-            self.give_back(header.nbytes)
-            if header.upload != WHOLE:
+        is_plain = header.upload == WHOLE
+        is_there = failure is None and self.index.add(header.key, None if is_plain else header)
+        if failure is None and not is_there:  # the namespace has gone meanwhile
+            self._remove([self._plain_name(header.key) if is_plain else self._listed_name(header.key)])
+        if not is_there:
+            self.index.give_back(header.nbytes)
+            if not is_plain:
                 self.drop_pieces(header)
         elif old is not None:
-            self.give_back(old.nbytes)
-            names = []
-            if old.upload == WHOLE and header.upload != WHOLE:
-                names.append(self._plain_name(old.key))
-            if old.upload != WHOLE and header.upload == WHOLE:
-                names.append(self._forget_listed(old.key))
-            self._remove(names)
-            if old.upload != WHOLE:
+            self.index.give_back(old.nbytes)
+            was_plain = old.upload == WHOLE
+            if was_plain != is_plain:
+                self._remove([self._plain_name(old.key) if was_plain else self._listed_name(old.key)])
+            if not was_plain:
                 self.drop_pieces(old)
 
     def drop_pieces(self, header: Header, pieces: Iterable[int] | None = None) -> CUDAFuture[None]:
@@ -317,24 +277,28 @@ class Space:
         return self._remove([self._piece_name(header.upload, piece) for piece in numbers])
 
     def _remove(self, names: list[str]) -> CUDAFuture[None]:
-        """Remove what nobody looks for. Where the disk refuses, the next to open the store does."""
+        """Remove what nobody looks for. Where the disk refuses, ``clear`` does, or the next to open the store."""
         if not names:
             return CUDAFuture.completed(None)
-        return self._store.deletev(names).then(lambda done: (done.exception(), None)[1], executor=service_thread)
 
-    def _forget_listed(self, key: str) -> str:
-        name = self._listed_name(key)
-        with self._lock:
-            self._listed.pop(key, None)
-        return name
+        def removed(done: CUDAFuture[None]) -> None:
+            if done.exception() is not None:
+                self._left_over.extend(name for name in names if name in self._store)
+
+        return self._store.deletev(names).then(removed, executor=service_thread)
 
     def clear(self) -> None:
         """Forget all keys for good, those included that are being written."""
-        with self._lock:
-            self._is_gone = True
-            self._listed.clear()
-        names = self._store.keys()
-        self._remove([name for name in names if name[1:].startswith(self.prefix)])
+        names = []
+        for key, header in self.index.clear().items():
+            if header is None:
+                names.append(self._plain_name(key))
+            else:
+                names.append(self._listed_name(key))
+                self.drop_pieces(header)
+        while self._left_over:
+            names.append(self._left_over.popleft())
+        self._remove(names)
 
     def delete(self, key: str, late: Late = never) -> CUDAFuture[None]:
         """Delete a key. The future fails with NotFoundError where there is none."""
@@ -348,17 +312,15 @@ class Space:
         except NotFoundError as e:
             return CUDAFuture.failed(e)
         is_listed = header.upload != WHOLE
-        name = self._forget_listed(key) if is_listed else self._plain_name(key)
+        name = self._listed_name(key) if is_listed else self._plain_name(key)
         names = [*self._other_names(key, name), name]
 
         def settle(done: CUDAFuture[None]) -> CUDAFuture[None]:
-            if done.exception() is not None and is_listed:
-                with self._lock:
-                    self._listed[key] = header
             if isinstance(done.exception(), NotFoundError):
                 raise NotFoundError(f"there is no key {key!r}")
             done.value()
-            self.give_back(header.nbytes)
+            self.index.remove(key)
+            self.index.give_back(header.nbytes)
             return self.drop_pieces(header) if is_listed else CUDAFuture.completed(None)  # its room is free then
 
         return begun(self._store.deletev, names).then_async(settle, executor=service_thread)

@@ -13,6 +13,8 @@ class OffloadServiceStatistics:
 
     clients: int
     """sessions that are open"""
+    namespaces: int
+    """those of the sessions, those that have tensors, and some that had"""
     under_way: int
     """bytes of requests that have not been answered"""
     most_under_way: int

@@ -46,7 +46,7 @@ def put(space: Space, *things: tuple[str, torch.Tensor]) -> list[BaseException |
     """Write tensors of one piece each."""
     end, headers, parts = 0, [], []
     for key, tensor in things:
-        space.take(tensor.nbytes)
+        space.index.take(tensor.nbytes)
         headers.append(Header(key, tensor.dtype, tuple(tensor.shape), tensor.nbytes, at=end, length=tensor.nbytes))
         parts.append(torch.nn.functional.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 64)))
         end += parts[-1].numel()
@@ -56,7 +56,7 @@ def put(space: Space, *things: tuple[str, torch.Tensor]) -> list[BaseException |
 def put_large(space: Space, key: str, nbytes: int, seed: int) -> torch.Tensor:
     """Write a tensor in pieces."""
     tensor = bytes_of(nbytes, seed)
-    space.take(nbytes)
+    space.index.take(nbytes)
     upload = bytes([seed + 1]) * 16
     header = Header(key, torch.uint8, (nbytes,), nbytes, upload, pieces=pieces_of(nbytes))
     headers = [header._replace(piece=i, length=min(PIECE, nbytes - i * PIECE)) for i in range(header.pieces)]
@@ -90,7 +90,7 @@ def test_a_tensor_comes_back(space: Space, store: Offloader, key: str, tensor: t
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(back, tensor)
         assert there.keys() == [key]
-        assert there.used == tensor.nbytes
+        assert there.index.used == tensor.nbytes
 
 
 def test_many_at_once(space: Space, store: Offloader) -> None:
@@ -98,7 +98,7 @@ def test_many_at_once(space: Space, store: Offloader) -> None:
     assert put(space, *tensors.items()) == [None] * 51
     assert sorted(space.keys()) == sorted(tensors)
     assert all(torch.equal(get(space, store, key), tensor) for key, tensor in tensors.items())
-    assert space.used == sum(tensor.nbytes for tensor in tensors.values())
+    assert space.index.used == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_a_key_changes_its_kind_and_nothing_of_the_old_is_left(space: Space, store: Offloader) -> None:
@@ -114,12 +114,12 @@ def test_a_key_changes_its_kind_and_nothing_of_the_old_is_left(space: Space, sto
     there = again(store)
     assert torch.equal(get(there, store, "x"), last)
     assert there.keys() == ["x"]
-    assert there.used == space.used == size
+    assert there.index.used == space.index.used == size
     wait_all([store.flush()], timeout=PATIENCE)
     assert len(store) == 4  # three pieces, and the list of them
     there.delete("x").wait(timeout=PATIENCE)
     wait_all([store.flush()], timeout=PATIENCE)
-    assert (len(store), there.used, there.keys()) == (0, 0, [])
+    assert (len(store), there.index.used, there.keys()) == (0, 0, [])
 
 
 def test_of_a_key_that_a_crash_left_twice_the_last_counts(space: Space, store: Offloader, tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_of_a_key_that_a_crash_left_twice_the_last_counts(space: Space, store: O
     store.write(list_name, store.read(list_name).wait(timeout=PATIENCE)).wait(timeout=PATIENCE)
     there = again(store)
     assert torch.equal(get(there, store, "x"), large)
-    assert there.used == PIECE + 1
+    assert there.index.used == PIECE + 1
 
 
 def test_pieces_of_no_tensor_are_removed(space: Space, store: Offloader) -> None:
     header = Header("x", torch.uint8, (2 * PIECE,), 2 * PIECE, b"u" * 16, pieces=2, length=PIECE)
     space.write_piece(header, bytes_of(PIECE, 1)).wait(timeout=PATIENCE)
     assert space.keys() == []
-    assert again(store).used == 0
+    assert again(store).index.used == 0
     wait_all([store.flush()], timeout=PATIENCE)
     assert len(store) == 0
 
@@ -210,12 +210,12 @@ def test_the_quota_is_kept(store: Offloader) -> None:
     space = Space(store, PREFIX, 1000)
     put(space, ("x", torch.ones(100)))
     with pytest.raises(QuotaError, match="601 bytes in the namespace: 400 of 1000"):
-        space.take(601)
+        space.index.take(601)
     put(space, ("x", torch.ones(150)))
-    assert space.used == 600
+    assert space.index.used == 600
     space.delete("x").wait(timeout=PATIENCE)
     assert isinstance(space.delete("x").exception(timeout=PATIENCE), NotFoundError)
-    space.take(1000)
+    space.index.take(1000)
 
 
 def test_what_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -228,14 +228,14 @@ def test_what_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
         Offloader(tmp_path / "store", durable=True, engine=engine) as store,
     ):
         space = again(store)
-        used = space.used
+        used = space.index.used
         for key in ("large", "small", LONG, "new"):
             (error,) = put(space, (key, torch.zeros(5)))
             assert isinstance(error, StorageError)
-        space.take(PIECE + 1)
+        space.index.take(PIECE + 1)
         header = Header("large", torch.uint8, (PIECE + 1,), PIECE + 1, b"n" * 16, pieces=2, length=PIECE)
         assert isinstance(space.put_together(header).exception(timeout=PATIENCE), StorageError)
-        assert space.used == used
+        assert space.index.used == used
         assert sorted(space.keys()) == sorted(["large", "small", LONG])
     with Offloader(tmp_path / "store", durable=True) as store:
         space = again(store)
@@ -253,11 +253,11 @@ def test_the_write_that_came_last_wins(space: Space, store: Offloader) -> None:
             if kind == "delete":
                 ended.append(space.delete("x"))
             elif kind == "plain":
-                space.take(8)
+                space.index.take(8)
                 header = Header("x", torch.int64, (), 8, length=8)
                 ended.append(space.write([header], torch.tensor([i]).view(torch.uint8)))
             else:
-                space.take(PIECE + 8)
+                space.index.take(PIECE + 8)
                 header = Header("x", torch.uint8, (PIECE + 8,), PIECE + 8, numbers.randbytes(16), pieces=2)
                 last = header._replace(piece=1, length=8)
                 space.write_piece(last, torch.tensor([i]).view(torch.uint8)).wait(timeout=PATIENCE)
@@ -266,12 +266,12 @@ def test_the_write_that_came_last_wins(space: Space, store: Offloader) -> None:
             future.exception(timeout=PATIENCE)
         if kinds[-1] == "delete":
             assert space.keys() == []
-            assert space.used == 0
+            assert space.index.used == 0
         else:
             header = space.stat("x")
             name, _ = space.place_of(Wanted("x", header.upload, header.pieces - 1))
             assert int(store.read(name).wait(timeout=PATIENCE).reshape(-1).view(torch.int64)) == 7
-            assert space.used == (8 if kinds[-1] == "plain" else PIECE + 8)
+            assert space.index.used == (8 if kinds[-1] == "plain" else PIECE + 8)
 
 
 def test_a_copy_of_the_files_at_any_moment_has_the_old_or_the_new(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_copy_of_the_files_at_any_moment_has_the_old_or_the_new(tmp_path: Path
         space = Space(store, PREFIX, None)
         put(space, ("x", torch.full((9,), -1)))
         for turn in range(soak_count(50)):
-            space.take(PIECE + 1)
+            space.index.take(PIECE + 1)
             header = Header("x", torch.uint8, (PIECE + 1,), PIECE + 1, numbers.randbytes(16), pieces=2)
             parts = [
                 space.write_piece(header._replace(piece=i, length=n), torch.full((n,), turn, dtype=torch.uint8))
@@ -289,7 +289,7 @@ def test_a_copy_of_the_files_at_any_moment_has_the_old_or_the_new(tmp_path: Path
             ]
             gather(*parts).wait(timeout=PATIENCE)
             space.put_together(header).wait(timeout=PATIENCE)
-            space.take(72)
+            space.index.take(72)
             small = torch.full((9,), turn)
             write = space.write([Header("x", torch.int64, (9,), 72, length=72)], small.view(torch.uint8))
             shutil.rmtree(crashed, ignore_errors=True)

@@ -16,14 +16,15 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError, StorageError
+from cudafuture.storage import Offloader
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._memory import arrived
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_desk import Desk
 from rpc_ext._offload_order import Stamp
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, pack_wanted, pieces_of, unpack
+from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, pack_wanted, pieces_of, unpack, view_of
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_clients import stamp
@@ -190,7 +191,73 @@ def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service
         assert f": 0 of {CAPACITY} are in use" in str(error)
 
 
+def test_an_upload_whose_client_says_no_more_gives_its_quota_back_at_its_deadline(service: OffloadService) -> None:
+    """As when the request to give it up is lost."""
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        call(calls.put, remote, stamp(remote, 0.2), pack([LARGE]), FIRST)
+        probe = torch.empty(CAPACITY + 1, dtype=torch.uint8)
+        wait_for(lambda: f": 0 of {CAPACITY} are in use" in str(remote.write("x", probe).exception(timeout=PATIENCE)))
+        expect_names(service, 0)
+        late = pack([LARGE._replace(piece=1, length=100)])
+        with pytest.raises(InvalidStateError, match="was given up"):
+            call(calls.put, remote, stamp(remote), late, LAST)
+
+
+# ---- what a service keeps and looks through
+
+
+def test_namespaces_without_tensors_are_forgotten(service: OffloadService) -> None:
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        remote.write("empty", torch.empty(0)).wait(timeout=PATIENCE)
+    for i in range(300):
+        token = secrets.token_bytes(calls.TOKEN)
+        rpc_sync(ME, calls.begin, ("offload", token, f"{i}", ME, time.monotonic()), timeout=PATIENCE)
+        rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+    assert service.statistics().namespaces < 200
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        assert remote.keys() == ["empty"]
+
+
+def test_a_client_makes_the_service_look_through_its_own_keys_only(service: OffloadService) -> None:
+    keys = ["b", "large", LONG, "a"]
+    with RemoteOffloader(ME) as remote, mock.patch.object(Offloader, "keys", side_effect=AssertionError):
+        remote.writev({key: content_of("large a" if key == "large" else "small a", 1) for key in keys}).wait()
+        remote.write("b", torch.zeros(1)).wait(timeout=PATIENCE)
+        remote.delete("a").wait(timeout=PATIENCE)
+        assert sorted(remote.keys()) == sorted(["large", LONG, "b"])
+        assert remote.keys()[-1] == "b"
+        remote.close()
+    expect_names(service, 0)
+
+
 # ---- answers
+
+
+@pytest.mark.parametrize("bad", ["the only one", "the one in the middle"])
+def test_what_cannot_be_read_is_not_sent(service: OffloadService, bad: str) -> None:
+    """Neither its bytes nor zeros in their place."""
+    keys = ["bad"] if bad == "the only one" else ["a", "bad", "b"]
+    tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), float(i)) for i, key in enumerate(keys)}
+    readv = Offloader.readv
+
+    def failing(store: Offloader, names: list[str], *args: Any, **kwargs: Any) -> CUDAFuture[Any]:
+        if any(name.endswith("/bad") for name in names):
+            return CUDAFuture.failed(StorageError("of the test"))
+        return readv(store, names, *args, **kwargs)
+
+    with RemoteOffloader(ME, namespace="kept") as remote:
+        remote.writev(tensors).wait(timeout=PATIENCE)
+        with mock.patch.object(Offloader, "readv", failing):
+            answer = call(calls.get, remote, stamp(remote), pack_wanted([Wanted(key) for key in keys]))
+            reads = {key: remote.read(key) for key in keys}
+            assert [key for key, read in reads.items() if read.exception(timeout=PATIENCE)] == ["bad"]
+        (place,) = [place for place, _ in answer.failures]
+        assert keys[place] == "bad"
+        sent = arrived(answer.data)
+        assert sent.numel() < 9000
+        headers = unpack(answer.block, sent.numel()) if answer.block else []
+        assert [header.key for header in headers] == [key for key in keys if key != "bad"]
+        assert all(torch.equal(view_of(sent, header), tensors[header.key]) for header in headers)
 
 
 @rpc_ext.async_execution
