@@ -43,10 +43,9 @@ class Stamps:
         """Return the next sequence number. The requests of one large tensor share a number."""
         return next(self._sequence)
 
-    def stamp(self, sequence: int, seconds: float) -> Stamp:
-        """Return the stamp of a request that is sent now and holds for so many seconds; 0: without a limit."""
-        now = time.monotonic()
-        return Stamp(sequence, now, now + seconds if seconds else 0.0)
+    def stamp(self, sequence: int, expires: float) -> Stamp:
+        """Return the stamp of a request that is sent now and holds until a time of time.monotonic(); 0: for ever."""
+        return Stamp(sequence, time.monotonic(), expires)
 
 
 class RequestOrder:

@@ -72,7 +72,7 @@ class Transport:
     ) -> CUDAFuture[Any]:
         """Call a function of the service, with a sequence number and a deadline."""
         number = self._stamps.next() if sequence is None else sequence
-        stamp = self._stamps.stamp(number, deadline.left(self._worker))
+        stamp = self._stamps.stamp(number, deadline.at if deadline.seconds else 0.0)
         return self._call(deadline, fn, stamp, *args)
 
     def give_up(self, deadline: Deadline, upload: bytes) -> CUDAFuture[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import gc
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture
-from cudafuture.errors import NotFoundError, QuotaError
+from cudafuture.errors import NotFoundError, QuotaError, WorkerLostError
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._offload_order import Stamp, Stamps
@@ -32,6 +34,7 @@ from world.rpc_workers import LONG, SECRET
 SERVERS = ("server0", "server1")
 CAPACITY = 512 * MIB  # of a namespace
 MEMORY = 1024 * MIB  # of a service
+BRIEF = 1.0  # seconds that operations have where processes stall
 SESSIONS = 2  # of each client with each server
 WEIGHTS = {"zero": 2, "small": 8, "page": 4, "meg": 3, "large": 0.5, "any": 3}
 
@@ -39,7 +42,7 @@ WEIGHTS = {"zero": 2, "small": 8, "page": 4, "meg": 3, "large": 0.5, "any": 3}
 def stamp(remote: RemoteOffloader | None = None, seconds: float = 60.0, *, sequence: int = 0) -> Stamp:
     """Return a stamp for a request that a test makes itself: the next of a client, or one with that number."""
     stamps = Stamps() if remote is None else remote._transport._stamps
-    return stamps.stamp(sequence if remote is None else stamps.next(), seconds)
+    return stamps.stamp(sequence if remote is None else stamps.next(), time.monotonic() + seconds)
 
 
 def late_requests() -> int:
@@ -58,10 +61,18 @@ class Plan:
     """by their numbers: the half of the run in which they are killed, and when so much of that is done"""
     operations: int
     """of each other client, in each half"""
+    stalls: int = 0
+    """of each client: how often in each half it stops itself or a server for a while; operations have a timeout then"""
+    killer: int | None = None
+    """the client that kills the last server amid the second half"""
 
     def alive(self, half: int) -> int:
         """Return how many clients are there at the end of a half."""
         return self.clients - sum(when <= half for when, _ in self.victims.values())
+
+    def servers(self, half: int) -> int:
+        """Return how many servers are there at the end of a half."""
+        return len(SERVERS) - (self.killer is not None and half == 1)
 
 
 def be_one_of_all(rank: int, store: str, folder: str, plan: Plan) -> dict[str, int]:
@@ -83,6 +94,8 @@ def be_one_of_all(rank: int, store: str, folder: str, plan: Plan) -> dict[str, i
         seen = be_server(SERVERS[rank], Path(folder), plan)
     else:
         be_client(number, Path(folder), plan)
+    with contextlib.suppress(WorkerLostError):  # the first server has gone: it was the last to come
+        meet("gone", plan, 1)
     rpc_ext.shutdown(graceful=False)
     return seen
 
@@ -105,9 +118,9 @@ def _arrive(moment: str, expected: int) -> CUDAFuture[None]:
     return future
 
 
-def meet(moment: str, clients: int) -> None:
-    """Wait until both servers and so many clients are here."""
-    rpc_sync(SERVERS[0], _arrive, (moment, len(SERVERS) + clients), timeout=0)
+def meet(moment: str, plan: Plan, half: int = -1) -> None:
+    """Wait until all are here that are alive at the end of a half."""
+    rpc_sync(SERVERS[0], _arrive, (moment, plan.servers(half) + plan.alive(half)), timeout=0)
 
 
 # ---- a client
@@ -126,12 +139,18 @@ class Batch(NamedTuple):
 class Client:
     """Writes, reads and deletes by chance, and notes it."""
 
-    def __init__(self, number: int, folder: Path, seed: int) -> None:
+    def __init__(self, number: int, folder: Path, plan: Plan) -> None:
         self._journal = Journal(folder / f"client{number}.journal")
-        self._numbers = random.Random(f"{seed} {number}")
+        self._numbers = random.Random(f"{plan.seed} {number}")
+        self._plan = plan
         self._first = (number + 1) << 20  # versions of its own
         self._stores = {f"{server}/": RemoteOffloader(server, namespace="shared") for server in SERVERS}
         self._stores |= {f"{server}/{number}/": RemoteOffloader(server) for server in SERVERS}
+        self._servers = {server: int(rpc_sync(server, os.getpid)) for server in SERVERS}
+        self._stalls: list[subprocess.Popen[bytes]] = []
+        if plan.stalls:
+            for store in self._stores.values():
+                store._timeout = BRIEF
         self._under_way: collections.deque[Batch] = collections.deque()
         self._lock = threading.Lock()
         self._left: int | None = None  # until it is killed
@@ -139,12 +158,26 @@ class Client:
 
     def work(self, operations: int, window: int) -> None:
         """Do so much, some of it at a time, and wait for the end of all."""
-        for _ in range(operations):
+        stalls = {*self._numbers.sample(range(operations), self._plan.stalls)}
+        for i in range(operations):
+            if i in stalls:
+                self._stall(self._numbers.choice([os.getpid(), *self._servers.values()]))
             self._begin()
             while len(self._under_way) >= window:
                 self._look(self._under_way.popleft())
         while self._under_way:
             self._look(self._under_way.popleft())
+        for stall in self._stalls:
+            stall.wait()
+
+    def _stall(self, process: int) -> None:
+        """Stop a process for a while, which may be this one or dead."""
+        seconds = self._numbers.uniform(BRIEF / 3, 2 * BRIEF)
+        script = f"kill -STOP {process} && sleep {seconds:.3f} && kill -CONT {process}"
+        self._stalls.append(subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL))
+
+    def kill_the_last_server(self) -> None:
+        os.kill(self._servers[SERVERS[-1]], signal.SIGKILL)
 
     def die_after(self, operations: int, window: int) -> None:
         """Work until so much has ended, and be killed then."""
@@ -157,7 +190,7 @@ class Client:
             store.close()
 
     def _begin(self) -> None:
-        place = self._numbers.choice([*self._stores])
+        place = self._numbers.choice([place for place in self._stores if place.split("/")[0] in self._servers])
         store = self._stores[place]
         (kind,) = self._numbers.choices([self._write, self._read, self._delete], weights=[9, 8, 2])
         count = self._numbers.choice([1, 1, 1, 2, 5])
@@ -198,11 +231,15 @@ class Client:
 
     def _follow(self, number: int, place: str, keys: list[str], future: CUDAFuture[Any], begin: int = 0) -> None:
         future.add_done_callback(partial(self._ended, number))
+        if self._plan.stalls:
+            self._journal.limit(number, BRIEF)
         self._under_way.append(Batch(number, begin or now(), place, keys, future))
 
     def _ended(self, number: int, future: CUDAFuture[Any]) -> None:
         """Note at once that something has ended; and die, where that was to be the last."""
-        self._ends[number] = self._journal.ended(number, future.exception() is None)
+        error = future.exception()
+        is_known = error is None or isinstance(error, NotFoundError)
+        self._ends[number] = self._journal.ended(number, error is None) if is_known else now()
         with self._lock:
             if self._left is not None:
                 self._left -= 1
@@ -216,6 +253,11 @@ class Client:
         if isinstance(error, NotFoundError):
             seen = {batch.place + key: None for key in batch.keys if repr(key) in str(error)}
             assert seen, error
+        elif isinstance(error, TimeoutError) and self._plan.stalls:
+            pass
+        elif isinstance(error, WorkerLostError) and self._plan.killer is not None:
+            assert error.worker == SERVERS[-1]
+            self._servers.pop(error.worker, None)
         elif error is not None:
             raise error
         elif isinstance(batch.future.value(), list):
@@ -227,19 +269,22 @@ class Client:
 
 
 def be_client(number: int, folder: Path, plan: Plan) -> None:
-    meet("served", plan.clients)
-    client = Client(number, folder, plan.seed)
+    meet("served", plan)
+    client = Client(number, folder, plan)
     window = 1 + 5 * (number % 3)
     when, count = plan.victims.get(number, (2, 0))
     for half in range(2):
         if half == when:
             client.die_after(count, window)
+        if half == 1 and number == plan.killer:
+            client.work(plan.operations // 2, window)
+            client.kill_the_last_server()
         client.work(plan.operations, window)
         if half == 0:
-            meet("half", plan.alive(0))
-            meet("looked", plan.alive(0))
+            meet("half", plan, 0)
+            meet("looked", plan, 0)
     client.close()
-    meet("over", plan.alive(1))
+    meet("over", plan, 1)
 
 
 # ---- a server
@@ -247,15 +292,21 @@ def be_client(number: int, folder: Path, plan: Plan) -> None:
 
 def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
     with serve_offload(
-        folder / name, namespace_capacity=CAPACITY, memory=MEMORY, clients=SESSIONS * plan.clients + 1
+        folder / name,
+        namespace_capacity=CAPACITY,
+        memory=MEMORY,
+        clients=SESSIONS * plan.clients + 1,
+        durable=plan.killer is not None,
     ) as service:
-        meet("served", plan.clients)
-        meet("half", plan.alive(0))
+        meet("served", plan)
+        meet("half", plan, 0)
         wait_for(service, lambda: service.statistics().clients == SESSIONS * plan.alive(0))
         at_half = resident_bytes()
         written = service.statistics().bytes_written
-        meet("looked", plan.alive(0))
-        meet("over", plan.alive(1))
+        meet("looked", plan, 0)
+        if plan.servers(1) < len(SERVERS) and name == SERVERS[-1]:
+            threading.Event().wait()  # until it is killed
+        meet("over", plan, 1)
         wait_for(service, lambda: service.statistics().clients == 0)
         at_end = resident_bytes()
         statistics = service.statistics()
@@ -276,14 +327,20 @@ def wait_for(service: OffloadService, condition: Callable[[], bool]) -> None:
         service.store.flush().exception(timeout=LONG)
 
 
+def look_at_all(name: str, remote: RemoteOffloader, journal: Journal) -> list[str]:
+    """Note what has come of the shared keys of a server, and return those that are there."""
+    begin, keys = now(), remote.keys()
+    contents = remote.readv(keys).wait(timeout=LONG)
+    seen: dict[str, Version] = dict.fromkeys(KEYS)
+    seen |= {key: version_of(key, content) for key, content in zip(keys, contents, strict=True)}
+    journal.seen(begin, now(), {f"{name}/{key}": version for key, version in seen.items()})
+    return keys
+
+
 def take_all(name: str, service: OffloadService, journal: Journal) -> None:
     """Note what has come of the shared keys, delete them, and see that nothing is left."""
     with RemoteOffloader(name, namespace="shared") as remote:
-        begin, keys = now(), remote.keys()
-        contents = remote.readv(keys).wait(timeout=LONG)
-        seen: dict[str, Version] = dict.fromkeys(KEYS)
-        seen |= {key: version_of(key, content) for key, content in zip(keys, contents, strict=True)}
-        journal.seen(begin, now(), {f"{name}/{key}": version for key, version in seen.items()})
+        keys = look_at_all(name, remote, journal)
         remote.deletev(keys).wait(timeout=LONG)
         wait_for(service, lambda: len(service.store) == 0)  # what is removed, nobody waits for
         error = remote.write("more than there is", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=LONG)

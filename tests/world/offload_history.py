@@ -23,6 +23,8 @@ MIB = 1 << 20
 SIZES = {"zero": 0, "small": 100, "page": 64 << 10, "meg": MIB, "large": 20 * MIB}  # bytes; the last is in two pieces
 KEYS = ("zero", "small a", "small b", "small c", "small d", "page a", "page b", "meg", "large", "any a", "any b")
 
+CLOCKS = 0.1e9  # nanoseconds by which a service may take a client's deadline for later than it is
+
 Version = int | None
 """what is under a key; None: nothing"""
 
@@ -73,6 +75,10 @@ class Journal:
             self._write("begun", self._number, now(), changes)
             return self._number
 
+    def limit(self, number: int, seconds: float) -> None:
+        """Note that it takes no effect any more when so many seconds from now are over, unless that has begun."""
+        self._write("limit", number, now() + int(seconds * 1e9), None)
+
     def ended(self, number: int, changed: bool = True) -> int:
         """Note that it has ended, and whether it has changed anything; return when that was."""
         at = now()
@@ -103,10 +109,16 @@ class Change(NamedTuple):
     version: Version
     begin: float
     end: float  # math.inf: nobody knows
+    limit: float = math.inf  # when its time was over
 
     def is_before(self, other: Change) -> bool:
-        """Say whether this one came first: it had ended, or the same client has asked for it earlier."""
-        return self.end < other.begin or (self.client == other.client and self.number < other.number)
+        """Say whether this one came first: it had ended, or its time was over, or its client has asked for it earlier.
+
+        One whose time was over may still take effect if the service had begun it: but not after a later one.
+        """
+        if self.end < other.begin or self.limit + CLOCKS < other.begin:
+            return True
+        return self.client == other.client and self.number < other.number
 
 
 class Sight(NamedTuple):
@@ -130,12 +142,14 @@ class History:
 
     def _read(self, client: str, lines: Sequence[tuple[str, int, int, Mapping[str, Version]]]) -> None:
         ends = {number: (end, changed) for what, number, end, changed in lines if what == "ended"}
+        limits = {number: limit for what, number, limit, _ in lines if what == "limit"}
         self.ended += len(ends)
         for what, first, second, versions in lines:
             if what == "begun":
                 end, changed = ends.get(first, (math.inf, True))
                 if changed:
-                    self.changes += [Change(client, first, *item, second, end) for item in versions.items()]
+                    limit = limits.get(first, math.inf)
+                    self.changes += [Change(client, first, *item, second, end, limit) for item in versions.items()]
             elif what == "seen":
                 self.sights += [Sight(*item, first, second) for item in versions.items()]
 
