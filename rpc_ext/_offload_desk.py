@@ -229,7 +229,9 @@ class Desk:
             )
 
         def read() -> CUDAFuture[Answer]:
-            return begun(self.store.readv, names, outs, digests=digests).then_async(whose_fault, executor=service_thread)
+            return begun(self.store.readv, names, outs, digests=digests).then_async(
+                whose_fault, executor=service_thread
+            )
 
         return self._answered(session, end, read)
 

@@ -52,9 +52,7 @@ class Uploads:
         self._over: collections.deque[bytes] = collections.deque(maxlen=4096)  # the last that were given up
         self._ended = False
 
-    def put(
-        self, header: Header, data: torch.Tensor, late: Late = never, left: float = math.inf
-    ) -> CUDAFuture[None]:
+    def put(self, header: Header, data: torch.Tensor, late: Late = never, left: float = math.inf) -> CUDAFuture[None]:
         """Write a piece. The future of the last one completes when the tensor is there.
 
         When `left` seconds are over, the upload is given up: the client cannot finish it any more, and its request to

@@ -24,7 +24,8 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were
   SerialExecutor& serial = SerialExecutor::make("serial");
   std::vector<FuturePtr> parents = many(kCallbacks);
   Order order;
-  for (int i = 0; i < kCallbacks; ++i) parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &serial));
+  for (int i = 0; i < kCallbacks; ++i)
+    parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &serial));
   Order shuffled(kCallbacks);
   std::iota(shuffled.begin(), shuffled.end(), 0);
   std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(3));
@@ -35,7 +36,8 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were
   CHECK(order == shuffled);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
+TEST_CASE_FIXTURE(Rules,
+                  "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
   SerialExecutor& serial = SerialExecutor::make("serial");
   SerialExecutor& other = SerialExecutor::make("other");
   Signal go_on;

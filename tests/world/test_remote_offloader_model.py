@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from soak import SOAK, soak_count
 from rpc_ext import RemoteOffloader, serve_offload
+from soak import SOAK, soak_count
 from world.offload_clients import MEMORY, SERVERS, Plan, be_one_of_all, look_at_all
 from world.offload_history import KEYS, MIB, History, Journal, content_of, version_of
 from world.ranks import run_ranks

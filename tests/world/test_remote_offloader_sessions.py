@@ -16,7 +16,14 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError, StorageError
+from cudafuture.errors import (
+    AuthenticationError,
+    ChecksumError,
+    InvalidStateError,
+    NotFoundError,
+    QuotaError,
+    StorageError,
+)
 from cudafuture.storage import Offloader
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync

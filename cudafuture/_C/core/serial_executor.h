@@ -1,5 +1,5 @@
-// A thread of its own for the callbacks that name this executor: one at a time, in the order in which their futures were
-// completed. Neither a callback that blocks elsewhere holds them up, nor do they hold up others.
+// A thread of its own for the callbacks that name this executor: one at a time, in the order in which their futures
+// were completed. Neither a callback that blocks elsewhere holds them up, nor do they hold up others.
 //
 // It is a lane in which a callback gets its place when its future completes, instead of when it is attached.
 #pragma once
