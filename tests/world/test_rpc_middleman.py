@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Callable
@@ -18,17 +19,19 @@ import rpc_ext
 from cudafuture.errors import AuthenticationError, WorkerLostError
 from cudafuture.testing import World
 from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
-from soak import soak_count
+from soak import SOAK, soak_count
 from world.attacker import MAGIC, SEAL_SIZE, Stranger
 from world.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
 from world.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-middleman")]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]
 
 rpc: Any = torch_rpc
+TIMEOUT = soak_count(3000)  # seconds that a test has
 LIKELY = 3  # seconds in which a reply comes that comes at all
 MARK, FORGED = b"of whom it is from the first to the last", b"of whom it was not, to the very last one"
 CHANGED = "its signature is wrong"
+ROUNDS = 200 if SOAK else 1  # of each attack
 
 
 def be_relayed(
@@ -72,14 +75,14 @@ PARTS = {
 }
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("way", [TO, FROM])
 def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
     world: World, tmp_path: Path, way: int
 ) -> None:
     def attack(relay: Relay, session: rpc_ext.Session) -> dict[str, str]:
         errors = {}
-        for what in (*PARTS, "payload"):
+        for _, what in itertools.product(range(ROUNDS), (*PARTS, "payload")):
             for call in (rpc_sync, rpc.rpc_sync):
                 assert call("w1", same, (MARK,)) == MARK
                 if what == "payload":
@@ -90,7 +93,7 @@ def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
                     call("w1", same, (MARK,))
                 if call is rpc_sync:
                     errors[what] = f"{type(caught.value).__name__}: {caught.value}"
-        assert relay.changed == 2 * len(errors)
+        assert relay.changed == 2 * len(errors) * ROUNDS
         assert rpc_ext.statistics().destinations["w1"].in_flight == 0
         return errors
 
@@ -101,13 +104,13 @@ def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
         assert ("it is not signed" if what == "magic" else CHANGED) in error
     count = 2 * len(errors)
     if way == FROM:
-        assert (at_caller, at_callee) == ({"w1": count}, {})
+        assert (at_caller, at_callee) == ({"w1": count * ROUNDS}, {})
     else:
         assert at_caller == {}
-        assert at_callee == {"": 2, "w0": count - 4, "w1": 2}
+        assert at_callee == {"": 2 * ROUNDS, "w0": (count - 4) * ROUNDS, "w1": 2 * ROUNDS}
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_a_seal_of_one_message_does_not_serve_another(world: World, tmp_path: Path) -> None:
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
         said = []
@@ -129,15 +132,15 @@ def test_a_seal_of_one_message_does_not_serve_another(world: World, tmp_path: Pa
             assert rpc_sync("w1", add, (1, 2)) == 3
         return said
 
-    (said, at_caller), (_, at_callee) = world.run(be_relayed, str(tmp_path / "file"), attack)
-    assert "it was received before" in said[0]
-    assert said[1].startswith("TimeoutError")  # the reply was another call's, which had its reply before
-    assert at_caller == {"w1": 1}
-    assert at_callee == {"w0": 1}
+    for i in range(ROUNDS):
+        (said, at_caller), (_, at_callee) = world.run(be_relayed, str(tmp_path / f"file{i}"), attack)
+        assert "it was received before" in said[0]
+        assert said[1].startswith("TimeoutError")  # the reply was another call's, which had its reply before
+        assert at_caller == {"w1": 1}
+        assert at_callee == {"w0": 1}
 
 
-@pytest.mark.soak
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) -> None:
     """The engine of torch would run a request twice, and end the process over the second reply to one call."""
     folder = tmp_path / "made"
@@ -168,12 +171,12 @@ def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) 
     assert at_caller == {"w1": 2 * times}  # the replies that came twice, and those to requests that came twice
 
 
-@pytest.mark.world(3)
+@pytest.mark.world(3, timeout=TIMEOUT)
 def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp_path: Path) -> None:
     """Even where it comes before the worker's own: it is kept from arriving, and sent by a stranger."""
-    file, folder = str(tmp_path / "file"), tmp_path / "made"
+    folder = tmp_path / "made"
 
-    def run() -> Any:
+    def run(file: str) -> Any:
         rank, seen = dist.get_rank(), dict[str, Any]()
         shown: list[Any] = [None] * 3
         if rank == 2:
@@ -211,12 +214,13 @@ def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp
                 rpc_ext.shutdown(graceful=False)
             return type(kept_back.exception(timeout=PATIENCE)).__name__
 
-    _, at_callee, _ = world.run(run)
-    assert not folder.exists()
-    assert at_callee == {"": 1, "w0": 1}
+    for i in range(ROUNDS):
+        _, at_callee, _ = world.run(run, str(tmp_path / f"file{i}"))
+        assert not folder.exists()
+        assert at_callee == {"": 1, "w0": 1}
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: World, tmp_path: Path) -> None:
     """An unsigned reply claims a pending call and announces a tensor. The honest reply to that call comes before it.
 
@@ -248,10 +252,11 @@ def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: W
         pending.append(rpc_async("w1", Gate.open, (second,), timeout=LIKELY))
         return [type(call.exception(timeout=PATIENCE)).__name__ for call in pending]
 
-    (said, at_caller), _ = world.run(be_relayed, str(tmp_path / "file"), attack)
-    assert set(said) <= {"NoneType", "AuthenticationError", "TimeoutError"}
-    assert "AuthenticationError" in said
-    assert at_caller["w1"] >= 1
+    for i in range(ROUNDS):
+        (said, at_caller), _ = world.run(be_relayed, str(tmp_path / f"file{i}"), attack)
+        assert set(said) <= {"NoneType", "AuthenticationError", "TimeoutError"}
+        assert "AuthenticationError" in said
+        assert at_caller["w1"] >= 1
 
 
 def number_in(message: bytearray, begin: int) -> bytes:
@@ -262,13 +267,13 @@ def number_in(message: bytearray, begin: int) -> bytes:
 # ---- tensors
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_memory_beside_a_message_is_neither_read_nor_written(world: World, tmp_path: Path) -> None:
     """The description of a tensor by torch says how large its memory is; it is changed to say more than there is."""
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
         tensor, said = torch.zeros(0x12345), []
-        for call in (rpc_sync, rpc.rpc_sync):
+        for _, call in itertools.product(range(ROUNDS), (rpc_sync, rpc.rpc_sync)):
             for way in (TO, FROM):
                 relay.replace_next(way, struct.pack("<ci", b"J", 0x12345), struct.pack("<ci", b"J", 1 << 20))
                 with pytest.raises(RuntimeError, match="was refused") as caught:
@@ -279,11 +284,11 @@ def test_memory_beside_a_message_is_neither_read_nor_written(world: World, tmp_p
         return said
 
     (said, _), _ = world.run(be_relayed, str(tmp_path / "file"), attack)
-    assert len(said) == 4
+    assert len(said) == 4 * ROUNDS
     assert all(CHANGED in error for error in said), said
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_nothing_is_allocated_for_a_message_that_announces_more_than_it_has(world: World, tmp_path: Path) -> None:
     """The connection ends, and neither of the processes."""
 
@@ -296,14 +301,15 @@ def test_nothing_is_allocated_for_a_message_that_announces_more_than_it_has(worl
             rpc_sync("w1", same, (content,), timeout=LIKELY)
         assert relay.changed == 1
 
-    _, (_, at_callee) = world.run(be_relayed, str(tmp_path / "file"), attack)
-    assert at_callee == {"w0": 1}
+    for i in range(ROUNDS):
+        _, (_, at_callee) = world.run(be_relayed, str(tmp_path / f"file{i}"), attack)
+        assert at_callee == {"w0": 1}
 
 
 NUMBERS = torch.arange(0x4711, 0x4711 + 1000)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("seal", ["descriptions", "contents"])
 def test_numbers_in_a_tensor_can_be_changed_unless_the_seal_covers_contents(
     world: World, tmp_path: Path, seal: str
@@ -312,7 +318,7 @@ def test_numbers_in_a_tensor_can_be_changed_unless_the_seal_covers_contents(
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
         said = []
-        for call in (rpc_sync, rpc.rpc_sync):
+        for _, call in itertools.product(range(ROUNDS), (rpc_sync, rpc.rpc_sync)):
             for way in (TO, FROM):
                 relay.replace_next(way, old, new)
                 try:
@@ -325,32 +331,32 @@ def test_numbers_in_a_tensor_can_be_changed_unless_the_seal_covers_contents(
 
     (said, _), _ = world.run(be_relayed, str(tmp_path / "file"), attack, seal=seal)
     if seal == "descriptions":
-        assert said == ["999"] * 4
+        assert said == ["999"] * 4 * ROUNDS
     else:
-        assert ["was refused: " + CHANGED in error for error in said] == [True] * 4
+        assert ["was refused: " + CHANGED in error for error in said] == [True] * 4 * ROUNDS
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 def test_indices_of_a_sparse_tensor_cannot_be_changed(world: World, tmp_path: Path) -> None:
     """A dense tensor to which it is added would be written at an address of the attacker's choice."""
     sparse = torch.sparse_coo_tensor(torch.tensor([[0x4711, 3]]), torch.ones(2), (0x5000,))
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
         said = []
-        for way in (TO, FROM):
+        for _, way in itertools.product(range(ROUNDS), (TO, FROM)):
             relay.replace_next(way, struct.pack("<q", 0x4711), struct.pack("<q", 1 << 40))
             with pytest.raises(RuntimeError, match="was refused") as caught:
                 rpc.rpc_sync("w1", same, (sparse,))
             said.append(str(caught.value))
             assert torch.equal(rpc.rpc_sync("w1", same, (sparse,)).to_dense(), sparse.to_dense())
-        assert relay.changed == 2
+        assert relay.changed == 2 * ROUNDS
         return said
 
     (said, _), _ = world.run(be_relayed, str(tmp_path / "file"), attack)
     assert all(CHANGED in error for error in said), said
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("way", [TO, FROM])
 @pytest.mark.parametrize("which", [0, 1], ids=["one device", "the other device"])
 def test_devices_of_a_tensor_cannot_be_changed(world: World, tmp_path: Path, way: int, which: int) -> None:
@@ -368,6 +374,7 @@ def test_devices_of_a_tensor_cannot_be_changed(world: World, tmp_path: Path, way
             rpc_sync("w1", same, (NUMBERS,), timeout=LIKELY)
         return relay.changed
 
-    (changed, at_caller), (_, at_callee) = world.run(be_relayed, str(tmp_path / "file"), attack)
-    assert changed == 1
-    assert (at_caller, at_callee) == (({}, {"w0": 1}) if way == TO else ({"w1": 1}, {}))
+    for i in range(ROUNDS):
+        (changed, at_caller), (_, at_callee) = world.run(be_relayed, str(tmp_path / f"file{i}"), attack)
+        assert changed == 1
+        assert (at_caller, at_callee) == (({}, {"w0": 1}) if way == TO else ({"w1": 1}, {}))
