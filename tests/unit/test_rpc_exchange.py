@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
 import pickle
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ import pytest
 from cudafuture.errors import AuthenticationError
 from rpc_ext import _exchange
 from rpc_ext._exchange import Exchange
+from soak import soak_count
 from unit.memory_store import MemoryStore
 
 SECRET = b"a secret that nobody else knows"
@@ -199,6 +202,39 @@ def test_garbage_is_passed_over_without_a_secret_too(
     until(lambda: first.passed_over == 1)
     assert pool.submit(exchange(store, 1, secret=None).begin, 1).result(PATIENCE)[0] == [0, 1]
     assert begun.result(PATIENCE)[0] == [0, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["signed", "unsigned"])
+def test_records_that_were_changed_by_chance_are_passed_over(store: MemoryStore, secret: bytes | None) -> None:
+    """A record is as its worker has written it, or none. Without a secret it may be any that has the form."""
+    value = {"nonce": "0" * 64, "value": {"devices": ["cpu"], "number": 3, "text": "\N{SNOWMAN}"}}
+    exchange(store, 1, secret=secret)._show("hello", value)
+    record = store.get("hello/1")
+    numbers = random.Random(1)
+    for _ in range(soak_count(100_000)):
+        changed = mutated(record, numbers)
+        store.plant("hello/1", changed)
+        one = exchange(store, 0, secret=secret, timeout=0.0)
+        with contextlib.suppress(AuthenticationError):
+            seen = one.round("hello", 0, lambda found: isinstance(found, dict) and {*found} == {*value})[1]
+            assert changed == record if secret else {*seen} == {*value}
+
+
+def mutated(record: bytes, numbers: random.Random) -> bytes:
+    """Return a record with some bytes changed, removed, repeated or added."""
+    changed = bytearray(record)
+    for _ in range(numbers.choice([1, 1, 2, 8])):
+        at = numbers.randrange(len(changed) + 1)
+        end = min(len(changed), at + numbers.choice([1, 2, 30, 300]))
+        new = [
+            numbers.randbytes(end - at),
+            b"",
+            changed[at:end] * numbers.choice([2, 3]),
+            numbers.choice([b"[" * 2000, b"9" * 5000, b'{"value": ', b"NaN", b"\\ud800", b"\0", b" ", b"e9999"]),
+        ][numbers.randrange(4)]
+        changed[at:end] = new
+    return bytes(changed)
 
 
 def test_nothing_is_unpickled(store: MemoryStore, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
