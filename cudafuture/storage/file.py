@@ -89,6 +89,7 @@ class File:
 
         Raises:
             StorageError: the system does not say.
+            InvalidStateError: the file is closed.
         """
         return self._native.size
 
@@ -194,7 +195,9 @@ class File:
         return submit(self._native.sync)
 
     def close(self) -> None:
-        """Begin no more reads and writes: those fail with InvalidStateError. What is under way goes on to its end.
+        """Begin nothing more: that fails with InvalidStateError. What is under way goes on to its end.
+
+        The descriptors are closed then, so a file that was unlinked gives its room back.
 
         >>> file = File("numbers", "w")
         >>> file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def contents(size: int, seed: int = 0) -> torch.Tensor:
     """Return so many bytes, other ones for each seed."""
     numbers = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=numbers)
+
+
+def opened(path: Path) -> int:
+    """Return how many descriptors of this process are of a file."""
+    links = [descriptor for descriptor in Path("/proc/self/fd").iterdir() if descriptor.is_symlink()]
+    return sum(os.path.realpath(link) == str(path.resolve()) for link in links)
 
 
 def engine_on(backend: Any) -> Engine:

@@ -18,6 +18,7 @@ from cudafuture.errors import StorageError
 from cudafuture.storage import AsyncFileWriter, Engine
 from unit.child import Child
 from unit.offloading import PATIENCE, failing, held_engine, in_a_thread
+from unit.storing import opened
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -287,7 +288,9 @@ def test_a_writer_that_is_dropped_ends_what_it_was_given(path: Path, caplog: pyt
 
 def test_a_closed_writer_refuses(path: Path) -> None:
     writer = AsyncFileWriter(path)
+    assert opened(path) > 0
     writer.close()
+    assert opened(path) == 0  # a file that is removed gives its room back
     for use in (lambda: writer.write(b"x"), lambda: writer.write_tensor(torch.ones(1))):
         with pytest.raises(InvalidStateError, match="closed"):
             use()

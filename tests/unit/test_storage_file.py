@@ -14,6 +14,8 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File
+from unit.offloading import held_engine
+from unit.storing import opened
 
 PATIENCE = 60.0
 BLOCK = 1 << 14
@@ -318,6 +320,25 @@ def test_a_closed_file_begins_nothing_more(file: File) -> None:
     file.close()
     with pytest.raises(InvalidStateError, match="closed"):
         done(file.write(torch.zeros(1)))
+
+
+def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with held_engine() as engine:
+        file = File(path, "w+", engine=engine)
+        assert opened(path) > 0
+        under_way = file.write(torch.ones(1000))
+        while not path.stat().st_size:  # it has begun, and its result does not come yet
+            pass
+        file.close()
+        for refused in (lambda: file.size, lambda: file.truncate(0), lambda: file.allocate(1)):
+            with pytest.raises(InvalidStateError, match="the file is closed"):
+                refused()
+        assert isinstance(file.sync().exception(timeout=PATIENCE), InvalidStateError)
+        assert opened(path) > 0
+        engine._native.let_go()
+        assert under_way.wait(timeout=PATIENCE) == 4000
+        assert opened(path) == 0
 
 
 def test_blocks_are_there_before_they_are_written(file: File) -> None:

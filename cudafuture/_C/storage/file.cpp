@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/error.h"
 #include "storage/failure.h"
 #include "storage/page.h"
 
@@ -108,18 +109,44 @@ int File::open_past_cache() noexcept {
   return 0;
 }
 
-File::~File() {
-  if (direct_ >= 0) ::close(direct_);
-  ::close(cached_);
+File::~File() { close(); }
+
+bool File::begin_use() noexcept {
+  std::uint64_t before = uses_.load(std::memory_order_relaxed);
+  while ((before & kClosed) == 0) {
+    if (uses_.compare_exchange_weak(before, before + 1, std::memory_order_acquire)) return true;
+  }
+  return false;
 }
 
-std::uint64_t File::size() const {
+void File::end_use() noexcept {
+  if (uses_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1)) close_descriptors();
+}
+
+File::Use File::expect_open() {
+  Use use(*this);
+  if (!use) throw Error(ErrorKind::invalid_state, "the file is closed: " + path_);
+  return use;
+}
+
+void File::close() noexcept {
+  if (uses_.fetch_or(kClosed, std::memory_order_acq_rel) == 0) close_descriptors();
+}
+
+void File::close_descriptors() noexcept {
+  if (direct_ >= 0) ::close(std::exchange(direct_, -1));
+  ::close(std::exchange(cached_, -1));
+}
+
+std::uint64_t File::size() {
+  const Use use = expect_open();
   struct stat status = {};
   if (::fstat(cached_, &status) != 0) throw_errno("cannot ask the size of", path_, errno);
   return static_cast<std::uint64_t>(status.st_size);
 }
 
-void File::allocate(std::uint64_t size) const {
+void File::allocate(std::uint64_t size) {
+  const Use use = expect_open();
   int code;
   do {
     code = ::posix_fallocate(cached_, 0, static_cast<off_t>(size));
@@ -127,7 +154,8 @@ void File::allocate(std::uint64_t size) const {
   if (code != 0) throw_errno("cannot allocate", path_, code);
 }
 
-void File::truncate(std::uint64_t size) const {
+void File::truncate(std::uint64_t size) {
+  const Use use = expect_open();
   int code;
   do {
     code = ::ftruncate(cached_, static_cast<off_t>(size));
@@ -135,7 +163,8 @@ void File::truncate(std::uint64_t size) const {
   if (code != 0) throw_errno("cannot truncate", path_, errno);
 }
 
-void File::sync() const {
+void File::sync() {
+  const Use use = expect_open();
   if (::fdatasync(cached_) != 0) throw_errno("cannot sync", path_, errno);
 }
 

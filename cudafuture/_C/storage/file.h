@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace cudafuture::storage {
 
@@ -43,18 +44,43 @@ class File {
   std::size_t unit() const noexcept { return unit_; }
   const Alignment& alignment() const noexcept { return alignment_; }
 
-  std::uint64_t size() const;               // bytes; throws Failure
-  void allocate(std::uint64_t size) const;  // has blocks for so many bytes, and is at least so long; throws Failure
-  void truncate(std::uint64_t size) const;  // throws Failure
-  void sync() const;                        // data, and what it takes to read it; throws Failure
+  // All of these throw Failure, and Error where the file is closed.
+  std::uint64_t size();               // bytes
+  void allocate(std::uint64_t size);  // has blocks for so many bytes, and is at least so long
+  void truncate(std::uint64_t size);
+  void sync();  // data, and what it takes to read it
 
-  // Begins no more reads and writes. The descriptors are closed when those under way have ended.
-  void close() noexcept { is_closed_.store(true, std::memory_order_release); }
-  bool is_closed() const noexcept { return is_closed_.load(std::memory_order_acquire); }
+  // Keeps the descriptors open while something uses them.
+  class Use {
+   public:
+    Use() = default;
+    explicit Use(File& file) noexcept : file_(file.begin_use() ? &file : nullptr) {}
+    Use(Use&& other) noexcept : file_(std::exchange(other.file_, nullptr)) {}
+    Use& operator=(Use&& other) noexcept {
+      std::swap(file_, other.file_);
+      return *this;
+    }
+    ~Use() {
+      if (file_ != nullptr) file_->end_use();
+    }
+    explicit operator bool() const noexcept { return file_ != nullptr; }  // false: the file is closed
+
+   private:
+    File* file_ = nullptr;
+  };
+
+  // Begins no more uses. The descriptors are closed with the last one that is under way.
+  void close() noexcept;
 
  private:
   File(std::string path, Access access, Start start, Direct direct);
   int open_past_cache() noexcept;
+  bool begin_use() noexcept;
+  void end_use() noexcept;
+  Use expect_open();
+  void close_descriptors() noexcept;
+
+  static constexpr std::uint64_t kClosed = std::uint64_t{1} << 63;
 
   std::string path_;
   Access access_;
@@ -64,7 +90,7 @@ class File {
   std::size_t unit_ = 0;
   bool must_be_direct_;
   std::atomic<bool> is_direct_{false};
-  std::atomic<bool> is_closed_{false};
+  std::atomic<std::uint64_t> uses_{0};  // how many are under way, and kClosed
 };
 
 }  // namespace cudafuture::storage

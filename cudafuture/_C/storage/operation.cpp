@@ -21,7 +21,8 @@ constexpr unsigned kMostInVain = 1000;  // a kernel that goes on like that has a
 bool Operation::begin() noexcept {
   if (std::exchange(has_begun_, true)) return true;
   if (!request_.future->start()) return false;
-  if (!request_.file->is_closed()) return true;
+  use_ = File::Use(*request_.file);
+  if (use_) return true;
   failure_ = std::make_exception_ptr(
       Error(ErrorKind::invalid_state, "the file was closed before this could begin: " + request_.file->path()));
   return false;
@@ -253,6 +254,7 @@ void Operation::finish() noexcept {
     targets = request_.device->targets();
   }
   // Who hears of the end may want the room of the file; and what owns the tensors is to be the last to drop them.
+  use_ = File::Use();
   request_.file = nullptr;
   request_.memory = Memory();
   request_.device = nullptr;

@@ -94,6 +94,7 @@ class Operation {
   std::exception_ptr error(int code, std::uint64_t got) const;
 
   Request request_;
+  File::Use use_;  // from the beginning to the end
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
   std::size_t under_way_ = 0;     // blocks
