@@ -15,6 +15,7 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.future import submit
+from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
 
 __all__ = ["File"]
@@ -51,7 +52,7 @@ class File:
 
     Raises:
         StorageError: the file cannot be opened; ``errno`` says why.
-        ValueError: a mode or `direct` that does not exist.
+        ValueError: a mode or `direct` that does not exist; a path that is not UTF-8, or has a NUL.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class File:
             raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)} is wanted")
         if direct not in ("auto", True, False):
             raise ValueError(f"direct={direct!r}: 'auto', True or False is wanted")
-        self._path = os.fspath(path)
+        self._path = path_text(path)
         self._mode = mode
         self._engine = engine or default_engine()
         self._native = _C.open_storage_file(self._path, mode, None if direct == "auto" else direct)

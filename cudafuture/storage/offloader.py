@@ -18,6 +18,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.storage import _xxhash
 from cudafuture.storage._home import DurableHome, EphemeralHome
+from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import PAGE, Engine, default_engine
 from cudafuture.storage.file import File
 
@@ -90,7 +91,7 @@ class Offloader:
     Raises:
         StorageError: the folder cannot be used; or it is another process's durable store: the message says whose.
         ChecksumError: the list of what a durable store has is damaged.
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range; a path that is not UTF-8, or has a NUL.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Offloader:
         if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
             raise ValueError(f"{engine!r}: its blocks are no multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
         _xxhash.install()
-        self._dir = str(Path(dir).absolute())  # wherever this process goes meanwhile
+        self._dir = str(Path(path_text(dir)).absolute())  # wherever this process goes meanwhile
         self._capacity, self._durable = capacity, durable
         home = DurableHome(self._dir) if durable else EphemeralHome(self._dir)
         try:

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File
+from cudafuture.storage import Engine, File, Offloader
 from unit.offloading import held_engine
 from unit.storing import opened
 
@@ -267,6 +267,14 @@ def test_a_file_that_ends_says_what_was_wanted_and_got(file: File) -> None:
     file.truncate(5)
     with pytest.raises(StorageError, match="ended after 5"):
         done(file.read(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", ["not \udcff UTF-8", "a \0 NUL"], ids=["surrogate", "NUL"])
+@pytest.mark.parametrize("kind", [File, Offloader])
+def test_a_path_that_cannot_be_is_refused_in_words(tmp_path: Path, kind: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=r"the path '.*' (has a NUL|is not UTF-8)"):
+        kind(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_modes(engine: Engine, tmp_path: Path) -> None:
