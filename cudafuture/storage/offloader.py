@@ -24,8 +24,7 @@ from cudafuture.storage.file import File
 
 __all__ = ["Entry", "Offloader", "OffloaderStatistics"]
 
-_LEAST_BLOCK = 1 << 18
-_LEAF = 1 << 16
+_LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
