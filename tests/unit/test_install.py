@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "cmake", "cudafuture", "rpc_ext")
+PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "licenses", "cmake", "cudafuture", "rpc_ext")
 
 USE = """
 import sys
@@ -28,6 +29,15 @@ with rpc_ext.init_rpc("alone", rank=0, world_size=1, init_method="tcp://127.0.0.
     assert rpc_ext.rpc_sync("alone", divmod, (7, 2)) == (3, 1)
 print(cudafuture.__file__)
 """
+
+
+def test_the_licences_of_what_is_linked_statically_are_installed() -> None:
+    installed = importlib.metadata.distribution("cudafuture")
+    texts = {path.name: path.read_text() for path in installed.files or () if "licenses" in path.parts}
+    assert "Wenzel Jakob" in texts["nanobind.txt"]
+    assert "Thibaut Goetghebuer-Planchon" in texts["robin_map.txt"]
+    assert "Jens Axboe" in texts["liburing.txt"]
+    assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
 
 
 @pytest.mark.slow
