@@ -11,7 +11,9 @@ A request names its service and its session; all else that it says is a block of
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
+from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError, QuotaError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._memory import arrived, carried, take
@@ -37,6 +39,7 @@ from rpc_ext.session import current
 __all__ = ["Desk"]
 
 T = TypeVar("T")
+_SIZE = re.compile(r"^no room for \d+ bytes")  # of a tensor, or a piece of one, in the store's words
 _LINE = 64  # bytes: what small tensors of one answer lie at
 
 
@@ -151,13 +154,17 @@ class Desk:
         return self._checked(session.uploads.put, header, data, late, left).then(answer, executor=service_thread)
 
     def _told(self, header: Header, error: BaseException) -> BaseException:
-        """Return what a client is told of a write that has failed: the store has other names for its keys."""
-        if not isinstance(error, ChecksumError):
-            return error
-        self._count(refused=1)
-        return ChecksumError(
-            f"key {header.key!r}: the {header.length} bytes that have come are not those that were sent"
-        )
+        """Return what a client is told of a write that has failed: the store has other names, and pieces, for it."""
+        if isinstance(error, ChecksumError):
+            self._count(refused=1)
+            return ChecksumError(
+                f"key {header.key!r}: the {header.length} bytes that have come are not those that were sent"
+            )
+        told = copy.copy(error)
+        if isinstance(error, QuotaError):
+            told.args = (_SIZE.sub(f"no room for {header.nbytes} bytes", str(error)),)
+        told.__notes__ = []  # they name futures of the store
+        return told
 
     def give_up(self, token: object, upload: object) -> None:
         """Give up what the client cannot finish."""

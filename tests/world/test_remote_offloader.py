@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,19 @@ def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
         assert isinstance(remote.write("c", numbered(PIECE)).exception(timeout=PATIENCE), QuotaError)
         with RemoteOffloader(ME) as other:
             other.write("a", numbered(200)).wait(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("key", ["x", "k" * 1020])
+@pytest.mark.parametrize("nbytes", [12 << 20, 50 << 20], ids=["whole", "in pieces"])
+def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nbytes: int) -> None:
+    """The store behind the service has other names for its keys, and the last piece that fits no more is smaller."""
+    with serve_offload(tmp_path / "full", name="full", capacity=10 << 20), RemoteOffloader(ME, name="full") as remote:
+        error = remote.write(key, torch.zeros(nbytes, dtype=torch.uint8)).exception(timeout=PATIENCE)
+        assert isinstance(error, QuotaError)
+        assert str(error).startswith(f"no room for {nbytes} bytes: ")
+        assert str(10 << 20) in str(error)
+        if sys.version_info >= (3, 11):  # exceptions have notes
+            assert error.__notes__ == [f"write {key} on worker 'me'", f"in CUDAFuture 'write {key}'"]
 
 
 def test_a_service_takes_so_many_clients(tmp_path: Path) -> None:
