@@ -163,7 +163,7 @@ class Desk:
         told = copy.copy(error)
         if isinstance(error, QuotaError):
             told.args = (_SIZE.sub(f"no room for {header.nbytes} bytes", str(error)),)
-        told.__notes__ = []  # they name futures of the store
+        vars(told).pop("__notes__", None)  # they name futures of the store
         return told
 
     def give_up(self, token: object, upload: object) -> None:
