@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: W
         with relay.recorded(FROM) as recorded:
             rpc_sync("w1", same, (tensor,))
         forged = bytearray(recorded)
-        first, second = Gate("first"), Gate("second")
+        first, second = Gate(secrets.token_hex()), Gate(secrets.token_hex())  # the callee keeps those of other rounds
         assert rpc_sync("w1", add, (1, 2)) == 3
         with relay.recorded(TO) as request:
             pending = [rpc_async("w1", waits, (first,), timeout=LIKELY)]
