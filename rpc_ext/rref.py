@@ -54,6 +54,11 @@ class RRef(Generic[T]):
         return new
 
     def __reduce__(self) -> Any:
+        if self._due < time.perf_counter() and not self._rref._get_future().done():
+            raise TimeoutError(f"worker '{self.owner_name()}' has not made the value of an RRef in time")
+        return self._reduced()
+
+    def _reduced(self) -> Any:
         if self._due == math.inf:
             return RRef._of, (self._rref,)
         return _received, (self._rref, self._due - time.perf_counter())
@@ -112,7 +117,7 @@ class RRef(Generic[T]):
         """
         if self.is_owner():
             return self._limited(current().timeout(timeout))
-        return rpc_async(self.owner_name(), _fetch, (self,), timeout=timeout, priority=priority)
+        return rpc_async(self.owner_name(), _fetch, (_Asked(self),), timeout=timeout, priority=priority)
 
     def to_here(self, timeout: float | None = None) -> T:
         """Wait for the value, copied here from its owner: ``get_future().wait()``.
@@ -225,6 +230,18 @@ def _received(rref: Any, left: float) -> RRef[Any]:
     return RRef._of(rref, time.perf_counter() + left)
 
 
+class _Asked:
+    """A reference on its way to its owner, which knows itself whether the value is late."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, reference: RRef[Any]) -> None:
+        self._reference = reference
+
+    def __reduce__(self) -> Any:
+        return self._reference._reduced()
+
+
 class _Proxy:
     __slots__ = ("_call", "_rref")
 
@@ -234,7 +251,7 @@ class _Proxy:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("__"):
             raise AttributeError(method)
-        return lambda *args, **kwargs: self._call(self._rref, method, args, kwargs)
+        return lambda *args, **kwargs: self._call(_Asked(self._rref), method, args, kwargs)
 
 
 @overload
