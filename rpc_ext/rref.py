@@ -286,7 +286,8 @@ def remote(
 
     Args:
         timeout: seconds in which the value has to be made; default: ``rpc_timeout`` of ``init_rpc``. 0: no limit. Who
-            asks for the value before it is made, on any worker, gets TimeoutError when they are over; who asks for one
+            asks for the value before it is made, on any worker, gets TimeoutError when they are over, and so does who
+            passes a late reference on; who asks for a value
             that was made late gets it. The owner keeps the time: where its process is stopped, or its threads are all
             busy, the timeout of the request for the value counts.
 
