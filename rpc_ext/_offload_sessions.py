@@ -98,12 +98,16 @@ class Sessions:
         self._watch(client)
 
     def _forget_unused(self) -> None:
-        """Forget namespaces that have no session and no tensor, where there are many more than before."""
+        """Forget namespaces that have no session and no tensor, where there are many more than before.
+
+        The last ones that had a session stay: a request of it may still be about to begin.
+        """
         if len(self._spaces) < self._until_forgetting:
             return
         in_use = {session.space for session in (*self._sessions.values(), *self._silent.values())}
-        spaces = self._spaces.items()
-        self._spaces = {prefix: space for prefix, space in spaces if space in in_use or not space.index.is_empty}
+        for prefix, space in list(self._spaces.items())[:-_SPARE]:
+            if space not in in_use and space.index.is_empty:
+                del self._spaces[prefix]
         self._until_forgetting = 2 * len(self._spaces) + _SPARE
 
     def find(self, token: object) -> ClientSession:
@@ -142,8 +146,10 @@ class Sessions:
             for remembered in (self._silent, self._over):
                 while len(remembered) > _REMEMBERED:
                     remembered.pop(next(iter(remembered)))
-            if session is not None and session.space.is_private:
+            if session is not None:
                 self._spaces.pop(session.space.prefix, None)
+                if not session.space.is_private:
+                    self._spaces[session.space.prefix] = session.space  # the last one
             is_last = session is not None and not self._has(session.client)
             watched = self._watches.pop(session.client, None) if session is not None and is_last else None
         if watched is not None:
