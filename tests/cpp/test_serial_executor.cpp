@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,11 +18,21 @@
 using namespace cudafuture;
 using namespace cudafuture::fake;
 
+namespace {
+
+SerialExecutor& new_serial(std::string name) {
+  static auto* const all = new std::vector<SerialExecutor*>;  // it is never freed, and is to be found by leak checkers
+  all->push_back(&SerialExecutor::make(std::move(name)));
+  return *all->back();
+}
+
+}  // namespace
+
 TEST_SUITE_BEGIN("serial_executor");
 
 TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were completed") {
   constexpr int kCallbacks = 50;
-  SerialExecutor& serial = SerialExecutor::make("serial");
+  SerialExecutor& serial = new_serial("serial");
   std::vector<FuturePtr> parents = many(kCallbacks);
   Order order;
   for (int i = 0; i < kCallbacks; ++i)
@@ -38,8 +49,8 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were
 
 TEST_CASE_FIXTURE(Rules,
                   "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
-  SerialExecutor& serial = SerialExecutor::make("serial");
-  SerialExecutor& other = SerialExecutor::make("other");
+  SerialExecutor& serial = new_serial("serial");
+  SerialExecutor& other = new_serial("other");
   Signal go_on;
   Executor* const blocked[] = {&CallbackThread::get(), &other};
   for (Executor* const executor : blocked) {
@@ -51,7 +62,7 @@ TEST_CASE_FIXTURE(Rules,
 }
 
 TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for the order of collectives in no lane") {
-  SerialExecutor& serial = SerialExecutor::make("serial");
+  SerialExecutor& serial = new_serial("serial");
   int running = 0;
   int count = 0;
   together(4, [&](int) {
@@ -73,7 +84,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for t
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback that is dropped before it is posted has no place") {
-  SerialExecutor& serial = SerialExecutor::make("serial");
+  SerialExecutor& serial = new_serial("serial");
   Order order;
   {
     const FuturePtr dropped = pending();
