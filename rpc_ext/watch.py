@@ -17,6 +17,7 @@ from rpc_ext.session import current
 __all__ = ["watch"]
 
 _INTERVAL = 1.0  # seconds from one question to the next
+_answers = executors.serial("rpc_ext watch")  # a callback of the program that blocks delays no watch
 
 
 def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
@@ -77,7 +78,7 @@ class _Watch:
             answer = CUDAFuture.completed(None)
         except Exception as e:
             answer = CUDAFuture.failed(e)
-        answer.add_done_callback(self._answered, executor=executors.callback_thread)
+        answer.add_done_callback(self._answered, executor=_answers)
 
     def _answered(self, done: CUDAFuture[Any]) -> None:
         with self._lock:

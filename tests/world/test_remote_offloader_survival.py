@@ -19,7 +19,7 @@ from rpc_ext._offload_wire import PIECE
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.ranks import run_ranks
-from world.rpc_workers import LONG, be_lost, begin, release, wait_for_release
+from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-survival")]
 
@@ -28,10 +28,6 @@ LARGE = PIECE // 4 * 2 + 100  # float32s: three pieces
 
 def tensor_of(i: int) -> torch.Tensor:
     return torch.full((LARGE if i % 5 == 0 else 1000,), float(i))
-
-
-def go_on() -> None:
-    release.set()
 
 
 def die() -> None:

@@ -21,6 +21,7 @@ from world.rpc_workers import (
     be_lost,
     begin,
     blamed,
+    go_on,
     hold,
     hold_half,
     outcome,
@@ -197,14 +198,10 @@ def pass_on_what_a_lost_worker_has(rank: int, store: str) -> None:
         assert "worker 'callee' has not confirmed" in str(error)
         assert error.worker == "third"  # type: ignore[attr-defined]
         assert rpc_sync("third", count_serving) == 1  # this one
-        rpc_async("third", let_go).exception(timeout=LONG)  # it may leave before it has answered
+        rpc_async("third", go_on).exception(timeout=LONG)  # it may leave before it has answered
     else:
         assert release.wait(LONG)
     rpc_ext.shutdown(graceful=False)
-
-
-def let_go() -> None:
-    release.set()
 
 
 def count_serving() -> int:
@@ -230,7 +227,7 @@ def use_what_is_late(rank: int, store: str) -> None:
             for use in uses:
                 with pytest.raises(TimeoutError, match="worker 'callee' has not made the value of an RRef in time"):
                     use()
-            rpc_sync("callee", let_go)
+            rpc_sync("callee", go_on)
             late._rref._get_future().wait()  # it is made, after all
             assert late.to_here() is None
 

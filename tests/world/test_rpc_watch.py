@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import rpc_ext
+from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
 from rpc_ext import rpc_sync, serve_offload, watch
 from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_seams import wait_for
 from world.ranks import run_ranks
-from world.rpc_callees import alone
-from world.rpc_workers import LONG, be_lost, begin
+from world.rpc_callees import alone, wait_for
+from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 BRIEF = 0.5  # seconds that a silent worker is waited for
 
@@ -52,6 +53,35 @@ def be_watched(rank: int, store: str, sent: int, patience: float) -> Any:
 def test_a_worker_that_dies_or_falls_silent_is_lost(tmp_path: Path, sent: int, patience: float, cause: str) -> None:
     found = run_ranks(2, be_watched, str(tmp_path / "store"), sent, patience, lost=[1])
     assert found[0] == cause
+
+
+def lose_a_client_while_blocked(rank: int, store: str, folder: str) -> int:
+    """The program of the service blocks the callback thread while a client dies."""
+    with begin(rank, 2, store):
+        if rank == 1:
+            wait_for_release()
+            with RemoteOffloader("caller", timeout=LONG) as remote:
+                remote.write("x", torch.ones(3)).wait(timeout=LONG)
+                be_lost()
+        over = threading.Event()
+        with serve_offload(folder) as service:
+            client = rpc_sync("callee", os.getpid)
+            rpc_sync("callee", go_on)
+            wait_for(lambda: service.statistics().bytes_written > 0)
+            CUDAFuture.completed(None).add_done_callback(lambda _: over.wait(LONG), executor=executors.callback_thread)
+            os.kill(client, signal.SIGKILL)
+            try:
+                wait_for(lambda: service.statistics().clients == 0)
+            finally:
+                over.set()
+        rpc_ext.shutdown(graceful=False)
+        return 0
+
+
+@pytest.mark.slow
+def test_service_ends_the_session_of_a_dead_client_while_a_callback_blocks(tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "store"), str(tmp_path / "served"))
+    assert run_ranks(2, lose_a_client_while_blocked, *arguments, lost=[1])[0] == 0
 
 
 def test_a_watch_ends_with_rpc(tmp_path: Path) -> None:

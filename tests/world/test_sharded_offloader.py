@@ -18,7 +18,7 @@ from cudafuture.storage import Offloader, ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_async, serve_offload
 from rpc_ext._offload_wire import PIECE
 from world.ranks import run_ranks
-from world.rpc_workers import LONG, NAMES, be_lost, begin, release, wait_for_release
+from world.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded-offloader")]
 
@@ -32,10 +32,6 @@ def tensor_of(key: str, seed: int = 0) -> torch.Tensor:
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {key: tensor_of(key, seed) for key in KEYS}
-
-
-def go_on() -> None:
-    release.set()
 
 
 def die() -> None:
