@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rpc_ext
-from world.rpc_callees import ME, Gate, alone
+from world.rpc_callees import ME, Gate, alone, wait_for
 
 
 @pytest.fixture
@@ -16,6 +16,12 @@ def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
     """Give a worker with one thread, which calls itself: a call that held the thread up would be noticed."""
     with alone(tmp_path / "rendezvous", num_worker_threads=1) as session:
         yield session
+
+
+@pytest.fixture
+def nothing_in_flight() -> None:
+    """Wait for the calls of the tests before, where the tests of a module share a worker and count."""
+    wait_for(lambda: all(each.in_flight == 0 for each in rpc_ext.statistics().destinations.values()))
 
 
 @pytest.fixture

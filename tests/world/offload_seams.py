@@ -6,7 +6,6 @@ import collections
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,7 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Engine
 from rpc_ext._offload_desk import Desk
 from rpc_ext.remote_offloader import RemoteOffloader
-from world.rpc_callees import PATIENCE
+from world.rpc_callees import PATIENCE, wait_for
 
 
 def held() -> Engine:
@@ -33,14 +32,6 @@ def let_go_at_the_end(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine._native.let_go()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for what has to come, and of which nobody tells."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0)
 
 
 def expect_idle(remote: RemoteOffloader) -> None:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,14 @@ def working(name: str, rank: int, world_size: int, file: Path | str, **options: 
 def alone(file: Path | str, **options: Any) -> contextlib.AbstractContextManager[rpc_ext.Session]:
     """Be the only worker, which calls itself."""
     return working(ME, 0, 1, file, **options)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for what has to come, and of which nobody tells."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0)
 
 
 # ---- something that a test opens, and a function waits for

@@ -29,8 +29,8 @@ from rpc_ext._offload_wire import PIECE, Header, pack
 from rpc_ext.offload_service import serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_clients import stamp
-from world.offload_seams import held, let_go_at_the_end, wait_for
-from world.rpc_callees import ME, PATIENCE, alone
+from world.offload_seams import held, let_go_at_the_end
+from world.rpc_callees import ME, PATIENCE, alone, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

@@ -20,8 +20,8 @@ from rpc_ext._destination import Destination
 from rpc_ext._offload_wire import PIECE
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_seams import Kept, expect_idle, wait_for
-from world.rpc_callees import ME, PATIENCE, Gate, alone, pending
+from world.offload_seams import Kept, expect_idle
+from world.rpc_callees import ME, PATIENCE, Gate, alone, pending, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

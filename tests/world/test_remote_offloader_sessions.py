@@ -36,9 +36,9 @@ from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_clients import stamp
 from world.offload_history import content_of
-from world.offload_seams import Kept, Lost, wait_for
+from world.offload_seams import Kept, Lost
 from world.ranks import run_ranks
-from world.rpc_callees import ME, PATIENCE, alone
+from world.rpc_callees import ME, PATIENCE, alone, wait_for
 from world.rpc_workers import begin
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")

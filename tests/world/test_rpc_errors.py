@@ -26,7 +26,7 @@ from rpc_ext import async_execution, rpc_async, rpc_sync
 from unit.parity import answers
 from world.rpc_callees import ME, PATIENCE, alone, forwarded, raises, same
 
-pytestmark = pytest.mark.xdist_group("rpc-errors")
+pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,22 +17,13 @@ from cudafuture import InvalidStateError, wait_all
 from cudafuture.errors import CallsFailedError
 from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
 from soak import soak_count
-from world.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, waits
+from world.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
 
 pytestmark = pytest.mark.xdist_group("rpc-flow")
 
 
 def counted() -> rpc_ext.DestinationStatistics:
     return rpc_ext.statistics().destinations[ME]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    for _ in range(100 * PATIENCE):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("has not come")
 
 
 def in_thread(target: Callable[[], Any]) -> threading.Thread:
@@ -49,9 +40,9 @@ def test_a_call_beyond_the_number_waits_until_there_is_room(tmp_path: Path, gate
         held = [rpc_async(ME, pending, (gate,)) for _ in range(3)]
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, add, (1, 2))))
-        until(lambda: counted().waiting == 1)
+        wait_for(lambda: counted().waiting == 1)
         assert (counted().in_flight, counted().calls, later) == (3, 3, [])
-        until(lambda: len(gate.futures) == 3)
+        wait_for(lambda: len(gate.futures) == 3)
         gate.futures[1].set_result("one")
         thread.join(PATIENCE)
         assert later[0].wait(timeout=PATIENCE) == 3
@@ -77,7 +68,7 @@ def test_non_blocking_does_not_overtake_who_waits(tmp_path: Path, gate: Gate) ->
         held = rpc_async(ME, waits, (gate, torch.zeros(1000)))
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(2000),))))
-        until(lambda: counted().waiting == 1)
+        wait_for(lambda: counted().waiting == 1)
         with pytest.raises(BlockingIOError):
             rpc_async(ME, add, (1, 2), non_blocking=True)  # there would be room for it
         gate.open()
@@ -92,12 +83,12 @@ def test_who_waits_is_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
         threads = []
         for i in range(10):
             threads.append(in_thread(lambda i=i: rpc_async(ME, sees, (gate, i))))  # type: ignore[misc]
-            until(lambda i=i: counted().waiting == i + 1)  # type: ignore[misc]
+            wait_for(lambda i=i: counted().waiting == i + 1)  # type: ignore[misc]
         gate.open()
         held.wait(timeout=PATIENCE)
         for thread in threads:
             thread.join(PATIENCE)
-        until(lambda: counted().in_flight == 0)
+        wait_for(lambda: counted().in_flight == 0)
         assert gate.seen == list(range(10))
 
 
@@ -133,7 +124,7 @@ def test_bytes_are_limited_too_and_what_is_larger_than_all_goes_alone(tmp_path: 
             rpc_async(ME, same, (torch.zeros(25_000),), non_blocking=True)
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(1_000_000),))))
-        until(lambda: counted().waiting == 1)
+        wait_for(lambda: counted().waiting == 1)
         gate.open()
         small.wait(timeout=PATIENCE)
         thread.join(PATIENCE)
@@ -197,7 +188,7 @@ def test_a_session_that_ends_lets_go_who_waits(tmp_path: Path, gate: Gate) -> No
     with alone(tmp_path / "rendezvous", max_in_flight=1):
         held = rpc_async(ME, pending, (gate,))
         thread = in_thread(call)
-        until(lambda: counted().waiting == 1)
+        wait_for(lambda: counted().waiting == 1)
         rpc_ext.shutdown(graceful=False)
         thread.join(PATIENCE)
     assert isinstance(raised[0], InvalidStateError)
@@ -245,7 +236,7 @@ def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate
             rpc_sync(ME, waits, (gate,), timeout=0.05)
         cancelled = rpc_async(ME, same, (1,))
         cancelled.cancel()
-        until(lambda: counted().in_flight == 0)
+        wait_for(lambda: counted().in_flight == 0)
         assert (counted().calls, counted().failed) == (15, 4)
         gate.open()
 
@@ -256,10 +247,10 @@ def test_what_runs_here_is_counted(tmp_path: Path, gate: Gate) -> None:
         assert (statistics.worker, statistics.served, statistics.serving) == (ME, 0, 0)
         assert dict(statistics.refused) == {}
         held = [rpc_async(ME, waits, (gate, 1)), rpc_async(ME, pending, (gate,))]
-        until(lambda: rpc_ext.statistics().serving == 2)
+        wait_for(lambda: rpc_ext.statistics().serving == 2)
         assert rpc_sync(ME, forwarded, (ME, add, 1, 2)) == 3
         assert session.statistics().served == 4
-        until(lambda: len(gate.futures) == 1)
+        wait_for(lambda: len(gate.futures) == 1)
         gate.open()
         gate.futures[0].set_result(1)
         wait_all(held, timeout=PATIENCE)
@@ -321,5 +312,5 @@ def test_room_is_given_back_whatever_happens(tmp_path: Path) -> None:
         threads = [in_thread(lambda i=i: use(i)) for i in range(4)]  # type: ignore[misc]
         for thread in threads:
             thread.join(2 * PATIENCE)
-        until(lambda: counted().in_flight == 0)
+        wait_for(lambda: counted().in_flight == 0)
         assert (counted().bytes_in_flight, counted().waiting, counted().calls) == (0, 0, 3 * calls)

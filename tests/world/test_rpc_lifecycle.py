@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from cudafuture.testing import torchrun
 from rpc_ext import rpc_async, rpc_sync
 from soak import soak_count
 from world.ranks import run_ranks
-from world.rpc_callees import alone
+from world.rpc_callees import alone, wait_for
 from world.rpc_workers import (
     LONG,
     NAMES,
@@ -40,14 +39,6 @@ from world.rpc_workers import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-lifecycle")]
-
-
-def until(condition: Any) -> None:
-    """Come back when it is so."""
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # ---- many calls, and calls that make calls
@@ -84,7 +75,7 @@ def answer_after_the_end(rank: int, store: str) -> list[str]:
     for turn in range(3):
         begin(rank, 2, f"{store}{turn}")
         futures = [rpc_async(1 - rank, hold) for _ in range(20)]
-        until(lambda: rpc_sync(1 - rank, count_held) == 20)
+        wait_for(lambda: rpc_sync(1 - rank, count_held) == 20)
         dist.barrier()
         rpc_ext.shutdown(graceful=False)
         errors += [repr(future.exception(timeout=LONG)) for future in futures]
@@ -132,10 +123,10 @@ def shut_down_gracefully(rank: int, store: str) -> None:
     session = begin(rank, 2, store)
     if rank == 0:
         futures = [rpc_async("callee", hold) for _ in range(100)]
-        until(lambda: rpc_sync("callee", count_held) == 100)
+        wait_for(lambda: rpc_sync("callee", count_held) == 100)
 
         def release_them() -> None:
-            until(lambda: session.is_ending)
+            wait_for(lambda: session.is_ending)
             assert not any(future.done() for future in futures)
             rpc_sync("callee", complete_held, ("late",))
 
@@ -208,7 +199,7 @@ def shut_down_at_once(rank: int, store: str) -> list[str]:
         futures += [future.then_async(lambda f: f) for future in futures]
         with rpc_ext.batch("callee"):
             futures.append(rpc_async("callee", hold))
-            threading.Thread(target=lambda: (until(lambda: session.is_ending), release.set())).start()
+            threading.Thread(target=lambda: (wait_for(lambda: session.is_ending), release.set())).start()
             rpc_ext.shutdown(graceful=False)
         errors = [repr(future.exception(timeout=LONG)) for future in futures]
         blocked.exception(timeout=LONG)  # it may have been answered: it was let go
@@ -270,7 +261,8 @@ def begin_again(rank: int, port: int) -> list[list[str]]:
             assert rpc_ext.remote(peers[-1], same, (turn,)).to_here() == turn
             if not graceful:
                 store.add(f"{turn}", 1)
-                until(functools.partial(has_come_to, store, f"{turn}", size))  # nobody leaves before all are answered
+                # nobody leaves before all are answered
+                wait_for(functools.partial(has_come_to, store, f"{turn}", size))
             rpc_ext.shutdown(graceful)
     return seen
 
