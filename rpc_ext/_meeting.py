@@ -65,7 +65,7 @@ def meet(store: Any, rank: int, world_size: int, timeout: float) -> int:
 class _Meeting:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._shown: dict[str, str] = {}  # what this worker has put into the store
+        self._shown: dict[str, str] = {}  # the keys that this worker has written to the store
         self._try: int = store.add(f"tries/{rank}", 1)
         self._number = 0  # of the session; 0: none yet
         self._taking_part: list[int] = []  # for the first worker: which try of each worker takes part in it

@@ -154,7 +154,7 @@ class Desk:
         return self._checked(session.uploads.put, header, data, late, left).then(answer, executor=service_thread)
 
     def _told(self, header: Header, error: BaseException) -> BaseException:
-        """Return what a client is told of a write that has failed: the store has other names, and pieces, for it."""
+        """Return the error of a failed write for the client, in the client's names: the store has names of its own."""
         if isinstance(error, ChecksumError):
             self._count(refused=1)
             return ChecksumError(

@@ -11,10 +11,10 @@ __all__ = ["Index"]
 
 
 class Index:
-    """What a namespace has, and what it may have.
+    """The keys and the quota of a namespace.
 
     Args:
-        capacity: bytes that its tensors may have, those included that are being written; None: no limit of its own.
+        capacity: bytes that its tensors may have, including unfinished writes; None: no limit of its own.
     """
 
     def __init__(self, capacity: int | None) -> None:
@@ -26,12 +26,12 @@ class Index:
 
     @property
     def used(self) -> int:
-        """Bytes of its tensors, those included that are being written."""
+        """Bytes of its tensors, including unfinished writes."""
         return self._used
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no tensor, and none is being written."""
+        """True without tensors and unfinished writes."""
         return not self._tensors
 
     def keys(self) -> list[str]:

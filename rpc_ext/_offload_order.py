@@ -44,7 +44,7 @@ class Stamps:
         return next(self._sequence)
 
     def stamp(self, sequence: int, expires: float) -> Stamp:
-        """Return the stamp of a request that is sent now and holds until a time of time.monotonic(); 0: for ever."""
+        """Return the stamp of a request sent now. `expires` is a time of time.monotonic(); 0: no limit."""
         return Stamp(sequence, time.monotonic(), expires)
 
 

@@ -71,7 +71,7 @@ class Sessions:
 
     @property
     def namespaces(self) -> int:
-        """How many namespaces the service keeps track of: those of its sessions, and those that have tensors."""
+        """Number of namespaces that have a session or tensors, and of the last ones that had a session."""
         return len(self._spaces)
 
     def __len__(self) -> int:

@@ -72,7 +72,7 @@ class Space:
         self.index = Index(capacity)
         self._store = store
         self._turns = Turns()
-        self._left_over: collections.deque[str] = collections.deque()  # what the disk would not remove
+        self._left_over: collections.deque[str] = collections.deque()  # names that the disk failed to remove
         self._recover(names)
 
     def _recover(self, names: Sequence[str]) -> None:

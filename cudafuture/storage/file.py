@@ -196,9 +196,9 @@ class File:
         return submit(self._native.sync)
 
     def close(self) -> None:
-        """Begin nothing more: that fails with InvalidStateError. What is under way goes on to its end.
+        """Close the file. Operations in flight complete; later ones fail with InvalidStateError.
 
-        The descriptors are closed then, so a file that was unlinked gives its room back.
+        The descriptors are closed after the last operation, so the system then frees the space of an unlinked file.
 
         >>> file = File("numbers", "w")
         >>> file.close()

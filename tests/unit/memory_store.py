@@ -1,4 +1,4 @@
-"""A store for what workers tell each other before there is RPC, with a say in it for the test."""
+"""A torch.distributed.Store in this process, which a test can interrupt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class MemoryStore:
-    """What a torch.distributed.Store does, in this process. It counts requests."""
+    """A torch.distributed.Store in this process. It counts requests."""
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""How workers agree on the session that they begin."""
+"""The agreement of workers on the session that they begin."""
 
 from __future__ import annotations
 

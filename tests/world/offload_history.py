@@ -112,9 +112,9 @@ class Change(NamedTuple):
     limit: float = math.inf  # when its time was over
 
     def is_before(self, other: Change) -> bool:
-        """Say whether this one came first: it had ended, or its time was over, or its client has asked for it earlier.
+        """Return True if this change came first: it ended or expired before, or its client requested it earlier.
 
-        One whose time was over may still take effect if the service had begun it: but not after a later one.
+        An expired change may still take effect if the service had begun it, but not after a later change.
         """
         if self.end < other.begin or self.limit + CLOCKS < other.begin:
             return True

@@ -251,7 +251,7 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
     assert gate.reached.wait(PATIENCE)
     gate.make(3)
     while isinstance(rref.get_future(timeout=0).exception(timeout=PATIENCE), TimeoutError):
-        pass  # what the function returns is on its way to the value
+        pass  # the owner has not stored the value yet
     assert [ask() for ask in asked] == [3] * 4
 
 
@@ -272,7 +272,7 @@ def made_late(file: str) -> None:
                     rref.rpc_sync(timeout=PATIENCE).conjugate()
                 rpc_sync(1, Gate.make, (gate, 3))
                 while isinstance(rref.get_future().exception(timeout=PATIENCE), TimeoutError):
-                    pass  # what it returns is on its way to the value
+                    pass  # the owner has not stored the value yet
                 assert rref.to_here(timeout=PATIENCE) == 3
         dist.barrier()
 

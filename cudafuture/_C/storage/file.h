@@ -69,7 +69,7 @@ class File {
     File* file_ = nullptr;
   };
 
-  // Begins no more uses. The descriptors are closed with the last one that is under way.
+  // Begins no more uses. The end of the last use closes the descriptors.
   void close() noexcept;
 
  private:
@@ -90,7 +90,7 @@ class File {
   std::size_t unit_ = 0;
   bool must_be_direct_;
   std::atomic<bool> is_direct_{false};
-  std::atomic<std::uint64_t> uses_{0};  // how many are under way, and kClosed
+  std::atomic<std::uint64_t> uses_{0};  // uses in progress, and kClosed
 };
 
 }  // namespace cudafuture::storage
