@@ -125,8 +125,8 @@ class RRef(Generic[T]):
         >>> remote("me", divmod, (7, 2)).to_here()
         (3, 1)
         """
-        if self.is_owner() and (value := self._made()) is not None and value.done():
-            return value.wait()
+        if self.is_owner() and (made := self._made()) is not None and made.done():
+            return made.wait()
         with expect_free_thread("RRef.to_here()"):
             future = self.get_future(timeout=timeout)
             _batching.flush()
@@ -185,7 +185,9 @@ class RRef(Generic[T]):
 
         It fails when the seconds are over (0: no limit), or when the value should have been made and has not been.
         """
-        value = self._value()
+        if (made := self._made()) is not None and made.done():
+            return made
+        value = self._value()  # inside a callback not even a value that is there completes it at once
         if value.done():
             return value
         # The engine's thread completes it, or the minder; neither is for the callbacks of others.
@@ -285,11 +287,10 @@ def remote(
     For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
 
     Args:
-        timeout: seconds in which the value has to be made; default: ``rpc_timeout`` of ``init_rpc``. 0: no limit. Who
-            asks for the value before it is made, on any worker, gets TimeoutError when they are over, and so does who
-            passes a late reference on; who asks for a value
-            that was made late gets it. The owner keeps the time: where its process is stopped, or its threads are all
-            busy, the timeout of the request for the value counts.
+        timeout: seconds in which the owner has to make the value; default: ``rpc_timeout`` of ``init_rpc``. 0: no
+            limit. After that time a request for the value, from any worker, fails with TimeoutError, and so does
+            passing the reference on. If the owner makes the value late, later requests return it. The owner keeps the
+            time: if its process is stopped or all its threads are busy, the timeout of the request counts.
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
-from cudafuture import CUDAFuture, InvalidStateError, wait_all
+from cudafuture import CUDAFuture, InvalidStateError, executors, wait_all
 from cudafuture.testing import World
 from rpc_ext import RRef, async_execution, batch, remote, rpc_async, rpc_sync
 from unit.parity import answers
@@ -42,6 +42,7 @@ from world.rpc_callees import (
     sum_of,
     users_of_references,
     value_of,
+    wait_for,
     waits,
     working,
 )
@@ -253,6 +254,20 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
     while isinstance(rref.get_future(timeout=0).exception(timeout=PATIENCE), TimeoutError):
         pass  # the owner has not stored the value yet
     assert [ask() for ask in asked] == [3] * 4
+
+
+def test_a_value_that_was_made_late_needs_no_free_callback_thread(worker: rpc_ext.Session, gate: Gate) -> None:
+    rref = remote(ME, waits, (gate, 3), timeout=0.05)
+    with pytest.raises(TimeoutError):
+        rref.to_here(timeout=PATIENCE)
+    gate.open()
+    wait_for(lambda: rref.get_future(timeout=0).exception(timeout=PATIENCE) is None)
+    over = threading.Event()
+    CUDAFuture.completed(None).add_done_callback(lambda _: over.wait(PATIENCE), executor=executors.callback_thread)
+    try:
+        assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
+    finally:
+        over.set()
 
 
 def made_late(file: str) -> None:
