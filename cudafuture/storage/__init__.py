@@ -7,8 +7,10 @@ from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
-from cudafuture.storage.offloader import Entry, Offloader, OffloaderStatistics
+from cudafuture.storage.offloader import Offloader
+from cudafuture.storage.salvage import SalvagedStore
 from cudafuture.storage.sharded_offloader import ShardedOffloader
+from cudafuture.storage.store import Entry, OffloaderStatistics
 
 __all__ = [
     "AsyncFileWriter",
@@ -20,6 +22,7 @@ __all__ = [
     "GDSFile",
     "Offloader",
     "OffloaderStatistics",
+    "SalvagedStore",
     "ShardedOffloader",
     "default_engine",
     "digest",

@@ -16,15 +16,21 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 from cudafuture.errors import StorageError
+from cudafuture.storage.engine import PAGE, Engine
+from cudafuture.storage.file import File
 
-__all__ = ["DurableHome", "EphemeralHome"]
+__all__ = ["DurableHome", "EphemeralHome", "durable_home", "is_direct", "log_recovery"]
+
+_logger = logging.getLogger("cudafuture.storage")
 
 _PREFIX = "store-"
 _NEW = ".new-"
@@ -64,27 +70,95 @@ class EphemeralHome:
 
 
 class DurableHome:
-    """The folder `dir`, of one process at a time."""
+    """The folder `dir`, of one process that writes, or of several that read."""
 
-    def __init__(self, dir: str) -> None:
-        self.path = dir
+    def __init__(self, dir: str, *, read_only: bool = False) -> None:
+        self.path, self.read_only = dir, read_only
+        self.lock: int | None
         with _storage_errors(dir):
+            if read_only:
+                self.lock = _read_lock(dir)
+                return
             for folder in _make(Path(dir)):
                 _sync(folder.parent)
             self.lock = _open(Path(dir, "lock"))
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.pread(self.lock, 32, 0).decode().strip() or "unknown"
-                _close(self.lock)
-                message = f"{dir} is a durable store that process {owner} has open"
-                raise StorageError(message, errno=errno.EBUSY, path=dir) from None
+            _lock_or_fail(self.lock, fcntl.LOCK_EX, dir)
             with contextlib.suppress(OSError):  # on a full disk: then others do not hear who it is
                 os.pwrite(self.lock, f"{os.getpid():<20}".encode(), 0)
 
     def leave(self) -> None:
         """Let others have it."""
-        _close(self.lock)
+        if self.lock is not None:
+            _close(self.lock)
+
+
+def _read_lock(dir: str) -> int | None:
+    """Return the descriptor of a lock that readers share; None where a copy of a store has no file for it."""
+    try:
+        lock = _open(Path(dir, "lock"), os.O_RDONLY)
+    except FileNotFoundError:
+        if not Path(dir).is_dir():
+            raise
+        return None
+    _lock_or_fail(lock, fcntl.LOCK_SH, dir)
+    return lock
+
+
+def _lock_or_fail(lock: int, kind: int, dir: str) -> None:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 32, 0).decode().strip() or "unknown"
+        _close(lock)
+        message = f"{dir} is a durable store that process {owner} has open"
+        raise StorageError(message, errno=errno.EBUSY, path=dir) from None
+
+
+def durable_home(dir: str, read_only: bool) -> DurableHome:
+    """Return the home of a durable store; where the folder cannot be written, one to read."""
+    if read_only:
+        return DurableHome(dir, read_only=True)
+    try:
+        return DurableHome(dir)
+    except StorageError as e:
+        if e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not os.access(f"{dir}/journal", os.R_OK):
+            raise
+        home = DurableHome(dir, read_only=True)
+        _logger.warning("%s; it is opened read-only", e)
+        return home
+
+
+def is_direct(home: Path, engine: Engine, direct: Literal["auto"] | bool, read_only: bool) -> bool:
+    """Return whether files there bypass the page cache. The first file of a disk that does without logs that."""
+    probe = next(home.glob("slab-*"), None) if read_only else home / ".cudafuture-probe"
+    if probe is None:
+        return False
+    try:
+        with File(probe, "r" if read_only else "w", engine=engine, direct=direct) as file:
+            return file.is_direct and file._native.unit <= PAGE
+    except StorageError:
+        if direct is True:
+            raise
+        return False  # a disk that is full can be read all the same
+    finally:
+        if not read_only:
+            probe.unlink(missing_ok=True)
+
+
+def log_recovery(dir: str, found: dict[str, Any]) -> None:
+    """Warn of what opening a durable store has dropped."""
+    if found["has_lost_header"]:
+        _logger.warning("%s/journal: one of its two headers is damaged; the other one is used", dir)
+    if found["torn_bytes"]:
+        where = f"; they are in {found['set_aside']}" if found["set_aside"] else ""
+        keys = ", ".join(map(repr, found["torn_keys"][:10])) + (", ..." if len(found["torn_keys"]) > 10 else "")
+        _logger.warning(
+            "%s/journal: its last %d bytes are not whole, as after a crash, and were dropped%s; keys in them: %s",
+            dir,
+            found["torn_bytes"],
+            where,
+            keys or "none",
+        )
 
 
 def _sweep(dir: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
-from cudafuture.storage.offloader import Entry
+from cudafuture.storage.store import Entry
 
 __all__ = ["Failure", "Shard", "Share", "blamed", "named"]
 

@@ -18,7 +18,8 @@ from cudafuture.storage._completions import Completions, Operation
 from cudafuture.storage._tensor_store import Read, TensorStore, Write
 from cudafuture.storage.backends import engine_of
 from cudafuture.storage.engine import Engine
-from cudafuture.storage.offloader import Offloader, OffloaderStatistics
+from cudafuture.storage.offloader import Offloader
+from cudafuture.storage.store import OffloaderStatistics
 
 __all__ = ["DiskOffloader"]
 

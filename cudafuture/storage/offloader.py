@@ -6,61 +6,26 @@ import atexit
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.errors import StorageError
 from cudafuture.storage import _xxhash
-from cudafuture.storage._home import DurableHome, EphemeralHome
+from cudafuture.storage._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
 from cudafuture.storage._path import path_text
-from cudafuture.storage.engine import PAGE, Engine, default_engine
-from cudafuture.storage.file import File
+from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.storage.store import Entry, OffloaderStatistics
 
-__all__ = ["Entry", "Offloader", "OffloaderStatistics"]
+if TYPE_CHECKING:
+    from cudafuture.storage.salvage import SalvagedStore
+
+__all__ = ["Offloader"]
 
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a store knows of a key; see ``Offloader.stat()``."""
-
-    key: str
-    dtype: torch.dtype
-    shape: torch.Size
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class OffloaderStatistics:
-    """What a store has, and what it has done so far; see ``Offloader.statistics()``."""
-
-    keys: int
-    bytes: int
-    """of the tensors of those"""
-    used: int
-    """bytes that tensors have on disk: those included that are being written, or still read after they were replaced.
-    What is less than a page (4 KiB) has one to itself where it was written alone"""
-    capacity: int | None
-    slabs: int
-    """files"""
-    slab_bytes: int
-    """of those files"""
-    journal_bytes: int
-    reads: int
-    """tensors whose reading has ended, however it did"""
-    writes: int
-    transfers: int
-    """reads and writes that the engine was asked for: fewer than of tensors where small ones went together"""
-    checksum_errors: int
-    pending: int
-    """calls that have not ended"""
 
 
 class Offloader:
@@ -75,7 +40,8 @@ class Offloader:
 
     A durable store is `dir` itself. A write's future completes when its data and its name are on the disk
     (``fdatasync``, of many writes at a time). After a crash everything whose future was done is there, and nothing that
-    is not whole. One process at a time can have it open.
+    is not whole. One process at a time can write it. Several processes can read it while none writes: with `read_only`,
+    or where the folder cannot be written.
 
     Args:
         dir: the folder; made where it is not there.
@@ -84,14 +50,18 @@ class Offloader:
         direct: whether to bypass the page cache, as for ``File``; not where a disk's unit is more than a page.
         checksum: whether to take checksums of what is written (XXH3, of data and key), and check them when it is read.
         durable: whether the store is to outlive its process, and crashes.
+        read_only: open a durable store without changing it: writes and deletions fail with StorageError (EROFS). A
+            folder that cannot be written is opened so by itself, with a warning in the log.
         capacity: bytes that the store's files may have, at least 1; what does not fit, in one piece, is a QuotaError.
             Rewriting a key needs room for both tensors. By default there is no limit.
 
     Raises:
         StorageError: the folder cannot be used; or it is another process's durable store: the message says whose.
-        ChecksumError: the list of what a durable store has is damaged.
+        ChecksumError: the journal of a durable store is damaged; see ``salvage``.
         ValueError: an argument out of its range; a path that is not UTF-8, or has a NUL.
     """
+
+    _opened_to_read = "read"
 
     def __init__(
         self,
@@ -101,27 +71,40 @@ class Offloader:
         direct: Literal["auto"] | bool = "auto",
         checksum: bool = True,
         durable: bool = False,
+        read_only: bool = False,
         capacity: int | None = None,
     ) -> None:
         if direct not in ("auto", True, False):
             raise ValueError(f"direct={direct!r}: 'auto', True or False is wanted")
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity={capacity!r} is not at least 1")
+        if read_only and not durable:
+            raise ValueError("read_only=True is for a durable store: an ephemeral one begins empty")
         engine = engine or default_engine()
         if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
             raise ValueError(f"{engine!r}: its blocks are no multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
         _xxhash.install()
         self._dir = str(Path(path_text(dir)).absolute())  # wherever this process goes meanwhile
         self._capacity, self._durable = capacity, durable
-        home = DurableHome(self._dir) if durable else EphemeralHome(self._dir)
+        home = durable_home(self._dir, read_only) if durable else EphemeralHome(self._dir)
+        self._read_only = isinstance(home, DurableHome) and home.read_only
+        opening = self._opened_to_read if self._read_only else "write"
         try:
-            self._is_direct = _is_direct(Path(home.path, ".cudafuture-probe"), engine, direct)
+            self._is_direct = is_direct(Path(home.path), engine, direct, self._read_only)
             self._native = _C.open_store(
-                engine._native, home.path, None if direct == "auto" else direct, checksum, durable, capacity or 0
+                engine._native,
+                home.path,
+                None if direct == "auto" else direct,
+                checksum,
+                durable,
+                opening,
+                capacity or 0,
             )
         except BaseException:
             home.leave()
             raise
+        if durable:
+            log_recovery(self._dir, self._native.recovery())
         self._engine = engine  # which ends when nobody holds it
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self._native, home, self._pid)
@@ -141,6 +124,26 @@ class Offloader:
     def durable(self) -> bool:
         """Whether it outlives its process."""
         return self._durable
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writes and deletions are refused."""
+        return self._read_only
+
+    @staticmethod
+    def salvage(dir: str | os.PathLike[str], *, engine: Engine | None = None) -> SalvagedStore:
+        """Open what is left of a durable store whose journal is damaged, to read it. Nothing on the disk changes.
+
+        Every tensor is read once; the keys are those whose bytes match. For arguments and errors see ``Offloader``.
+
+        >>> Offloader("states", durable=True).close()
+        >>> with Offloader.salvage("states") as found:
+        ...     print(found.keys(), found.lost)
+        [] {}
+        """
+        from cudafuture.storage.salvage import SalvagedStore
+
+        return SalvagedStore(dir, engine=engine)
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
         """Put a tensor under a key, in place of what was there.
@@ -376,19 +379,6 @@ def _close_all() -> None:
 def _not_both(out: object, device: object) -> None:
     if out is not None and device is not None:
         raise ValueError("a tensor to be filled is where it is: give it, or a device")
-
-
-def _is_direct(probe: Path, engine: Engine, direct: Literal["auto"] | bool) -> bool:
-    """Ask a file that is made for that; the first one of a disk that does without says so in the log."""
-    try:
-        with File(probe, "w", engine=engine, direct=direct) as file:
-            return file.is_direct and file._native.unit <= PAGE
-    except StorageError:
-        if direct is True:
-            raise
-        return False  # a disk that is full can be read all the same
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:

@@ -16,7 +16,8 @@ from cudafuture.executors import callback_thread
 from cudafuture.storage._inventory import Inventory, Verb
 from cudafuture.storage._rendezvous import Rendezvous
 from cudafuture.storage._shard import Failure, Shard, Share, blamed, named
-from cudafuture.storage.offloader import Entry, Offloader
+from cudafuture.storage.offloader import Offloader
+from cudafuture.storage.store import Entry
 
 __all__ = ["ShardedOffloader"]
 

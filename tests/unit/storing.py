@@ -82,3 +82,17 @@ def expect(store: Offloader, expected: Mapping[str, torch.Tensor]) -> None:
     found = store.statistics()
     total = sum(tensor.nbytes for tensor in expected.values())
     assert (found.keys, found.bytes, found.used, found.pending) == (len(expected), total, total, 0)
+
+
+def slabs(folder: Path) -> list[Path]:
+    """Return the files with the tensors of the store in that folder."""
+    return sorted(folder.rglob("slab-*"))
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Change a bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))

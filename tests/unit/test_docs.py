@@ -279,7 +279,7 @@ def names_for(name: str) -> dict[str, Any]:
         return {"sim": sim, "torch": torch}
     if isinstance(thing, type):
         return dict(vars(NAMES[name][1]))
-    function = thing.fget if isinstance(thing, property) else thing
+    function = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
     return dict(getattr(function, "__globals__", {}))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,11 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import MIB, PATIENCE, contents, expect
+from unit.storing import MIB, PATIENCE, contents, expect, flip, slabs
 
 PAGE = 4096
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-def slabs(folder: Path) -> list[Path]:
-    """Return the files with the tensors of the store in that folder."""
-    return sorted(folder.rglob("slab-*"))
-
-
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Change a bit of a file."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def place_of(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
@@ -186,136 +170,3 @@ def test_of_a_store_without_one_of_its_slabs_the_others_are_read(engine: Engine,
     del tensors["0"]
     with Offloader(tmp_path, engine=engine, durable=True) as store:
         expect(store, tensors)
-
-
-# ---- the journal
-
-
-@pytest.fixture
-def written(engine: Engine, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], list[int]]:
-    """Give the folder of a durable store, what is in it, and where each batch of its journal ends."""
-    tensors = {f"{i}": contents(1000 * i + 1, i) for i in range(12)}
-    ends = []
-    with Offloader(tmp_path / "store", engine=engine, durable=True) as store:
-        for key, tensor in tensors.items():
-            store.write(key, tensor).wait(timeout=PATIENCE)
-            ends.append(store.statistics().journal_bytes)
-    assert (tmp_path / "store" / "journal").stat().st_size == ends[-1]
-    return tmp_path / "store", tensors, ends
-
-
-def refused(folder: Path, engine: Engine) -> bool:
-    """Return whether the store cannot be opened because its journal is damaged."""
-    try:
-        Offloader(folder, engine=engine, durable=True).close()
-    except ChecksumError as e:
-        assert e.path == str(folder / "journal")  # noqa: PT017 (it need not be refused)
-        return True
-    return False
-
-
-Written = tuple[Path, dict[str, torch.Tensor], list[int]]
-
-
-def test_a_journal_that_is_damaged_before_its_end_is_an_error_and_nothing_is_lost(
-    engine: Engine, written: Written
-) -> None:
-    folder, tensors, ends = written
-    journal = folder / "journal"
-    for offset in [0, 5, 20, 30, *range(40, ends[-2], 97), ends[-2] - 1]:
-        flip(journal, offset, offset % 8)
-        assert refused(folder, engine), offset
-        flip(journal, offset, offset % 8)
-    with Offloader(folder, engine=engine, durable=True) as store:
-        expect(store, tensors)
-
-
-def test_of_a_journal_that_is_torn_at_its_end_the_last_batch_is_dropped(engine: Engine, written: Written) -> None:
-    folder, tensors, ends = written
-    journal = folder / "journal"
-    content = journal.read_bytes()
-    last, before = ends[-1], ends[-2]
-    torn = [content[:size] for size in (before, before + 1, before + 20, before + 40, last - 1)]
-    torn += [content[:before] + bytes(last - before)]  # it has its length, and nothing is in it
-    torn += [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in (before, before + 33, last - 1)]
-    for number, left in enumerate(torn):
-        copy = folder.with_name(f"torn {number}")
-        shutil.copytree(folder, copy)
-        (copy / "journal").write_bytes(left)
-        with Offloader(copy, engine=engine, durable=True) as store:
-            expect(store, {key: tensors[key] for key in list(tensors)[:-1]})
-            store.write("later", contents(1000)).wait(timeout=PATIENCE)
-        with Offloader(copy, engine=engine, durable=True) as store:
-            expect(store, {key: tensors[key] for key in list(tensors)[:-1]} | {"later": contents(1000)})
-        shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"\0", bytes(5000), b"x" * 40, b"CDfBatch" * 10], ids=["nul", "nuls", "x", "magic"]
-)
-def test_what_has_come_after_the_end_of_a_journal_is_dropped(engine: Engine, written: Written, garbage: bytes) -> None:
-    folder, tensors, _ = written
-    with (folder / "journal").open("ab") as file:
-        file.write(garbage)
-    for _ in range(2):
-        with Offloader(folder, engine=engine, durable=True) as store:
-            expect(store, tensors)
-
-
-def remove_it(journal: Path) -> None:
-    journal.unlink()
-
-
-def empty_it(journal: Path) -> None:
-    os.truncate(journal, 0)
-
-
-def cut_its_head(journal: Path) -> None:
-    os.truncate(journal, 10)
-
-
-@pytest.mark.parametrize("damage", [remove_it, empty_it, cut_its_head])
-def test_a_store_whose_journal_is_lost_is_not_taken_for_a_new_one(
-    engine: Engine, written: Written, damage: Callable[[Path], None]
-) -> None:
-    folder, _, _ = written
-    before = slabs(folder)
-    damage(folder / "journal")
-    with pytest.raises(StorageError):
-        Offloader(folder, engine=engine, durable=True)
-    assert slabs(folder) == before
-
-
-def test_a_journal_that_was_made_anew_is_whole_or_an_error(engine: Engine, written: Written) -> None:
-    """It is made at once, so no crash tears it: not even at its end."""
-    folder, tensors, _ = written
-    for _ in range(2):
-        with Offloader(folder, engine=engine, durable=True) as store:
-            expect(store, tensors)
-    copy = folder.with_name("copy")
-    size = (folder / "journal").stat().st_size
-    for offset in [*range(0, size, 83), size - 1]:
-        shutil.copytree(folder, copy)
-        flip(copy / "journal", offset, offset % 8)
-        assert refused(copy, engine), f"after a bit was changed at {offset} of {size}, everything is gone"
-        shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("kind", ["writes", "deletions"])
-def test_a_journal_is_made_anew_while_the_store_works(engine: Engine, kind: str, tmp_path: Path) -> None:
-    """Many records of few keys: it stays small, and says the same."""
-    name = "x" * 1000
-    expected = {f"{i} {name}": contents(10, i) for i in range(20)}
-    with Offloader(tmp_path, engine=engine, durable=True) as store:
-        sizes = []
-        for number in range(80):
-            store.writev({key: contents(10, number) for key in expected}).wait(timeout=PATIENCE)
-            if kind == "deletions" and number % 3 == 0:
-                store.deletev(list(expected)).wait(timeout=PATIENCE)
-            sizes.append(store.statistics().journal_bytes)
-        store.writev(expected).wait(timeout=PATIENCE)
-        assert max(sizes) < 3 * MIB
-        assert any(later < before for before, later in itertools.pairwise(sizes))
-        expect(store, expected)
-    with Offloader(tmp_path, engine=engine, durable=True) as store:
-        expect(store, expected)

@@ -17,6 +17,7 @@ import torch
 from cudafuture import wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
+from soak import soak_count
 from unit import mounts
 from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, error_number, expect
@@ -176,20 +177,45 @@ def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
     del store
 
 
-def test_deletions_that_a_full_disk_refuses_harm_nobody(engine: Engine, disk: Path) -> None:
+def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with Offloader(disk / "store", engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
         fill(disk / "ballast")
-        errors = {key: error_number(store.delete(key)) for key in list(tensors)[:20]}
-        assert errno.ENOSPC in errors.values(), "the journal had room for all of that"
-        assert set(errors.values()) <= {0, errno.ENOSPC}
-        (disk / "ballast").unlink()
-        later = {f"later {i}": contents(100_000, 50 + i) for i in range(20)}
-        store.writev(later).wait(timeout=PATIENCE)
+        for key in list(tensors)[:20]:
+            store.delete(key).wait(timeout=PATIENCE)
+            del tensors[key]
+        expect(store, tensors)
+    with Offloader(disk / "store", engine=engine, durable=True) as store:  # the disk is still full
+        expect(store, tensors)
+        store.deletev(list(tensors)[:10]).wait(timeout=PATIENCE)
+        for key in list(tensors)[10:]:
+            store.delete(key).wait(timeout=PATIENCE)
     with Offloader(disk / "store", engine=engine, durable=True) as store:
-        gone = {key for key, error in errors.items() if error == 0 or key not in store}
-        expect(store, {key: tensor for key, tensor in tensors.items() if key not in gone} | later)
+        assert store.keys() == []
+
+
+def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:
+    """Nearly all that it took once it takes again, and always all deletions, though others have what is left of it."""
+    taken = []
+    for number in range(soak_count(20)):
+        with Offloader(disk / "store", engine=engine, durable=True) as store:
+            keys = [f"{number} {i} {LONG}" for i in range(500)]
+            errors = {key: error_number(store.write(key, contents(150_000, i))) for i, key in enumerate(keys)}
+            assert set(errors.values()) == {0, errno.ENOSPC}
+            if number == 0:
+                fill(disk / "ballast")
+            kept = [key for key in keys if errors[key] == 0]
+            taken.append(len(kept))
+            assert sorted(store.keys()) == sorted(kept)
+            if number % 2:
+                store.deletev(kept).wait(timeout=PATIENCE)
+                continue
+        with Offloader(disk / "store", engine=engine, durable=True) as store:
+            expect(store, {key: contents(150_000, keys.index(key)) for key in kept})
+            for key in kept:
+                store.delete(key).wait(timeout=PATIENCE)
+    assert min(taken) > 0.8 * max(taken), taken
 
 
 def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, disk: Path) -> None:
@@ -229,17 +255,23 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         yield root
 
 
-def test_a_disk_that_may_only_be_read_is_an_error(
-    engine: Engine, durable: bool, read_only: Path, tmp_path: Path
+def test_of_a_disk_that_may_only_be_read_a_durable_store_is_read(
+    engine: Engine, durable: bool, read_only: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Offloader(tmp_path / "there", engine=engine, durable=True) as store:
         store.write("key", contents(1000)).wait(timeout=PATIENCE)
     with File(tmp_path / "there" / "file", "w", engine=engine) as file:
         file.write(contents(1000)).wait(timeout=PATIENCE)
-    for folder in (read_only, read_only / "another"):
+    for folder in (read_only / "another", read_only) if not durable else (read_only / "another",):
         with pytest.raises(StorageError) as caught:
             Offloader(folder, engine=engine, durable=durable)
         assert caught.value.errno == errno.EROFS
+    if durable:
+        with Offloader(read_only, engine=engine, durable=True) as store:
+            assert store.read_only
+            assert "opened read-only" in caplog.text
+            expect(store, {"key": contents(1000)})
+            assert error_number(store.write("key", contents(1000))) == errno.EROFS
     with pytest.raises(StorageError) as caught:
         File(read_only / "file", "w", engine=engine)
     assert caught.value.errno == errno.EROFS

@@ -298,13 +298,30 @@ nb::dict store_statistics(const Store& self) {
   return d;
 }
 
+nb::dict recovery_of(const Store& self) {
+  const storage::Recovery& recovery = self.recovery();
+  nb::list gaps;
+  for (const storage::Findings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
+  nb::dict d;
+  d["torn_bytes"] = recovery.torn_bytes;
+  d["torn_keys"] = nb::cast(recovery.torn_keys);
+  d["set_aside"] = nb::cast(recovery.set_aside);
+  d["has_lost_header"] = recovery.has_lost_header;
+  d["gaps"] = gaps;
+  d["uncertain"] = nb::cast(recovery.uncertain);
+  return d;
+}
+
 StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::optional<bool> direct, bool checksum,
-                    bool durable, std::uint64_t capacity) {
+                    bool durable, const std::string& opening, std::uint64_t capacity) {
   Store::Options options;
   options.folder = folder;
   options.direct = !direct ? storage::Direct::automatic : *direct ? storage::Direct::yes : storage::Direct::no;
   options.checksum = checksum;
   options.durable = durable;
+  options.opening = opening == "write"  ? storage::Opening::write
+                    : opening == "read" ? storage::Opening::read
+                                        : storage::Opening::salvage;
   options.capacity = capacity;
   refuse_after_fork();
   const WithoutGil released;
@@ -350,6 +367,15 @@ void bind_store(nb::module_& m) {
              return self.trim();
            })
       .def("statistics", store_statistics)
+      .def("recovery", recovery_of)
+      .def(
+          "forget",
+          [](Store& self, nb::list keys) {
+            const Keys names = keys_of(keys);
+            const WithoutGil released;
+            self.forget(names);
+          },
+          nb::arg("keys"))
       .def("retire",
            [](Store& self) {
              refuse_after_fork();
@@ -362,7 +388,7 @@ void bind_store(nb::module_& m) {
         self.close();
       });
   m.def("open_store", open_store, nb::arg("engine"), nb::arg("folder"), nb::arg("direct").none(), nb::arg("checksum"),
-        nb::arg("durable"), nb::arg("capacity"));
+        nb::arg("durable"), nb::arg("opening"), nb::arg("capacity"));
 }
 
 }  // namespace cudafuture::bind

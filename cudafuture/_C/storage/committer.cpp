@@ -1,6 +1,8 @@
 #include "storage/committer.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -37,8 +39,7 @@ void Committer::perform() noexcept {
         return;  // and perhaps the store ends here, and this with it
       }
     }
-    store_.install(changes, make_durable(changes));
-    changes.clear();
+    commit_batch(std::move(changes));
     compact_if_worth_it();
   }
 }
@@ -48,21 +49,65 @@ void Committer::join() noexcept {
   idle_.wait(lock, [this] { return working_for_ == nullptr; });
 }
 
-std::exception_ptr Committer::make_durable(const std::vector<Change>& changes) noexcept {
-  if (std::exception_ptr error = broken()) return error;
-  std::set<std::shared_ptr<File>> files;
+void Committer::close() noexcept {
+  join();
+  if (broken() != nullptr) return;
+  try {
+    journal_->close();
+  } catch (...) {  // everything is durable; only a torn end would not be told from damage
+  }
+}
+
+void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
+  std::vector<Record> records = records_of(changes);
+  if (const std::exception_ptr full = make_room(records)) {
+    const auto is_deletion = [](const Change& change) { return change.entry == nullptr; };
+    const auto first = std::stable_partition(changes.begin(), changes.end(), is_deletion);
+    std::vector<Change> writes(std::make_move_iterator(first), std::make_move_iterator(changes.end()));
+    changes.erase(first, changes.end());
+    store_.install(writes, full);
+    records = records_of(changes);
+  }
+  store_.install(changes, make_durable(changes, records));
+}
+
+std::vector<Record> Committer::records_of(const std::vector<Change>& changes) const {
   std::vector<Record> records;
   for (const Change& change : changes) {
     // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
     if (store_.index_.is_overtaken(change.key, change.turn)) continue;
-    if (change.entry == nullptr) {
-      records.push_back(deletion_of(change.key, change.turn));
-    } else {
-      records.push_back(record_of(change.key, *change.entry));
-      if (change.entry->place) files.insert(change.entry->place.slab().file);
+    records.push_back(change.entry == nullptr ? deletion_of(change.key, change.turn)
+                                              : record_of(change.key, *change.entry));
+  }
+  return records;
+}
+
+// Returns why a full disk has no room for these records; null: it has. What else goes wrong append() tells.
+std::exception_ptr Committer::make_room(const std::vector<Record>& records) noexcept {
+  if (broken() != nullptr) return nullptr;
+  for (int attempt = 0;; ++attempt) {
+    try {
+      if (attempt == 1 && journal_->records() > store_.index_.statistics().keys) compact();
+      if (attempt == 2) store_.slabs_->trim();
+      journal_->reserve(records);
+      return nullptr;
+    } catch (const Failure& failure) {
+      if (journal_->is_broken()) note_broken(std::current_exception());
+      const bool is_full = failure.code() == ENOSPC || failure.code() == EDQUOT;
+      if (!is_full || journal_->is_broken()) return nullptr;
+      if (attempt == 2) return std::current_exception();
     }
   }
+}
+
+std::exception_ptr Committer::make_durable(const std::vector<Change>& changes,
+                                           const std::vector<Record>& records) noexcept {
+  if (std::exception_ptr error = broken()) return error;
   if (records.empty()) return nullptr;
+  std::set<std::shared_ptr<File>> files;
+  for (const Change& change : changes) {
+    if (change.entry != nullptr && change.entry->place) files.insert(change.entry->place.slab().file);
+  }
   try {
     for (const std::shared_ptr<File>& file : files) file->sync();
   } catch (...) {
@@ -95,6 +140,7 @@ std::exception_ptr Committer::broken() const noexcept {
 
 void Committer::compact() {
   journal_->replace(store_.index_.records());
+  journal_->reserve_if_possible();
   compact_at_ = std::max(kSmallestCompaction, 4 * journal_->size());
   journal_bytes_.store(journal_->size(), std::memory_order_relaxed);
 }

@@ -3,7 +3,8 @@
 //     changes ──► fdatasync of their slabs ──► batch in the journal ──► fdatasync ──► index, futures
 //
 // Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again, as what failed may
-// count as written then: the store takes no more changes. A disk that is full fails the batch, and no more.
+// count as written then: the store takes no more changes. A disk that is full fails the writes of the batch, and no
+// more: the journal has blocks for deletions.
 //
 // Lock: mutex_ guards the changes, the task and the failure; nothing is taken under it.
 #pragma once
@@ -43,11 +44,15 @@ class Committer final : private ThreadCache::Task {
   void compact_if_worth_it() noexcept;  // while nothing is committed
   std::uint64_t journal_bytes() const noexcept;
   void join() noexcept;                        // returns when nothing is committed, and no journal made anew
+  void close() noexcept;                       // join(), then marks the journal as whole
   std::exception_ptr broken() const noexcept;  // why nothing is durable any more; null: it is
 
  private:
   void perform() noexcept override;
-  std::exception_ptr make_durable(const std::vector<Change>& changes) noexcept;
+  void commit_batch(std::vector<Change>&& changes) noexcept;
+  std::vector<Record> records_of(const std::vector<Change>& changes) const;
+  std::exception_ptr make_room(const std::vector<Record>& records) noexcept;
+  std::exception_ptr make_durable(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept;
   std::exception_ptr append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept;
   std::exception_ptr note_broken(std::exception_ptr error) noexcept;
   void compact();

@@ -1,9 +1,11 @@
 #include "storage/folder.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <filesystem>
 #include <system_error>
 
@@ -16,6 +18,29 @@ void sync_folder(const std::string& path) {
   const int code = folder < 0 || ::fsync(folder) != 0 ? errno : 0;
   if (folder >= 0) ::close(folder);
   if (code != 0) throw Failure("cannot sync " + path + ": " + std::generic_category().message(code), code, path);
+}
+
+std::string make_folder(const std::string& path) {
+  for (int number = 1;; ++number) {
+    const std::string tried = number == 1 ? path : path + "-" + std::to_string(number);
+    if (::mkdir(tried.c_str(), 0777) == 0) return tried;
+    if (errno != EEXIST) throw_errno("cannot make the folder", tried, errno);
+  }
+}
+
+void write_file(const std::string& path, const std::string& content) {
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (file < 0) throw_errno("cannot open", path, errno);
+  std::size_t done = 0;
+  int code = 0;
+  while (code == 0 && done < content.size()) {
+    const ssize_t written = ::write(file, content.data() + done, content.size() - done);
+    if (written >= 0) done += static_cast<std::size_t>(written);
+    if (written < 0 && errno != EINTR) code = errno;
+  }
+  if (code == 0 && ::fsync(file) != 0) code = errno;
+  ::close(file);
+  if (code != 0) throw_errno("cannot write", path, code);
 }
 
 std::vector<std::string> names_in(const std::string& path) {

@@ -1,64 +1,105 @@
-// The list of what a durable store has: a file to which batches of records are appended.
+// The journal of a durable store: a file to which batches of records are appended.
 //
-// A batch is written at once and synced before the next one: so only the last can be torn by a crash, and then none of
-// its records has been promised to anybody. It is dropped. Damage before other batches is an error instead, and so is
-// damage in what a journal was made with: that has its name only since it was synced.
+//     pages 0 and 1   a header in each; the newer one says how many bytes of the file a crash cannot have torn
+//     then            batches, each with a header, a hash and its records
+//
+// A batch is written at once and synced before the next one, so a crash can tear only the last. What follows the last
+// whole batch is dropped, if the newer header allows it; damage anywhere else is an error. close() marks all of the
+// file as whole: so damage to a journal that was closed is never taken for a torn batch. (Two headers, as LMDB has two
+// meta pages: a crash can tear the one that is being written.)
+//
+// The journal and the file that will replace it have blocks beyond their ends, for the deletion of every key: a full
+// disk refuses writes, but neither deletions nor a replacement.
 //
 // Used by one thread at a time.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "storage/entry.h"
+#include "storage/record.h"
 
 namespace cudafuture::storage {
 
-struct Record {
-  std::string key;
-  std::uint64_t turn = 0;
-  bool is_deletion = false;
-  // ---- otherwise
-  Shape shape;
-  std::uint64_t size = 0;
-  std::uint64_t slab = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t digest = 0;
-  bool has_digest = false;
+enum class Damage : std::uint8_t { refuse, skip };
+
+// What reading a journal found besides the records of whole batches.
+struct Findings {
+  struct Gap {
+    std::uint64_t offset;
+    std::uint64_t size;
+  };
+  std::vector<Gap> gaps;          // bytes that are no records. With Damage::refuse at most one, the torn end
+  std::vector<std::string> keys;  // of valid records in the torn end, which were dropped
+  bool has_lost_header = false;   // one of the two is damaged
+  std::uint64_t end = 0;          // of the last whole batch
+  std::uint64_t snapshot = 0;     // the end of the first batch, which has each key once; 0: unknown
+  std::uint64_t batches = 0;
 };
-Record record_of(const std::string& key, const Entry& entry);
-Record deletion_of(const std::string& key, std::uint64_t turn);
 
 class Journal {
  public:
-  // Opens or makes the journal of a folder, and shows what is in it, in order. Throws Failure; ChecksumError in Python
-  // where it is damaged.
-  Journal(std::string folder, const std::function<void(Record&&)>& show);
+  // Takes the records in the order of the file, and the offset of the batch, or of the record between batches.
+  using Show = std::function<void(Record&&, std::uint64_t offset)>;
+
+  // Opens the journal of a folder to write, or makes it. Throws Failure; ChecksumError in Python if it is damaged.
+  Journal(std::string folder, const Show& show);
   ~Journal();
   Journal(const Journal&) = delete;
   Journal& operator=(const Journal&) = delete;
 
+  static bool exists(const std::string& folder);
+  // Only reads. With Damage::skip it also shows the valid records of damaged batches. Throws Failure.
+  static Findings read(const std::string& folder, Damage damage, const Show& show);
+
+  const Findings& findings() const noexcept { return findings_; }  // of opening
+  const std::string& torn_end() const noexcept { return torn_end_; }
+  void drop_torn_end();  // before anything is appended; throws Failure
+
+  // Gets blocks for these records, and for the deletion of every key. Throws Failure if the disk has none.
+  void reserve(const std::vector<Record>& records);
+  void reserve_if_possible() noexcept;
   // And syncs. Throws Failure; then nothing was appended, unless the journal is broken: the disk did not sync, or keeps
   // half of a batch. What is on it then is in doubt, and nothing more is appended.
   void append(const std::vector<Record>& records);
+  void replace(const std::vector<Record>& records);  // by these alone, at once or not at all; throws Failure
+  void close();                                      // marks all as whole; throws Failure
+
   bool is_broken() const noexcept { return is_broken_; }
-  void replace(const std::vector<Record>& records);      // by these alone, at once or not at all; throws Failure
-  std::uint64_t size() const noexcept { return size_; }  // bytes
-  static bool exists(const std::string& folder);
+  std::uint64_t size() const noexcept { return size_; }        // bytes
+  std::uint64_t records() const noexcept { return records_; }  // in the file
 
  private:
+  struct Header;
+
   std::string path() const { return path_in(folder_); }
+  std::string spare_path() const { return path() + ".new"; }
   static std::string path_in(const std::string& folder) { return folder + "/journal"; }
-  static std::string batch(const std::vector<Record>& records, std::uint64_t number);
-  void replay(std::string_view content, const std::function<void(Record&&)>& show);
+  static std::optional<Header> header_of(std::string_view content, bool& has_lost_header);
+  static Findings parse(std::string_view content, const std::string& path, Damage damage, const Show& show);
+  static void write_header(int file, std::uint64_t generation, std::uint64_t whole, std::uint64_t snapshot,
+                           const std::string& path);
+  void recover(const Show& show);
+  void close_files() noexcept;
+  void count(const Record& record) noexcept;
+  void open_spare();
 
   std::string folder_;
+  Findings findings_;
+  std::string torn_end_;
   int file_ = -1;
-  std::uint64_t size_ = 0;
+  int spare_ = -1;               // empty; replace() writes to it
+  std::uint64_t size_ = 0;       // of the content
+  std::uint64_t allocated_ = 0;  // of both files
+  std::uint64_t deletions_ = 0;  // bytes that the deletion of every key takes at most
+  std::uint64_t records_ = 0;
   std::uint64_t batches_ = 0;
+  std::uint64_t generation_ = 0;  // of the newer header
+  std::uint64_t snapshot_ = 0;
   bool is_broken_ = false;
 };
 

@@ -152,13 +152,14 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
 
 // Places are at pages: a file that wants larger units past the page cache goes through it.
 std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) const {
-  auto file = File::open(path, Access::read_write, start, options_.direct);
+  const Access access = options_.read_only ? Access::read : Access::read_write;
+  auto file = File::open(path, access, start, options_.direct);
   if (!file->is_direct() || file->unit() <= kPage) return file;
   if (options_.direct == Direct::yes) {
     throw Failure(path + ": direct I/O there is of " + std::to_string(file->unit()) + " bytes, more than a page",
                   EINVAL, path);
   }
-  return File::open(path, Access::read_write, Start::existing, Direct::no);
+  return File::open(path, access, Start::existing, Direct::no);
 }
 
 Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
@@ -189,8 +190,10 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
     auto file = open_file(path_of(number), Start::existing);
     // Waits for direct writes that a process which was killed has left with the kernel: they may be to places that are
     // free now.
-    file->truncate(file->size() + kPage);
-    file->truncate(file->size() - kPage);
+    if (!options_.read_only) {
+      file->truncate(file->size() + kPage);
+      file->truncate(file->size() - kPage);
+    }
     slab = std::make_shared<Slab>(weak_from_this(), number, file->size() / kPage * kPage);
     slab->file = std::move(file);
   } catch (...) {
@@ -205,8 +208,8 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
 Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   const SlabPtr slab = open_slab(number);
-  const bool is_cut_off = ceil_to(offset + size, kPage) > slab->extents.size();
-  if (!is_cut_off) {
+  const bool has_pages = !options_.read_only && ceil_to(offset + size, kPage) <= slab->extents.size();
+  if (has_pages) {
     // The first and the last page may be another's as well. All are counted; finish_adoption() forgets those of one.
     Pages pages = pages_of(offset, size);
     const bool has_one = pages.first == pages.last;
@@ -220,17 +223,22 @@ Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t siz
   }
   charged_ += charge_of(size);
   used_ += size;
-  return {slab, offset, size, is_cut_off};
+  return {slab, offset, size, has_pages};
 }
 
-void Slabs::finish_adoption() {
+void Slabs::finish_adoption(const std::optional<std::string>& set_aside) {
   std::lock_guard lock(mutex_);
   for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
   for (const std::string& name : names_in(options_.folder)) {
     const std::optional<std::uint64_t> number = number_of(name);
     const auto is_it = [number](const SlabPtr& slab) { return slab->number == *number; };
     if (!number || std::any_of(slabs_.begin(), slabs_.end(), is_it)) continue;
-    ::unlink((options_.folder + "/" + name).c_str());
+    const std::string path = options_.folder + "/" + name;
+    if (!set_aside) {
+      ::unlink(path.c_str());
+    } else if (::rename(path.c_str(), (*set_aside + "/" + name).c_str()) != 0) {
+      throw_errno("cannot move", path, errno);
+    }
   }
 }
 
@@ -241,7 +249,7 @@ void Slabs::give_back(const Place& place) noexcept {
   std::lock_guard lock(mutex_);
   charged_ -= charge_of(place.size());
   used_ -= place.size();
-  if (place.is_cut_off_) return;
+  if (!place.has_pages_) return;
   Slab& slab = *place.slab_;
   const auto is_still_used = [&slab](std::uint64_t page) {
     const auto shared = slab.shared.find(page);
@@ -261,6 +269,7 @@ void Slabs::give_back(const Place& place) noexcept {
 }
 
 std::uint64_t Slabs::remove_empty() noexcept {
+  if (options_.read_only) return 0;  // its places count no pages
   std::uint64_t bytes = 0;
   std::erase_if(slabs_, [&](const SlabPtr& slab) {
     if (slab->extents.free() != slab->extents.size() || slab->file == nullptr) return false;

@@ -14,6 +14,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -42,14 +43,14 @@ struct Slab {
 class Place {
  public:
   Place() = default;  // none
-  Place(std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size, bool is_cut_off = false) noexcept
-      : slab_(std::move(slab)), offset_(offset), size_(size), is_cut_off_(is_cut_off) {}
+  Place(std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size, bool has_pages = true) noexcept
+      : slab_(std::move(slab)), offset_(offset), size_(size), has_pages_(has_pages) {}
   Place(Place&& other) noexcept { *this = std::move(other); }
   Place& operator=(Place&& other) noexcept {
     std::swap(slab_, other.slab_);
     std::swap(offset_, other.offset_);
     std::swap(size_, other.size_);
-    std::swap(is_cut_off_, other.is_cut_off_);
+    std::swap(has_pages_, other.has_pages_);
     return *this;
   }
   ~Place();
@@ -67,7 +68,7 @@ class Place {
   std::shared_ptr<Slab> slab_;
   std::uint64_t offset_ = 0;
   std::uint64_t size_ = 0;
-  bool is_cut_off_ = false;  // its file ends before it does: it has no pages
+  bool has_pages_ = true;  // false: its file ends before it does, or the store is only read
 };
 
 class Slabs : public std::enable_shared_from_this<Slabs> {
@@ -75,7 +76,8 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   struct Options {
     std::string folder;
     Direct direct = Direct::automatic;
-    bool durable = false;        // then a slab's name is on the disk before anything is written to it
+    bool durable = false;  // then a slab's name is on the disk before anything is written to it
+    bool read_only = false;
     std::uint64_t capacity = 0;  // bytes that places may have in all; 0: any number
   };
   struct Statistics {
@@ -99,7 +101,8 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
 
   // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
   Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
-  void finish_adoption();  // removes what nobody has adopted
+  // Removes the slabs that no key has, or moves them to a folder.
+  void finish_adoption(const std::optional<std::string>& set_aside);
 
   std::uint64_t trim() noexcept;  // returns bytes
   bool has_files() const;         // in the folder, from before

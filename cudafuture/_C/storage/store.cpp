@@ -1,5 +1,6 @@
 #include "storage/store.h"
 
+#include <cerrno>
 #include <exception>
 #include <utility>
 
@@ -51,7 +52,11 @@ Change Store::change_of(Write&& write, Place&& place, const Checksum* checksum, 
 
 std::shared_ptr<Store> Store::open(std::shared_ptr<Engine> engine, const Options& options) {
   auto store = std::make_shared<Store>(std::move(engine), options);
-  if (options.durable) store->recover();
+  if (!options.durable) return store;
+  store->recovery_ = recover(options.folder, options.opening, store->index_, *store->slabs_);
+  if (options.opening != Opening::write) return store;
+  store->committer_ = std::make_unique<Committer>(*store, std::move(store->recovery_.journal));
+  store->committer_->compact_if_worth_it();
   return store;
 }
 
@@ -59,29 +64,29 @@ Store::Store(std::shared_ptr<Engine> engine, const Options& options)
     : engine_(std::move(engine)),
       options_(options),
       pack_size_(engine_->options().block_size),
-      slabs_(
-          std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable, options.capacity})),
+      slabs_(std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable,
+                                                    options.opening != Opening::write, options.capacity})),
       packs_(pack_size_),
       gate_(engine_->options().queue_depth, pack_size_) {}
 
 Store::~Store() { slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go); }
 
-void Store::recover() {
-  if (!Journal::exists(options_.folder) && slabs_->has_files()) {
-    throw Failure("the journal of the store in " + options_.folder + " is missing", 0, options_.folder, 0, 0, 0,
-                  FailureKind::checksum);
+void Store::refuse(const CallPtr& call) noexcept {
+  call->expect(1);
+  end_part(call, std::make_exception_ptr(
+                     Failure("the store in " + options_.folder + " is read-only", EROFS, options_.folder)));
+}
+
+void Store::forget(const std::vector<std::string>& keys) {
+  for (const std::string& key : keys) {
+    const Index::Deleted deleted = index_.erase(key);
+    if (deleted.was_there) (void)index_.finish_erase(key, deleted.turn, Index::Reach::memory);
   }
-  auto journal =
-      std::make_unique<Journal>(options_.folder, [this](Record&& record) { index_.replay(std::move(record)); });
-  index_.finish_replay([this](const Record& record) { return slabs_->adopt(record.slab, record.offset, record.size); });
-  slabs_->finish_adoption();
-  committer_ = std::make_unique<Committer>(*this, std::move(journal));
-  committer_->compact_if_worth_it();
 }
 
 void Store::close() {
   ledger_.close()->wait_until(nullptr);
-  if (committer_ != nullptr) committer_->join();  // from now on another process may have the journal
+  if (committer_ != nullptr) committer_->close();  // from now on another process may have the journal
   slabs_->trim();
   slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go);
 }
@@ -105,6 +110,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
 
 void Store::write(Writes&& writes, const CallPtr& call) {
   begin(call);
+  if (options_.opening != Opening::write) return refuse(call);
   call->expect(writes.size() + 1);  // and this function
   std::uint64_t charge = 0;
   for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
@@ -262,6 +268,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
 
 void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
   begin(call);
+  if (options_.opening != Opening::write) return refuse(call);
   std::vector<Change> changes;
   std::string missing;
   for (const std::string& key : keys) {

@@ -29,6 +29,7 @@
 #include "storage/index.h"
 #include "storage/ledger.h"
 #include "storage/packs.h"
+#include "storage/recovery.h"
 #include "storage/slabs.h"
 
 namespace cudafuture::storage {
@@ -42,7 +43,8 @@ class Store final : public std::enable_shared_from_this<Store> {
     Direct direct = Direct::automatic;
     bool checksum = true;
     bool durable = false;
-    std::uint64_t capacity = 0;  // bytes; 0: any number
+    Opening opening = Opening::write;  // of a durable store
+    std::uint64_t capacity = 0;        // bytes; 0: any number
   };
   struct Statistics {
     std::uint64_t keys = 0;
@@ -77,6 +79,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
+  void forget(const std::vector<std::string>& keys);  // of a store that is only read: nothing changes on the disk
+  const Recovery& recovery() const noexcept { return recovery_; }
 
   FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended
   void close();
@@ -88,7 +92,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   struct Reading;
   using Full = Engine::Full;
 
-  void recover();
+  void refuse(const CallPtr& call) noexcept;  // to change a store that is only read
 
   static Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
   void put(Writes&& writes, bool is_pack, Full when_full);
@@ -115,7 +119,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   Packs packs_;
   Gate gate_;
   Ledger ledger_;
-  std::unique_ptr<Committer> committer_;  // null: nothing survives
+  std::unique_ptr<Committer> committer_;  // null: nothing survives, or nothing is written
+  Recovery recovery_;
 
   struct Counters {
     Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};

@@ -1,0 +1,39 @@
+// A record of the journal: a key that was written or deleted.
+//
+// As bytes: the size of the body, the hash of the body, the body. So a record can be verified by itself, where others
+// beside it are damaged.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "storage/entry.h"
+
+namespace cudafuture::storage {
+
+struct Record {
+  std::string key;
+  std::uint64_t turn = 0;
+  bool is_deletion = false;
+  // ---- otherwise
+  Shape shape;
+  std::uint64_t size = 0;
+  std::uint64_t slab = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t digest = 0;
+  bool has_digest = false;
+};
+Record record_of(const std::string& key, const Entry& entry);
+Record deletion_of(const std::string& key, std::uint64_t turn);
+
+void append_record(std::string& bytes, const Record& record);
+
+// Returns the record at the beginning of `bytes` and removes it from them; none if there is no valid record.
+std::optional<Record> take_record(std::string_view& bytes);
+
+std::uint64_t size_of_deletion(const std::string& key) noexcept;  // of its record, bytes
+std::uint64_t size_of(const Record& record) noexcept;             // bytes
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,32 @@
+// The recovery of a durable store when it is opened: the journal is replayed, and the slabs are adopted.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "storage/index.h"
+#include "storage/journal.h"
+#include "storage/slabs.h"
+
+namespace cudafuture::storage {
+
+// salvage: read what is left of a store whose journal is damaged.
+enum class Opening : std::uint8_t { write, read, salvage };
+
+struct Recovery {
+  std::unique_ptr<Journal> journal;    // with Opening::write
+  std::uint64_t torn_bytes = 0;        // at the end of the journal, which were dropped
+  std::vector<std::string> torn_keys;  // keys of the valid records in them
+  std::string set_aside;               // the folder that has them now, and the slabs that no key has; empty: none
+  bool has_lost_header = false;        // one of the two headers of the journal is damaged
+  // ---- with Opening::salvage
+  std::vector<Findings::Gap> gaps;     // damaged bytes of the journal
+  std::vector<std::string> uncertain;  // keys that a record in a gap may have replaced or deleted
+};
+
+// Throws Failure; ChecksumError in Python if the journal is damaged or missing.
+Recovery recover(const std::string& folder, Opening opening, Index& index, Slabs& slabs);
+
+}  // namespace cudafuture::storage

@@ -1,0 +1,72 @@
+"""The salvage of a durable store whose journal is damaged."""
+
+from __future__ import annotations
+
+import os
+
+from cudafuture.errors import StorageError
+from cudafuture.storage.engine import Engine
+from cudafuture.storage.offloader import Offloader
+
+__all__ = ["SalvagedStore"]
+
+_AT_ONCE = 64 << 20  # bytes that are read at a time
+
+
+class SalvagedStore(Offloader):
+    """What is left of a damaged durable store; see ``Offloader.salvage()``. It is read-only.
+
+    Its keys are those whose records are valid, and whose bytes match their checksums.
+
+    >>> Offloader("states", durable=True).close()
+    >>> with Offloader.salvage("states") as found, Offloader("mended", durable=True) as mended:
+    ...     for key in found.keys():
+    ...         if key not in found.uncertain:
+    ...             mended.write(key, found.read(key).wait()).wait()
+    """
+
+    _opened_to_read = "salvage"
+
+    def __init__(self, dir: str | os.PathLike[str], *, engine: Engine | None = None) -> None:
+        super().__init__(dir, engine=engine, durable=True, read_only=True)
+        recovery = self._native.recovery()
+        self._damage: list[tuple[int, int]] = recovery["gaps"]
+        try:
+            self._lost = self._verify()
+        except BaseException:
+            self.close()
+            raise
+        self._native.forget(list(self._lost))
+        self._uncertain = frozenset(recovery["uncertain"]) - self._lost.keys()
+
+    def _verify(self) -> dict[str, StorageError]:
+        lost: dict[str, StorageError] = {}
+        together: list[str] = []
+        size = 0
+        for key in [*self.keys(), None]:
+            if key is not None:
+                together.append(key)
+                size += self.stat(key).nbytes
+            if key is None or size >= _AT_ONCE:
+                for name, read in [(name, self.read(name)) for name in together]:
+                    if isinstance(error := read.exception(), StorageError):
+                        lost[name] = error
+                    elif error is not None:
+                        raise error
+                together, size = [], 0
+        return lost
+
+    @property
+    def lost(self) -> dict[str, StorageError]:
+        """The keys whose bytes cannot be read, or do not match their checksums, with the errors."""
+        return dict(self._lost)
+
+    @property
+    def uncertain(self) -> frozenset[str]:
+        """The keys whose tensors may be old or deleted, as later records are damaged, or that have no checksums."""
+        return self._uncertain
+
+    @property
+    def damage(self) -> list[tuple[int, int]]:
+        """The stretches of the journal that are damaged or torn: their offsets and sizes, in bytes."""
+        return list(self._damage)

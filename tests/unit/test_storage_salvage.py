@@ -1,0 +1,167 @@
+"""Durable stores that are only read: those that nobody can write, and those whose journal is damaged."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture.errors import ChecksumError, NotFoundError, StorageError
+from cudafuture.storage import Engine, Offloader
+from unit.storing import MIB, PATIENCE, contents, error_number, expect, flip, slabs
+
+HEADERS = 8192  # bytes of a journal before its batches
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the names of the files in a folder, with their contents."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- read-only
+
+
+def test_a_read_only_store_is_read_and_never_changed(engine: Engine, tmp_path: Path) -> None:
+    tensors = {f"{i}": contents(5000 * i, i) for i in range(8)} | {"large": contents(3 * MIB, 9)}
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+        store.delete("1").wait(timeout=PATIENCE)
+        assert not store.read_only
+    del tensors["1"]
+    before = files_of(tmp_path)
+    with Offloader(tmp_path, engine=engine, durable=True, read_only=True) as store:
+        assert store.read_only
+        expect(store, tensors)
+        for change in (store.write("new", contents(10)), store.writev(tensors), store.delete("2")):
+            assert error_number(change) == errno.EROFS
+        with pytest.raises(StorageError, match="read-only"):
+            store.deletev(["2", "3"]).wait(timeout=PATIENCE)
+        assert store.trim() == 0
+        expect(store, tensors)
+    assert files_of(tmp_path) == before
+
+
+def test_several_stores_read_while_none_writes(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.write("key", contents(1000)).wait(timeout=PATIENCE)
+        with pytest.raises(StorageError, match="has open") as caught:
+            Offloader(tmp_path, engine=engine, durable=True, read_only=True)
+        assert caught.value.errno == errno.EBUSY
+    with (
+        Offloader(tmp_path, engine=engine, durable=True, read_only=True) as first,
+        Offloader(tmp_path, engine=engine, durable=True, read_only=True) as second,
+    ):
+        expect(first, {"key": contents(1000)})
+        expect(second, {"key": contents(1000)})
+        with pytest.raises(StorageError) as caught:
+            Offloader(tmp_path, engine=engine, durable=True)
+        assert caught.value.errno == errno.EBUSY
+    (tmp_path / "lock").unlink()  # as in a copy of the journal and the slabs
+    with Offloader(tmp_path, engine=engine, durable=True, read_only=True) as store:
+        expect(store, {"key": contents(1000)})
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_torn_journal_is_read_and_kept(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Offloader(tmp_path / "lives", engine=engine, durable=True) as store:
+        for key in "abc":
+            store.write(key, contents(1000, ord(key))).wait(timeout=PATIENCE)
+        shutil.copytree(tmp_path / "lives", tmp_path / "store")
+    journal = tmp_path / "store" / "journal"
+    flip(journal, journal.stat().st_size - 1)
+    before = files_of(tmp_path / "store")
+    with Offloader(tmp_path / "store", engine=engine, durable=True, read_only=True) as store:
+        expect(store, {key: contents(1000, ord(key)) for key in "ab"})
+    assert "not whole" in caplog.text
+    assert files_of(tmp_path / "store") == before
+
+
+def test_what_cannot_be_read_only_says_so(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="durable"):
+        Offloader(tmp_path, engine=engine, read_only=True)
+    with pytest.raises(StorageError) as caught:
+        Offloader(tmp_path / "nowhere", engine=engine, durable=True, read_only=True)
+    assert caught.value.errno == errno.ENOENT
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(ChecksumError, match="is missing"):
+        Offloader(tmp_path, engine=engine, durable=True, read_only=True)
+
+
+# ---- salvage
+
+
+def test_one_damaged_bit_of_a_journal_costs_one_record(engine: Engine, tmp_path: Path) -> None:
+    """Wherever it is: in a record of the snapshot, in one of a later batch, or in the header of a batch."""
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.writev({f"{i}": contents(2000 + i, i) for i in range(5)}).wait(timeout=PATIENCE)
+    with Offloader(tmp_path, engine=engine, durable=True) as store:  # begins with a snapshot
+        snapshot = store.statistics().journal_bytes
+        expected = {f"{i}": contents(2000 + i, i) for i in range(5)}
+        for key in ("0", "new"):
+            expected[key] = contents(3000, ord(key[0]))
+            store.write(key, expected[key]).wait(timeout=PATIENCE)
+        store.delete("1").wait(timeout=PATIENCE)
+        del expected["1"]
+    journal = tmp_path / "journal"
+    before = files_of(tmp_path)
+    old = {"0": contents(2000, 0), "1": contents(2001, 1)}
+    seen = set()
+    for offset in range(HEADERS, journal.stat().st_size):
+        flip(journal, offset, offset % 8)
+        with pytest.raises(ChecksumError, match=r"Offloader.salvage\(\) reads what is left"):
+            Offloader(tmp_path, engine=engine, durable=True)
+        with Offloader.salvage(tmp_path, engine=engine) as store:
+            keys = store.keys()
+            found = dict(zip(keys, store.readv(keys).wait(timeout=PATIENCE), strict=True))
+            missing = expected.keys() - found.keys()
+            wrong = {key for key, tensor in found.items() if not torch.equal(tensor, expected.get(key, tensor[:0]))}
+            assert len(missing) + len(wrong) <= 1
+            assert wrong <= store.uncertain, "an old tensor, or a deleted key, is given as if it were certain"
+            assert all(torch.equal(found[key], old[key]) for key in wrong)
+            assert missing <= {"2", "3", "4"} | {"new"} | store.lost.keys()
+            if offset < snapshot:
+                assert not store.uncertain
+            if missing or wrong:
+                ((begin, size),) = store.damage
+                assert begin <= offset < begin + size
+            seen |= {("missing", key) for key in missing} | {("wrong", key) for key in wrong}
+        flip(journal, offset, offset % 8)
+    assert {("missing", "2"), ("missing", "new"), ("wrong", "1")} <= seen
+    assert files_of(tmp_path) == before
+
+
+def test_salvage_gives_no_tensor_whose_bytes_have_changed(engine: Engine, tmp_path: Path) -> None:
+    tensors = {f"{i}": contents(70_000, i) for i in range(6)}
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+        store.write("empty", torch.zeros(0, 3)).wait(timeout=PATIENCE)
+    (slab,) = slabs(tmp_path)
+    flip(slab, slab.read_bytes().find(bytes(tensors["3"][1000:1064].tolist())))
+    flip(tmp_path / "journal", 20)  # a header
+    flip(tmp_path / "journal", 4096 + 20)  # the other one
+    with Offloader.salvage(tmp_path, engine=engine) as store:
+        assert set(store.keys()) == {"0", "1", "2", "4", "5", "empty"}
+        assert "3" not in store
+        assert isinstance(store.lost["3"], ChecksumError)
+        with pytest.raises(NotFoundError):
+            store.read("3").wait(timeout=PATIENCE)
+        assert store.read("empty").wait(timeout=PATIENCE).shape == (0, 3)
+        assert error_number(store.write("3", tensors["3"])) == errno.EROFS
+        slab.unlink()
+    with Offloader.salvage(tmp_path, engine=engine) as store:
+        assert store.keys() == ["empty"]
+        assert store.lost.keys() == tensors.keys()
+        assert {error.errno for error in store.lost.values()} == {errno.ENOENT}
+
+
+def test_salvage_calls_tensors_without_checksums_uncertain(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine, durable=True, checksum=False) as store:
+        store.writev({"a": contents(1000), "empty": torch.zeros(0)}).wait(timeout=PATIENCE)
+    with Offloader.salvage(tmp_path, engine=engine) as store:
+        assert (store.uncertain, store.lost, store.damage) == ({"a"}, {}, [])
+        expect(store, {"a": contents(1000), "empty": torch.zeros(0)})
