@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from unit.child import Child
+from unit.shims import compile_shim
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_the_host")]
 
@@ -69,15 +68,7 @@ with Offloader(folder, durable=True) as store:
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no compiler")
-    folder = tmp_path_factory.mktemp("shim")
-    (folder / "shim.c").write_text("#define _GNU_SOURCE\n" + SHIM)
-    library = folder / "shim.so"
-    command = [compiler, "-x", "c", "-shared", "-fPIC", "-o", str(library), str(folder / "shim.c"), "-ldl"]
-    subprocess.run(command, check=True)
-    return library
+    return compile_shim(SHIM, tmp_path_factory.mktemp("shim"))
 
 
 @pytest.mark.parametrize("what", ["slab-", "journal"])

@@ -56,7 +56,6 @@ void ThreadCache::set_leavable(bool leavable) noexcept {
 }
 
 void ThreadCache::loop(Workers::iterator self) noexcept {
-  pthread_setname_np(pthread_self(), "cudafuture-lane");
   leavable_here = &self->leavable;
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -64,6 +63,7 @@ void ThreadCache::loop(Workers::iterator self) noexcept {
     Task* const task = std::exchange(self->task, nullptr);
     if (task == nullptr) break;
     lock.unlock();
+    pthread_setname_np(pthread_self(), "cudafuture-lane");  // a task may choose another name
     task->perform();
     lock.lock();
     if (stopping_ || idle_.size() >= kMostIdle) break;

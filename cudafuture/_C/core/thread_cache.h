@@ -12,6 +12,7 @@
 #include <list>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace cudafuture {
 
@@ -36,6 +37,13 @@ class ThreadCache {
   // Runs `task`, which must live until then, on a thread of its own.
   Run run(Task* task) noexcept;
 
+  // Calls a function on a thread of its own; on this one where there is none.
+  template <class Function>
+  void run_or_call(Function function) {
+    auto* const task = new Called<Function>(std::move(function));
+    if (run(task) != Run::begun) task->perform();
+  }
+
   // Is this thread one of the cache's?
   static bool is_current() noexcept;
 
@@ -48,6 +56,15 @@ class ThreadCache {
   void stop(bool (*go_on)() noexcept = nullptr) noexcept;
 
  private:
+  template <class Function>
+  struct Called final : Task {
+    explicit Called(Function function) : function(std::move(function)) {}
+    void perform() noexcept override {
+      function();
+      delete this;
+    }
+    Function function;
+  };
   struct Worker {
     std::thread thread;
     std::condition_variable wake;

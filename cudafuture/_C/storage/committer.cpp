@@ -16,6 +16,17 @@ constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: no journal is 
 
 }  // namespace
 
+Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
+  Entry entry = {std::move(write.shape), std::move(place), write.turn};
+  if (checksum != nullptr) {
+    entry.has_digest = true;
+    entry.digest = checksum->digest(part, hash_of(write.key));
+  }
+  auto known = std::make_shared<const Entry>(std::move(entry));
+  // The call hears of the release, too.
+  return {write.call, std::move(write.key), write.turn, std::move(known), write.written};
+}
+
 void Committer::commit(std::vector<Change>&& changes) noexcept {
   {
     std::lock_guard lock(mutex_);

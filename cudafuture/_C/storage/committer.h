@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -20,8 +21,10 @@
 
 #include "core/thread_cache.h"
 #include "storage/call.h"
+#include "storage/checksum.h"
 #include "storage/entry.h"
 #include "storage/journal.h"
+#include "storage/packs.h"
 
 namespace cudafuture::storage {
 
@@ -35,6 +38,9 @@ struct Change {
   EntryPtr entry;           // null: a deletion
   bool* written = nullptr;  // see Write
 };
+
+// Of a write whose bytes are at a place. `checksum`: null, or that of the request, of which it is one part.
+Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
 
 class Committer final : private ThreadCache::Task {
  public:

@@ -1,5 +1,7 @@
 #include "storage/engine.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <list>
@@ -145,6 +147,7 @@ void Engine::aim_blocks_at_buffers() noexcept {
 
 void Engine::perform() noexcept {
   const std::shared_ptr<Engine> self = std::move(self_);
+  pthread_setname_np(pthread_self(), "cudafuture-io");
   const bool works = set_up();
   if (works) {
     {

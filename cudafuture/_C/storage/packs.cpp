@@ -8,6 +8,12 @@
 
 namespace cudafuture::storage {
 
+std::vector<std::uint64_t> sizes_of(const Writes& writes) {
+  std::vector<std::uint64_t> sizes;
+  for (const Write& write : writes) sizes.push_back(write.memory.size());
+  return sizes;
+}
+
 std::vector<Writes> Packs::cut(Writes&& writes, std::uint64_t size) {
   std::vector<Writes> packs;
   std::uint64_t end = size;

@@ -30,6 +30,7 @@ struct Write {
   bool* written = nullptr;                             // set when it was written; the call keeps it
 };
 using Writes = std::vector<Write>;
+std::vector<std::uint64_t> sizes_of(const Writes& writes);  // bytes
 
 class Packs {
  public:

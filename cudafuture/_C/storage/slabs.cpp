@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <iterator>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -75,19 +76,44 @@ void Slabs::cancel_reservation(std::uint64_t bytes) noexcept {
   charged_ -= bytes;
 }
 
-std::vector<Place> Slabs::take(const std::vector<std::uint64_t>& sizes) {
-  std::vector<std::uint64_t> offsets;
+Slabs::Layout Slabs::layout_of(const std::vector<std::uint64_t>& sizes) {
+  Layout layout;
   std::uint64_t end = 0;
   for (const std::uint64_t size : sizes) {
-    offsets.push_back(next_offset(end, size));
-    end = offsets.back() + size;
+    layout.offsets.push_back(next_offset(end, size));
+    end = layout.offsets.back() + size;
   }
+  layout.size = ceil_to(end, kPage);
+  return layout;
+}
+
+std::vector<Place> Slabs::try_take(const std::vector<std::uint64_t>& sizes) {
+  const Layout layout = layout_of(sizes);
+  std::lock_guard lock(mutex_);
+  for (const SlabPtr& slab : slabs_) {
+    if (slab->file == nullptr) continue;
+    if (const auto begin = slab->extents.take(layout.size)) return places_in(slab, *begin, layout, sizes);
+  }
+  return {};
+}
+
+std::vector<Place> Slabs::take(const std::vector<std::uint64_t>& sizes) {
+  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;
+  std::lock_guard growth(growth_);
+  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;  // another thread has grown it
+  const Layout layout = layout_of(sizes);
+  const SlabPtr slab = grow(layout.size);
+  std::lock_guard lock(mutex_);
+  slabs_.push_back(slab);
+  return places_in(slab, slab->extents.take(layout.size).value(), layout, sizes);
+}
+
+std::vector<Place> Slabs::places_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
+                                    const std::vector<std::uint64_t>& sizes) {
   std::vector<Place> places;
   places.reserve(sizes.size());
-  std::lock_guard lock(mutex_);
-  const auto [slab, begin] = find_room(ceil_to(end, kPage));
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    places.emplace_back(slab, begin + offsets[i], sizes[i]);
+    places.emplace_back(slab, begin + layout.offsets[i], sizes[i]);
     used_ += sizes[i];
   }
   share_pages(*slab, places);
@@ -104,16 +130,8 @@ void Slabs::share_pages(Slab& slab, const std::vector<Place>& places) {
   }
 }
 
-std::pair<Slabs::SlabPtr, std::uint64_t> Slabs::find_room(std::uint64_t size) {
-  for (const SlabPtr& slab : slabs_) {
-    if (slab->file == nullptr) continue;
-    if (const auto offset = slab->extents.take(size)) return {slab, *offset};
-  }
-  const SlabPtr slab = grow(size);
-  return {slab, slab->extents.take(size).value()};
-}
-
-std::uint64_t Slabs::bytes_of_files() const noexcept {
+std::uint64_t Slabs::bytes_of_files() const {
+  std::lock_guard lock(mutex_);
   std::uint64_t bytes = 0;
   for (const SlabPtr& slab : slabs_) bytes += slab->extents.size();
   return bytes;
@@ -123,7 +141,7 @@ std::uint64_t Slabs::bytes_of_files() const noexcept {
 Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   const std::uint64_t capacity = ceil_to(options_.capacity, kPage);
   // Files in which nothing is stay while there is room for more; within the capacity there may be none.
-  if (capacity != 0 && size + bytes_of_files() > capacity) remove_empty();
+  if (capacity != 0 && size + bytes_of_files() > capacity) trim();
   const std::uint64_t all = bytes_of_files();
   const std::uint64_t most = std::max(kLargestSlab, all / 16);  // each has two descriptors
   std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, most));
@@ -142,7 +160,7 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
     } catch (const Failure& failure) {
       if (failure.code() != ENOSPC && failure.code() != EFBIG && failure.code() != EDQUOT) throw;
       if (!std::exchange(has_trimmed, true)) {
-        remove_empty();
+        trim();
       } else if (wanted == size) {
         throw;
       }
@@ -175,7 +193,6 @@ Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
     throw;
   }
   ++next_;
-  slabs_.push_back(slab);
   return slab;
 }
 
@@ -268,21 +285,23 @@ void Slabs::give_back(const Place& place) noexcept {
   slab.extents.give_back(pages.first * kPage, (pages.last - pages.first + 1) * kPage);
 }
 
-std::uint64_t Slabs::remove_empty() noexcept {
+std::uint64_t Slabs::trim() noexcept {
   if (options_.read_only) return 0;  // its places count no pages
+  const auto is_empty = [](const SlabPtr& slab) {
+    return slab->extents.free() == slab->extents.size() && slab->file != nullptr;
+  };
+  std::vector<SlabPtr> empty;
+  {
+    std::lock_guard lock(mutex_);
+    std::copy_if(slabs_.begin(), slabs_.end(), std::back_inserter(empty), is_empty);
+    std::erase_if(slabs_, is_empty);
+  }
   std::uint64_t bytes = 0;
-  std::erase_if(slabs_, [&](const SlabPtr& slab) {
-    if (slab->extents.free() != slab->extents.size() || slab->file == nullptr) return false;
+  for (const SlabPtr& slab : empty) {
     bytes += slab->extents.size();
     ::unlink(slab->file->path().c_str());
-    return true;
-  });
+  }
   return bytes;
-}
-
-std::uint64_t Slabs::trim() noexcept {
-  std::lock_guard lock(mutex_);
-  return remove_empty();
 }
 
 void Slabs::close(Files files) noexcept {
@@ -304,7 +323,7 @@ Slabs::Statistics Slabs::statistics() const {
   Statistics s;
   s.slabs = slabs_.size();
   s.used = used_;
-  s.bytes = bytes_of_files();
+  for (const SlabPtr& slab : slabs_) s.bytes += slab->extents.size();
   return s;
 }
 

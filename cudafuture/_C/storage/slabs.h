@@ -6,7 +6,8 @@
 // Slabs that are empty stay for what comes next, as writing over blocks that a file has is fastest. trim() removes
 // them; so does taking, when the disk is full.
 //
-// Lock: mutex_ guards everything; only the kernel is called under it.
+// Locks: mutex_ guards everything, and the kernel is not called under it once the store is open. growth_ is held while
+// a slab is made, which may take seconds; mutex_ is taken under it.
 #pragma once
 
 #include <cstddef>
@@ -89,8 +90,11 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   explicit Slabs(Options options) : options_(std::move(options)) {}
 
   // One place after the other in one stretch of whole pages: those of less than a page anywhere, the others at pages.
-  // None is empty, and their charge was reserved. Throws Failure when there is no room; then nothing is taken.
+  // None is empty, and their charge was reserved. May make a slab. Throws Failure when there is no room; then nothing
+  // is taken.
   std::vector<Place> take(const std::vector<std::uint64_t>& sizes);
+  // The same where the slabs have room; else none are taken, and nothing blocks.
+  std::vector<Place> try_take(const std::vector<std::uint64_t>& sizes);
 
   // Counts bytes that are to be taken soon against the capacity. Throws Failure.
   void reserve(std::uint64_t bytes);
@@ -115,20 +119,26 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   using SlabPtr = std::shared_ptr<Slab>;
 
   std::string path_of(std::uint64_t number) const;
-  std::pair<SlabPtr, std::uint64_t> find_room(std::uint64_t size);
-  std::uint64_t bytes_of_files() const noexcept;
+  struct Layout {
+    std::vector<std::uint64_t> offsets;
+    std::uint64_t size = 0;  // whole pages
+  };
+  static Layout layout_of(const std::vector<std::uint64_t>& sizes);
+  std::vector<Place> places_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
+                               const std::vector<std::uint64_t>& sizes);
+  std::uint64_t bytes_of_files() const;
   SlabPtr grow(std::uint64_t size);
   SlabPtr make_slab(std::uint64_t size);
   std::shared_ptr<File> open_file(const std::string& path, Start start) const;
   SlabPtr open_slab(std::uint64_t number);
   static void share_pages(Slab& slab, const std::vector<Place>& places);
-  std::uint64_t remove_empty() noexcept;
   void give_back(const Place& place) noexcept;
 
   const Options options_;
+  std::mutex growth_;
   mutable std::mutex mutex_;
   std::vector<SlabPtr> slabs_;
-  std::uint64_t next_ = 0;     // number
+  std::uint64_t next_ = 0;     // number; growth_ guards it
   std::uint64_t charged_ = 0;  // bytes of places and reservations
   std::uint64_t used_ = 0;     // of places
 };

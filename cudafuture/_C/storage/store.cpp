@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/thread_cache.h"
 #include "storage/counter.h"
 #include "storage/failure.h"
 #include "storage/page.h"
@@ -14,12 +15,6 @@ namespace cudafuture::storage {
 namespace {
 
 constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is written by itself
-
-// The error with which a part has ended; null: none.
-std::exception_ptr error_of(Future& done) noexcept {
-  done.mark_seen();
-  return done.state() == State::failed ? done.value().error : nullptr;
-}
 
 }  // namespace
 
@@ -36,17 +31,6 @@ struct Store::Reading {
   std::shared_ptr<Checksum> checksum;
   bool is_gated;
 };
-
-Change Store::change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
-  Entry entry = {std::move(write.shape), std::move(place), write.turn};
-  if (checksum != nullptr) {
-    entry.has_digest = true;
-    entry.digest = checksum->digest(part, hash_of(write.key));
-  }
-  auto known = std::make_shared<const Entry>(std::move(entry));
-  // The call hears of the release, too.
-  return {write.call, std::move(write.key), write.turn, std::move(known), write.written};
-}
 
 // ---- begin and end
 
@@ -150,32 +134,43 @@ void Store::write(Writes&& writes, const CallPtr& call) {
   end_part(call, nullptr);
 }
 
+// Full::exceed: on the engine's thread, which makes no slabs unless there is no other thread.
 void Store::put(Writes&& writes, bool is_pack, Full when_full) {
-  auto writing = std::make_shared<Writing>();
-  writing->is_pack = is_pack;
-  std::vector<std::uint64_t> sizes;
-  for (const Write& write : writes) sizes.push_back(write.memory.size());
+  if (std::vector<Place> places = slabs_->try_take(sizes_of(writes)); !places.empty()) {
+    return submit(std::move(writes), std::move(places), is_pack, when_full);
+  }
+  if (when_full == Full::wait) return grow_and_put(std::move(writes), is_pack, when_full);
+  ThreadCache::get().run_or_call([self = shared_from_this(), writes = std::move(writes), is_pack]() mutable {
+    self->grow_and_put(std::move(writes), is_pack, Full::exceed);
+  });
+}
+
+void Store::grow_and_put(Writes&& writes, bool is_pack, Full when_full) {
+  std::vector<Place> places;
   try {
-    writing->places = slabs_->take(sizes);
+    places = slabs_->take(sizes_of(writes));
   } catch (...) {
     if (writes.size() == 1) {
-      slabs_->cancel_reservation(Slabs::charge_of(sizes.front()));
+      slabs_->cancel_reservation(Slabs::charge_of(writes.front().memory.size()));
       give_up(writes.front(), std::current_exception());
     } else {  // there may be room for some of them
       for (Write& write : writes) {
         Writes one;
         one.push_back(std::move(write));
-        put(std::move(one), false, when_full);
+        grow_and_put(std::move(one), false, when_full);
       }
     }
     if (is_pack) go_on_with_packs();
     return;
   }
-  writing->writes = std::move(writes);
-  submit(writing, when_full);
+  submit(std::move(writes), std::move(places), is_pack, when_full);
 }
 
-void Store::submit(const std::shared_ptr<Writing>& writing, Full when_full) {
+void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, Full when_full) {
+  const auto writing = std::make_shared<Writing>();
+  writing->is_pack = is_pack;
+  writing->writes = std::move(writes);
+  writing->places = std::move(places);
   const Place& first = writing->places.front();
   Request request;
   request.direction = Direction::write;

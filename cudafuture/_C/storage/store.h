@@ -94,9 +94,9 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   void refuse(const CallPtr& call) noexcept;  // to change a store that is only read
 
-  static Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
   void put(Writes&& writes, bool is_pack, Full when_full);
-  void submit(const std::shared_ptr<Writing>& writing, Full when_full);
+  void grow_and_put(Writes&& writes, bool is_pack, Full when_full);
+  void submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, Full when_full);
   void written(Writing& writing, const std::exception_ptr& error) noexcept;
   void give_up(Write& write, const std::exception_ptr& error) noexcept;
   void go_on_with_packs() noexcept;

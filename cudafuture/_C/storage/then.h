@@ -1,6 +1,7 @@
 // A continuation from a function: called with the future when that is done, on the thread that completes it.
 #pragma once
 
+#include <exception>
 #include <utility>
 
 #include "core/future.h"
@@ -20,6 +21,12 @@ class Then final : public Continuation {
  private:
   Function function_;
 };
+
+// The error with which a future has ended; null: none.
+inline std::exception_ptr error_of(Future& done) noexcept {
+  done.mark_seen();
+  return done.state() == State::failed ? done.value().error : nullptr;
+}
 
 template <class Function>
 void then(const FuturePtr& future, Function function) {
