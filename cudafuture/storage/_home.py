@@ -2,7 +2,7 @@
 
 ::
 
-    dir/.stores            locked while a store is made or swept
+    dir/.stores            locked while a store is made, swept or removed; goes with the last ephemeral store
     dir/.new-store-*       one that is being made, or removed
     dir/store-*/lease      locked while an ephemeral store lives
     dir/lock               locked while a durable store is open; holds the pid of who has it
@@ -64,9 +64,14 @@ class EphemeralHome:
                 self.path = str(new.rename(new.with_name(new.name.removeprefix(_NEW))))
 
     def leave(self) -> None:
-        """Remove the folder."""
-        _remove(Path(self.path))
+        """Remove the folder, and after the last one the file that was locked to make it."""
+        home = Path(self.path)
+        _remove(home)
         _close(self.lock)
+        # Without waiting: the garbage collector may call this in a thread that is about to make another store.
+        with contextlib.suppress(OSError), _locked(home.parent / ".stores", fcntl.LOCK_NB):
+            if not any(home.parent.glob(f"{_PREFIX}*")) and not any(home.parent.glob(f"{_NEW}{_PREFIX}*")):
+                (home.parent / ".stores").unlink()
 
 
 class DurableHome:
@@ -221,16 +226,28 @@ def _sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, flags: int = 0) -> Iterator[None]:
+    lock = _open_locked(path, flags)
     try:
-        lock = _open(path, os.O_RDONLY)  # another user's, perhaps: where that is sticky it must not be asked to be made
-    except FileNotFoundError:
-        lock = _open(path, os.O_RDONLY | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         _close(lock)
+
+
+def _open_locked(path: Path, flags: int) -> int:
+    while True:
+        try:
+            lock = _open(path, os.O_RDONLY)  # perhaps another user's: in a sticky folder O_CREAT would fail
+        except FileNotFoundError:
+            lock = _open(path, os.O_RDONLY | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | flags)
+            if os.fstat(lock).st_nlink != 0:
+                return lock
+        except BaseException:
+            _close(lock)
+            raise
+        _close(lock)  # whoever had it locked has removed it
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_the_licences_of_what_is_linked_statically_are_installed() -> None:
     assert "Thibaut Goetghebuer-Planchon" in texts["robin_map.txt"]
     assert "Jens Axboe" in texts["liburing.txt"]
     assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
+
+
+def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
+    """The library is on no package index: an extra is installed from a checkout."""
+    known = importlib.metadata.metadata("cudafuture").get_all("Provides-Extra")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for package, extra in re.findall(r"""pip install [^\n`]*?["' ]([\w.]+)\[(\w+)\]""", page.read_text()):
+            assert package == ".", f"{page.name}: {package}[{extra}] is on no index"
+            assert extra in known, f"{page.name}: there is no extra {extra}"
 
 
 @pytest.mark.slow

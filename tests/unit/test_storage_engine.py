@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -75,6 +79,38 @@ def test_an_engine_says_what_it_is(backend: str) -> None:
 
 
 # ---- what waits
+
+
+# Lets the system call io_uring_setup fail with an errno, by a filter of seccomp.
+WITHOUT_IO_URING = """
+import ctypes, logging, struct, sys
+from cudafuture.storage import Engine
+number, machine = 425, {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[__import__("platform").machine()]
+load, equal, refuse, allow = 0x20, 0x15, 0x50000 | int(sys.argv[1]), 0x7FFF0000
+program = b"".join(struct.pack("HBBI", *line) for line in [
+    (load, 0, 0, 4), (equal, 0, 3, machine), (load, 0, 0, 0), (equal, 0, 1, number), (0x06, 0, 0, refuse),
+    (0x06, 0, 0, allow)])
+memory = ctypes.create_string_buffer(program)
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 6, ctypes.addressof(memory)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter) == 0, ctypes.get_errno()
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+print(Engine("auto").backend)
+try: Engine("io_uring")
+except OSError as e: print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(errno.ENOSYS, "the kernel has none"), (errno.EPERM, "forbidden by a sandbox, or by the sysctl")],
+)
+def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_IO_URING, str(code)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[1] == "threads"
+    for line in (lines[0], lines[2]):
+        assert f"io_uring: {os.strerror(code)} ({reason}" in line
 
 
 def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def results(tmp_path: Path) -> Any:
 
 
 def nothing_is_left(tmp_path: Path) -> bool:
-    return [path.name for path in (tmp_path / "store").rglob("*")] == [".stores"]
+    return [path.name for path in (tmp_path / "store").rglob("*")] == []
 
 
 def test_two_trainers_get_their_states_back_by_signed_calls(tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ std::unique_ptr<Backend> make_ring(std::size_t depth, std::string& why_not) {
   const int code = ring->set_up(depth);
   if (code == 0) return ring;
   why_not = "io_uring: " + std::generic_category().message(code);
+  if (code == ENOSYS) why_not += " (the kernel has none, or a sandbox hides it)";
+  if (code == EPERM) why_not += " (forbidden by a sandbox, or by the sysctl kernel.io_uring_disabled)";
+  if (code == ENOMEM) why_not += " (RLIMIT_MEMLOCK may be too small)";
   return nullptr;
 }
 
