@@ -240,6 +240,7 @@ class Store:
         priority: int,
         digests: list[int | None] | None,
         written: torch.Tensor | None,
+        atomic: bool,
     ) -> CUDAFuture[int]: ...
     @overload
     def read(

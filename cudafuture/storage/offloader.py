@@ -169,7 +169,7 @@ class Offloader:
         >>> store.write("weight", torch.eye(3)).wait()
         36
         """
-        return self._native.write([key], [tensor], priority, None, None)
+        return self._native.write([key], [tensor], priority, None, None, False)
 
     def writev(
         self,
@@ -178,6 +178,7 @@ class Offloader:
         priority: int = 0,
         digests: Mapping[str, int] | None = None,
         written: torch.Tensor | None = None,
+        atomic: bool = False,
     ) -> CUDAFuture[int]:
         """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
 
@@ -190,6 +191,8 @@ class Offloader:
                 where the store takes checksums.
             written: a tensor of torch.bool on the host, with an element for each key, which belongs to the write until
                 the future is done: then it says which were written, also where the future has failed.
+            atomic: change all keys together, or none: also for a ``readv`` meanwhile, and across a crash of a durable
+                store. By default each key changes by itself.
 
         Raises:
             ValueError: a digest is of none of the keys, or no number of 64 bits; `written` is another tensor.
@@ -201,7 +204,7 @@ class Offloader:
         if digests is not None and (unknown := digests.keys() - tensors.keys()):
             raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
         expected = None if digests is None else [digests.get(key) for key in keys]
-        return self._native.write(keys, values, priority, expected, written)
+        return self._native.write(keys, values, priority, expected, written, atomic)
 
     def read(
         self,

@@ -106,6 +106,17 @@ def write_durably(say: Say, folder: str, backend: str, seed: int, number: int) -
     store.flush().exception()
 
 
+def write_atomically(say: Say, folder: str, backend: str, begin: int) -> None:
+    store = Offloader(folder, engine=engine_on(backend), durable=True)
+    under_way: deque[CUDAFuture[int]] = deque()
+    for version in range(begin, begin + 10_000):
+        if len(under_way) == 3:
+            under_way.popleft().wait()
+        future = store.writev({key: content_of(key, version) for key in HOT_KEYS + KEYS[:4]}, atomic=True)
+        future.add_done_callback(partial(report, say, version))
+        under_way.append(future)
+
+
 def report(say: Say, i: int, future: CUDAFuture[Any]) -> None:
     error = future.exception()
     if error is None:
@@ -130,7 +141,9 @@ def make_stores(say: Say, folder: str, backend: str) -> None:
         say("closed")
 
 
-WORK: dict[str, Callable[..., None]] = {f.__name__: f for f in (write_durably, keep_one_store, make_stores)}
+WORK: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (write_durably, write_atomically, keep_one_store, make_stores)
+}
 
 SCRIPT = """
 import sys
@@ -226,6 +239,21 @@ def test_what_was_done_when_a_process_was_killed_is_there(engine: Engine, killer
             there = look(store, possible(steps, said, there))
             expect(store, {key: content_of(key, version) for key, version in there.items()})
             assert store.statistics().slab_bytes <= 128 * MIB, "what is free is not used again"
+
+
+def test_of_an_atomic_write_all_or_nothing_is_there_when_a_process_was_killed(
+    engine: Engine, killer: Killer, tmp_path: Path
+) -> None:
+    moments, version = random.Random(3), -1
+    for _ in range(soak_count(100)):
+        killer.start(write_atomically, str(tmp_path), engine.backend, version + 1)
+        said = killer.listen(moments.randrange(1, 12)) + killer.kill()
+        done = max([version, *(int(line.split()[1]) for line in said if line.startswith("done"))])
+        assert not [line for line in said if line.startswith("failed")]
+        with Offloader(tmp_path, engine=engine, durable=True) as store:
+            first = store.read(HOT_KEYS[0]).wait(timeout=PATIENCE)
+            (version,) = (v for v in range(done, done + 4) if torch.equal(first, content_of(HOT_KEYS[0], v)))
+            expect(store, {key: content_of(key, version) for key in HOT_KEYS + KEYS[:4]})
 
 
 def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: Killer, tmp_path: Path) -> None:

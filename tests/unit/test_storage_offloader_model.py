@@ -23,7 +23,10 @@ SIZES = [0, 1, 60, 64, 1000, 1024, 4096, 5000, 32767, 32768, 70000, 200000]  # f
 pytestmark = [pytest.mark.xdist_group("storage-offloader-model"), pytest.mark.usefixtures("on_the_host")]
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("write"), st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(SIZES)), min_size=1)),
+    st.tuples(
+        st.sampled_from(["write", "atomic"]),
+        st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(SIZES)), min_size=1),
+    ),
     st.tuples(st.just("read"), st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)),
     st.tuples(st.just("delete"), st.sampled_from(KEYS)),
 )
@@ -67,12 +70,15 @@ class Model:
         may_be: dict[str, set[tuple[int, int] | None]] = {key: {held} for key, held in self.held.items()}
         outcomes: list[tuple[CUDAFuture[Any], Any]] = []
         for verb, what in actions:
-            if verb == "write":
+            if verb in ("write", "atomic"):
                 self.version += 1
                 versions = {key: (self.version * 10 + i, size) for i, (key, size) in enumerate(what)}
                 for key, version in versions.items():
                     may_be[key].add(version)
                 made = {key: torch.full((size,), float(number)) for key, (number, size) in versions.items()}
+                if verb == "atomic":
+                    outcomes.append((self.store.writev(made, atomic=True), versions))
+                    continue
                 # One by one: of a call for many that fails it is not known which of them did.
                 outcomes += [(self.store.write(key, tensor), (key, versions[key])) for key, tensor in made.items()]
             elif verb == "read":
@@ -88,7 +94,10 @@ class Model:
         error = future.exception(timeout=0)
         if isinstance(error, StorageError):
             assert error.errno in {errno.EIO, errno.ENOSPC, errno.EDQUOT}, error
-        if isinstance(what, tuple):
+        if isinstance(what, dict):
+            if error is None:  # else no key has changed
+                self.held |= what
+        elif isinstance(what, tuple):
             key, version = what
             if error is None:
                 self.held[key] = version

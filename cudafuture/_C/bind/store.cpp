@@ -103,7 +103,7 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 }
 
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,
-                 nb::object written) {
+                 nb::object written, bool atomic) {
   const Entry entry;
   refuse_after_fork();
   Keys names = keys_of(keys);
@@ -126,6 +126,7 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
                  expected[i],
                  outcome == nullptr ? nullptr : outcome + i};
   }
+  if (atomic) call->atomic = std::make_shared<storage::AtomicWrite>(writes.size());
   names = {};
   taken.memory = {};
   call->device = std::move(taken.device);
@@ -149,16 +150,18 @@ storage::EntryPtr find(const Store& store, const std::string& key) {
 // What is there of each key; none, and the call has failed: one is not there.
 std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr& call) {
   Entries entries;
-  for (const std::string& key : keys) {
-    storage::EntryPtr found = find(store, key);
-    if (found == nullptr) {
-      call->future->fail(Value::of_error(std::make_exception_ptr(
-          Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
-      return std::nullopt;
-    }
-    entries.push_back(std::move(found));
+  if (keys.size() == 1) {
+    entries.push_back(find(store, keys.front()));
+  } else {
+    const WithoutGil released;
+    entries = store.find(keys);
   }
-  return entries;
+  const auto missing = std::find(entries.begin(), entries.end(), nullptr);
+  if (missing == entries.end()) return entries;
+  const std::string& key = keys[static_cast<std::size_t>(missing - entries.begin())];
+  call->future->fail(Value::of_error(std::make_exception_ptr(
+      Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
+  return std::nullopt;
 }
 
 nb::list make_tensors(const Entries& entries, c10::Device device) {
@@ -275,14 +278,14 @@ nb::object stat(const Store& self, nb::handle key) {
   return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(sizes)), found->size());
 }
 
-Store::Statistics statistics_without_gil(const Store& self) {
+storage::StoreStatistics statistics_without_gil(const Store& self) {
   refuse_after_fork();
   const WithoutGil released;  // who makes a file has the lock for a while
   return self.statistics();
 }
 
 nb::dict store_statistics(const Store& self) {
-  const Store::Statistics s = statistics_without_gil(self);
+  const storage::StoreStatistics s = statistics_without_gil(self);
   nb::dict d;
   d["keys"] = s.keys;
   d["bytes"] = s.bytes;
@@ -337,7 +340,7 @@ void bind_store(nb::module_& m) {
   m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
   nb::class_<Store>(m, "Store")
       .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none(),
-           nb::arg("written").none())
+           nb::arg("written").none(), nb::arg("atomic"))
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"), nb::arg("digests").none())
       .def("erase", erase, nb::arg("keys"))

@@ -12,6 +12,7 @@
 
 namespace cudafuture::storage {
 
+class AtomicWrite;
 struct Epoch;
 
 class Call {
@@ -21,10 +22,11 @@ class Call {
   Kind kind = Kind::write;
   Foreign keep;  // what owns the memory and the tensors; the last to be dropped
   FuturePtr future;
-  std::shared_ptr<DeviceSide> device;  // null: all tensors are on the host
-  std::uint64_t bytes = 0;             // of all parts
-  Foreign result;                      // of a read
-  std::shared_ptr<Epoch> epoch;        // of the store, which counts it
+  std::shared_ptr<DeviceSide> device;   // null: all tensors are on the host
+  std::uint64_t bytes = 0;              // of all parts
+  Foreign result;                       // of a read
+  std::shared_ptr<AtomicWrite> atomic;  // null: each key of a write changes by itself
+  std::shared_ptr<Epoch> epoch;         // of the store, which counts it
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
 

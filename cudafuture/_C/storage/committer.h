@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/thread_cache.h"
-#include "storage/call.h"
+#include "storage/change.h"
 #include "storage/checksum.h"
 #include "storage/entry.h"
 #include "storage/journal.h"
@@ -29,15 +29,6 @@
 namespace cudafuture::storage {
 
 class Store;
-
-// A key that was written, or deleted.
-struct Change {
-  CallPtr call;
-  std::string key;
-  std::uint64_t turn = 0;
-  EntryPtr entry;           // null: a deletion
-  bool* written = nullptr;  // see Write
-};
 
 // Of a write whose bytes are at a place. `checksum`: null, or that of the request, of which it is one part.
 Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);

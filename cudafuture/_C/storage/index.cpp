@@ -6,11 +6,13 @@
 
 namespace cudafuture::storage {
 
-std::uint64_t Index::begin(const std::string& key) {
+void Index::begin(Writes& writes) {
   std::lock_guard lock(mutex_);
-  Key& at = make(key);
-  ++at.changing;
-  return at.begun = ++turn_;
+  for (Write& write : writes) {
+    Key& at = make(write.key);
+    ++at.changing;
+    write.turn = at.begun = ++turn_;
+  }
 }
 
 void Index::count(const Entry& entry, int sign) noexcept {
@@ -31,21 +33,33 @@ void Index::ended(Keys::iterator key) noexcept {
   if (!at.entry && !at.durable) keys_.erase(key);
 }
 
-Index::Dropped Index::install(const std::string& key, const EntryPtr& entry, Reach reach) {
+std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has_failed, Reach reach) {
   std::lock_guard lock(mutex_);
-  Dropped dropped;
-  const auto known = keys_.find(std::string_view(key));
-  Key& at = known->second;
+  std::vector<EntryPtr> dropped;
+  for (const Change& change : changes) {
+    const auto known = keys_.find(std::string_view(change.key));
+    Key& at = known->second;
+    if (change.entry != nullptr && !has_failed) {
+      install(at, change.entry, reach, dropped);
+    } else if (change.entry == nullptr && !has_failed) {
+      finish_erase(at, change.turn, reach, dropped);
+    } else if (change.entry == nullptr) {
+      undo_erase(at, change.turn);
+    }
+    ended(known);
+  }
+  return dropped;
+}
+
+void Index::install(Key& at, const EntryPtr& entry, Reach reach, std::vector<EntryPtr>& dropped) {
   if (entry->turn > at.deleted && (!at.entry || entry->turn > at.entry->turn)) {
     if (at.entry) count(*at.entry, -1);
     count(*entry, 1);
-    dropped[0] = std::exchange(at.entry, entry);
+    dropped.push_back(std::exchange(at.entry, entry));
   }
   if (reach == Reach::journal && entry->turn > at.durably_deleted && (!at.durable || entry->turn > at.durable->turn)) {
-    dropped[1] = std::exchange(at.durable, entry);
+    dropped.push_back(std::exchange(at.durable, entry));
   }
-  ended(known);
-  return dropped;
 }
 
 void Index::give_up(const std::string& key) noexcept {
@@ -69,31 +83,18 @@ Index::Deleted Index::erase(const std::string& key) {
   return deleted;
 }
 
-Index::Dropped Index::finish_erase(const std::string& key, std::uint64_t turn, Reach reach) {
-  std::lock_guard lock(mutex_);
-  Dropped dropped;
-  const auto known = keys_.find(std::string_view(key));
-  Key& at = known->second;
-  if (reach == Reach::journal) {
-    at.durably_deleted = std::max(at.durably_deleted, turn);
-    if (at.durable && at.durable->turn < turn) dropped[0] = std::exchange(at.durable, nullptr);
-  }
-  ended(known);
-  return dropped;
+void Index::finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped) {
+  if (reach != Reach::journal) return;
+  at.durably_deleted = std::max(at.durably_deleted, turn);
+  if (at.durable && at.durable->turn < turn) dropped.push_back(std::exchange(at.durable, nullptr));
 }
 
-void Index::undo_erase(const std::string& key, std::uint64_t turn) {
-  std::lock_guard lock(mutex_);
-  const auto known = keys_.find(std::string_view(key));
-  Key& at = known->second;
-  if (at.deleted == turn) {
-    at.deleted = at.durably_deleted;
-    if (!at.entry && at.durable) {
-      at.entry = at.durable;
-      count(*at.entry, 1);
-    }
-  }
-  ended(known);
+void Index::undo_erase(Key& at, std::uint64_t turn) {
+  if (at.deleted != turn) return;
+  at.deleted = at.durably_deleted;
+  if (at.entry || !at.durable) return;
+  at.entry = at.durable;
+  count(*at.entry, 1);
 }
 
 bool Index::is_overtaken(const std::string& key, std::uint64_t turn) const {
@@ -124,6 +125,14 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
 EntryPtr Index::find(const std::string& key) const {
   std::lock_guard lock(mutex_);
   return look_up(key);
+}
+
+std::vector<EntryPtr> Index::find(const std::vector<std::string>& keys) const {
+  std::vector<EntryPtr> entries;
+  entries.reserve(keys.size());
+  std::lock_guard lock(mutex_);
+  for (const std::string& key : keys) entries.push_back(look_up(key));
+  return entries;
 }
 
 bool Index::try_find(const std::string& key, EntryPtr& entry) const {

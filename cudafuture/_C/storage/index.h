@@ -8,7 +8,6 @@
 // Lock: mutex_ guards everything; nothing is taken under it, and no entry is dropped.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,8 +18,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "storage/change.h"
 #include "storage/entry.h"
 #include "storage/journal.h"
+#include "storage/packs.h"
 
 namespace cudafuture::storage {
 
@@ -37,17 +38,15 @@ class Index {
   };
 
   enum class Reach : std::uint8_t { memory, journal };  // where it is known that something has ended
-  using Dropped = std::array<EntryPtr, 2>;              // for the caller to drop
 
-  // A write begins; install() or give_up() has to follow. Returns its turn.
-  std::uint64_t begin(const std::string& key);
-  [[nodiscard]] Dropped install(const std::string& key, const EntryPtr& entry, Reach reach);
+  // Writes begin, and get their turns; finish() or give_up() has to follow for each. Nothing comes between their turns.
+  void begin(Writes& writes);
   void give_up(const std::string& key) noexcept;
-
-  // A deletion begins, if something was there: then finish_erase() or undo_erase() has to follow.
+  // A deletion begins, if something was there: then finish() has to follow.
   Deleted erase(const std::string& key);
-  [[nodiscard]] Dropped finish_erase(const std::string& key, std::uint64_t turn, Reach reach);
-  void undo_erase(const std::string& key, std::uint64_t turn);  // what is in the journal is there again
+  // Changes take effect, all at once for readers; or they have failed, and what is in the journal is there again.
+  // Returns entries for the caller to drop.
+  [[nodiscard]] std::vector<EntryPtr> finish(const std::vector<Change>& changes, bool has_failed, Reach reach);
 
   bool is_overtaken(const std::string& key, std::uint64_t turn) const;  // by what is in the journal
 
@@ -56,9 +55,10 @@ class Index {
   void finish_replay(const std::function<Place(const Record&)>& adopt);  // of records of bytes
 
   EntryPtr find(const std::string& key) const;
-  bool try_find(const std::string& key, EntryPtr& entry) const;  // false: it would have to wait
-  std::vector<std::string> keys() const;                         // in the order of their turns
-  std::vector<Record> records() const;                           // what the journal says
+  std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // all at one time
+  bool try_find(const std::string& key, EntryPtr& entry) const;            // false: it would have to wait
+  std::vector<std::string> keys() const;                                   // in the order of their turns
+  std::vector<Record> records() const;                                     // what the journal says
   Statistics statistics() const;
 
  private:
@@ -78,6 +78,9 @@ class Index {
   using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
 
   Key& make(std::string_view key);  // or find
+  void install(Key& at, const EntryPtr& entry, Reach reach, std::vector<EntryPtr>& dropped);
+  void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
+  void undo_erase(Key& at, std::uint64_t turn);
   EntryPtr look_up(std::string_view key) const;
   void ended(Keys::iterator key) noexcept;
   void count(const Entry& entry, int sign) noexcept;

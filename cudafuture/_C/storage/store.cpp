@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "core/error.h"
@@ -64,7 +65,8 @@ void Store::refuse(const CallPtr& call) noexcept {
 void Store::forget(const std::vector<std::string>& keys) {
   for (const std::string& key : keys) {
     const Index::Deleted deleted = index_.erase(key);
-    if (deleted.was_there) (void)index_.finish_erase(key, deleted.turn, Index::Reach::memory);
+    if (!deleted.was_there) continue;
+    const std::vector<EntryPtr> dropped = index_.finish({{nullptr, key, deleted.turn, nullptr}}, false, Index::Reach::memory);
   }
 }
 
@@ -105,9 +107,9 @@ void Store::write(Writes&& writes, const CallPtr& call) {
     call->expect(1);
     return end_part(call, std::current_exception());
   }
+  index_.begin(writes);
   std::vector<Change> empty;
   for (Write& write : writes) {
-    write.turn = index_.begin(write.key);
     call->bytes += write.memory.size();
     if (write.memory.size() == 0) {
       call->part_released();
@@ -227,10 +229,23 @@ void Store::go_on_with_packs() noexcept {
 void Store::give_up(Write& write, const std::exception_ptr& error) noexcept {
   add(counters_.writes);
   index_.give_up(write.key);
+  if (write.call->atomic != nullptr) end_atomic(write.call, std::nullopt);
   end_part(write.call, error);
 }
 
 void Store::commit(std::vector<Change>&& changes) noexcept {
+  std::vector<Change> ready;
+  for (Change& change : changes) {
+    if (const CallPtr call = change.call; call->atomic != nullptr) {
+      end_atomic(call, std::move(change));
+    } else {
+      ready.push_back(std::move(change));
+    }
+  }
+  if (!ready.empty()) commit_now(std::move(ready));
+}
+
+void Store::commit_now(std::vector<Change>&& changes) noexcept {
   if (committer_ != nullptr) {
     committer_->commit(std::move(changes));
   } else {
@@ -238,24 +253,29 @@ void Store::commit(std::vector<Change>&& changes) noexcept {
   }
 }
 
+// One write of an atomic call has ended. With the last one all take effect, or none.
+void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noexcept {
+  std::optional<AtomicWrite::Outcome> outcome = call->atomic->end(std::move(change));
+  if (!outcome || outcome->changes.empty()) return;
+  if (!outcome->has_failed) return commit_now(std::move(outcome->changes));
+  for (Change& written : outcome->changes) {
+    add(counters_.writes);
+    index_.give_up(written.key);
+    written.entry = nullptr;
+    end_part(written.call, nullptr);  // the error is of another part
+  }
+}
+
 // The last step of each write and deletion.
 void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
   const auto reach = committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
+  std::vector<EntryPtr> dropped = index_.finish(changes, error != nullptr, reach);
   for (Change& change : changes) {
-    Index::Dropped dropped;
-    const bool is_deletion = change.entry == nullptr;
-    if (!is_deletion) add(counters_.writes);
-    if (is_deletion && error == nullptr) {
-      dropped = index_.finish_erase(change.key, change.turn, reach);
-    } else if (is_deletion) {
-      index_.undo_erase(change.key, change.turn);
-    } else if (error == nullptr) {
-      dropped = index_.install(change.key, change.entry, reach);
-    } else {
-      index_.give_up(change.key);
-    }
+    if (change.entry != nullptr) add(counters_.writes);
     change.entry = nullptr;
-    dropped = {};
+  }
+  dropped.clear();  // before the calls end: then their places are free
+  for (Change& change : changes) {
     if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
   }
@@ -372,23 +392,9 @@ std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept
       not_as_written(read.key, entry.place.slab().file->path(), entry.place.offset(), entry.size()));
 }
 
-Store::Statistics Store::statistics() const {
-  const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
-  const Index::Statistics index = index_.statistics();
-  const Slabs::Statistics slabs = slabs_->statistics();
-  Statistics s;
-  s.keys = index.keys;
-  s.bytes = index.bytes;
-  s.used = slabs.used;
-  s.slabs = slabs.slabs;
-  s.slab_bytes = slabs.bytes;
-  s.journal_bytes = committer_ == nullptr ? 0 : committer_->journal_bytes();
-  s.reads = read(counters_.reads);
-  s.writes = read(counters_.writes);
-  s.transfers = read(counters_.transfers);
-  s.checksum_errors = read(counters_.checksum_errors);
-  s.pending = read(counters_.pending);
-  return s;
+StoreStatistics Store::statistics() const {
+  const std::uint64_t journal_bytes = committer_ == nullptr ? 0 : committer_->journal_bytes();
+  return statistics_of(counters_, index_.statistics(), slabs_->statistics(), journal_bytes);
 }
 
 }  // namespace cudafuture::storage

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,7 @@
 #include "storage/packs.h"
 #include "storage/recovery.h"
 #include "storage/slabs.h"
+#include "storage/store_statistics.h"
 
 namespace cudafuture::storage {
 
@@ -46,20 +48,6 @@ class Store final : public std::enable_shared_from_this<Store> {
     Opening opening = Opening::write;  // of a durable store
     std::uint64_t capacity = 0;        // bytes; 0: any number
   };
-  struct Statistics {
-    std::uint64_t keys = 0;
-    std::uint64_t bytes = 0;  // of their tensors
-    std::uint64_t used = 0;   // of all places: also those being written, or still read after their key was replaced
-    std::uint64_t slabs = 0;
-    std::uint64_t slab_bytes = 0;
-    std::uint64_t journal_bytes = 0;
-    std::uint64_t reads = 0;  // tensors, that have ended
-    std::uint64_t writes = 0;
-    std::uint64_t transfers = 0;  // that the engine was asked for
-    std::uint64_t checksum_errors = 0;
-    std::uint64_t pending = 0;  // calls
-  };
-
   // Throws Failure.
   static std::shared_ptr<Store> open(std::shared_ptr<Engine> engine, const Options& options);
   Store(std::shared_ptr<Engine> engine, const Options& options);
@@ -74,6 +62,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   FuturePtr flush() { return ledger_.flush(); }
 
   EntryPtr find(const std::string& key) const { return index_.find(key); }
+  std::vector<EntryPtr> find(const std::vector<std::string>& keys) const { return index_.find(keys); }
   bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
   bool is_closed() const { return ledger_.is_closed(); }
   Engine& engine() const noexcept { return *engine_; }
@@ -84,7 +73,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended
   void close();
-  Statistics statistics() const;
+  StoreStatistics statistics() const;
 
  private:
   friend class Committer;
@@ -101,6 +90,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   void give_up(Write& write, const std::exception_ptr& error) noexcept;
   void go_on_with_packs() noexcept;
   void commit(std::vector<Change>&& changes) noexcept;
+  void commit_now(std::vector<Change>&& changes) noexcept;
+  void end_atomic(const CallPtr& call, std::optional<Change>&& change) noexcept;
   void install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept;
 
   void get(Reads&& reads, bool is_gated, Full when_full);
@@ -122,10 +113,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   std::unique_ptr<Committer> committer_;  // null: nothing survives, or nothing is written
   Recovery recovery_;
 
-  struct Counters {
-    Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
-  };
-  Counters counters_;
+  StoreCounters counters_;
 };
 
 }  // namespace cudafuture::storage
