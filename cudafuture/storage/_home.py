@@ -154,6 +154,8 @@ def log_recovery(dir: str, found: dict[str, Any]) -> None:
     """Warn of what opening a durable store has dropped."""
     if found["has_lost_header"]:
         _logger.warning("%s/journal: one of its two headers is damaged; the other one is used", dir)
+    if found["removed"] and not found["set_aside"]:
+        _logger.info("%s: removed %s, which no key had, as after a crash", dir, ", ".join(found["removed"]))
     if found["torn_bytes"]:
         where = f"; they are in {found['set_aside']}" if found["set_aside"] else ""
         keys = ", ".join(map(repr, found["torn_keys"][:10])) + (", ..." if len(found["torn_keys"]) > 10 else "")

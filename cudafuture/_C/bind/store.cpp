@@ -308,6 +308,7 @@ nb::dict recovery_of(const Store& self) {
   nb::dict d;
   d["torn_bytes"] = recovery.torn_bytes;
   d["torn_keys"] = nb::cast(recovery.torn_keys);
+  d["removed"] = nb::cast(recovery.removed);
   d["set_aside"] = nb::cast(recovery.set_aside);
   d["has_lost_header"] = recovery.has_lost_header;
   d["gaps"] = gaps;

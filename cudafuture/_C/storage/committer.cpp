@@ -70,9 +70,12 @@ void Committer::close() noexcept {
 }
 
 void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
+  const auto is_deletion = [](const Change& change) { return change.entry == nullptr; };
+  const bool has_writes = !std::all_of(changes.begin(), changes.end(), is_deletion);
   std::vector<Record> records = records_of(changes);
-  if (const std::exception_ptr full = make_room(records)) {
-    const auto is_deletion = [](const Change& change) { return change.entry == nullptr; };
+  if (!has_writes) {
+    journal_->reserve_if_possible();  // deletions have blocks already
+  } else if (const std::exception_ptr full = make_room(records)) {
     const auto first = std::stable_partition(changes.begin(), changes.end(), is_deletion);
     std::vector<Change> writes(std::make_move_iterator(first), std::make_move_iterator(changes.end()));
     changes.erase(first, changes.end());

@@ -33,7 +33,7 @@ Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs)
   recovery.torn_keys = journal.findings().keys;
   recovery.has_lost_header = journal.findings().has_lost_header;
   if (has_content) recovery.set_aside = set_aside(folder, torn_end);
-  slabs.finish_adoption(has_content ? std::optional(recovery.set_aside) : std::nullopt);
+  recovery.removed = slabs.finish_adoption(has_content ? std::optional(recovery.set_aside) : std::nullopt);
   journal.drop_torn_end();
   return recovery;
 }

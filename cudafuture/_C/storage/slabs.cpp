@@ -243,8 +243,9 @@ Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t siz
   return {slab, offset, size, has_pages};
 }
 
-void Slabs::finish_adoption(const std::optional<std::string>& set_aside) {
+std::vector<std::string> Slabs::finish_adoption(const std::optional<std::string>& set_aside) {
   std::lock_guard lock(mutex_);
+  std::vector<std::string> orphans;
   for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
   for (const std::string& name : names_in(options_.folder)) {
     const std::optional<std::uint64_t> number = number_of(name);
@@ -256,7 +257,9 @@ void Slabs::finish_adoption(const std::optional<std::string>& set_aside) {
     } else if (::rename(path.c_str(), (*set_aside + "/" + name).c_str()) != 0) {
       throw_errno("cannot move", path, errno);
     }
+    orphans.push_back(name);
   }
+  return orphans;
 }
 
 // ---- giving back

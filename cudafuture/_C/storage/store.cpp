@@ -66,7 +66,8 @@ void Store::forget(const std::vector<std::string>& keys) {
   for (const std::string& key : keys) {
     const Index::Deleted deleted = index_.erase(key);
     if (!deleted.was_there) continue;
-    const std::vector<EntryPtr> dropped = index_.finish({{nullptr, key, deleted.turn, nullptr}}, false, Index::Reach::memory);
+    const std::vector<EntryPtr> dropped =
+        index_.finish({{nullptr, key, deleted.turn, nullptr}}, false, Index::Reach::memory);
   }
 }
 
