@@ -262,6 +262,30 @@ def read_latency(rounds: int) -> Row:
     return Row("latency", what, "ns", us, them, "fio psync", "ns", us, 1.15 * them + 10_000, *same)
 
 
+def urgent(rounds: int) -> Row:
+    """From the call until a tensor of 1 MiB is there, behind 1 GiB of queued writes, with a negative priority and 0."""
+    shape = Shape(128, 8 * MIB, 1)
+    out = torch.empty(MIB, dtype=torch.uint8)
+    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
+        ours = Ours(offloader, shape, shape.tensors(), at_once=False)
+        ours.prove()
+        offloader.write("wanted", torch.ones(MIB, dtype=torch.uint8)).wait()
+
+        def read(priority: int) -> float:
+            writes = [offloader.write(key, tensor) for key, tensor in ours.named_tensors.items()]
+            start = now()
+            offloader.read("wanted", out, priority=priority).wait()
+            took = now() - start
+            wait_all(writes)
+            return took
+
+        first, queued, again = by_turns(rounds, partial(read, -1), partial(read, 0), partial(read, 0))
+    ns, others = statistics.median(first), statistics.median(queued)
+    same = control("queued / queued", [a / b for a, b in zip(again, queued, strict=True)])
+    what = "read 1 MiB behind 1 GiB of queued writes"
+    return Row("urgent", what, "ms", ns / 1e6, others / 1e6, "priority 0", "x", ns / others, 0.1, *same)
+
+
 def memory(name: str, _rounds: int) -> Row:
     """The peak of the resident set over the tensors, in a process of its own."""
     with folder() as place:
@@ -284,7 +308,11 @@ def limits() -> dict[str, Callable[[int], Row]]:
                 rows[f"{direction}-{name}-deepspeed"] = partial(beside_deepspeed, at, direction, name)
             rows |= {f"cpu-{direction}-{name}": partial(processor, direction, name) for name in SHAPES}
         rows |= {f"cached-{direction}-{name}": partial(cached, direction, name) for name in SHAPES}
-    return rows | {"latency": read_latency} | {f"memory-{name}": partial(memory, name) for name in SHAPES}
+    return (
+        rows
+        | {"latency": read_latency, "urgent": urgent}
+        | {f"memory-{name}": partial(memory, name) for name in SHAPES}
+    )
 
 
 if __name__ == "__main__":

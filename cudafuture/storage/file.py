@@ -100,7 +100,8 @@ class File:
         The future completes with the bytes that were read, which are those of the tensor; it fails with StorageError
         where the file ends before, and on any other error: its ``errno``, ``wanted`` and ``got`` say more.
 
-        `priority` is that of the future, and of the streams that copy: lower is more urgent, 0 is the default.
+        `priority` is that of the future, of the streams that copy, and of the I/O: 0 is the default, and a negative one
+        goes before all others that the engine has not begun. One block of eight is theirs, so nothing starves.
 
         Raises:
             TypeError: no tensor, or one without memory on the host or on a device with streams.

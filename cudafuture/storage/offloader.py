@@ -158,7 +158,7 @@ class Offloader:
         Args:
             key: 1 to 1,024 bytes of UTF-8 without NUL.
             tensor: strided, of any dtype and shape, also empty; not quantized.
-            priority: of the future, and of the streams that copy from a device.
+            priority: of the future, of the streams that copy from a device, and of the I/O; see ``File.read``.
 
         Raises:
             ValueError: no such key can be; the tensor's elements are not all in its memory.
@@ -225,7 +225,7 @@ class Offloader:
             key: as for ``write``.
             out: of the dtype and shape that was written; any strides.
             device: of a new tensor; not together with `out`.
-            priority: of the future, and of the streams that copy to a device.
+            priority: of the future, of the streams that copy to a device, and of the I/O; see ``File.read``.
 
         Raises:
             ValueError: `out` does not have the dtype and shape of what was written, or both were given.

@@ -233,7 +233,7 @@ bool Engine::collect() noexcept {
   while (!inbox_.empty()) {
     Operation* const operation = inbox_.pop();
     const std::size_t line = (operation->size() > options_.block_size ? 1 : 0) + (operation->device() ? 2 : 0);
-    lines_[line].push(operation);
+    (operation->is_urgent() ? urgent_ : lines_).lines[line].push(operation);
   }
   if (is_over()) return true;
   landed_.swap(arrived_);
@@ -259,14 +259,26 @@ void Engine::cut_blocks() noexcept {
 
 // The line whose turn it is; null: nobody's.
 Line* Engine::next_line() noexcept {
-  for (std::size_t i = 0; i < kLines; ++i) {
-    const std::size_t line = turn_;
-    turn_ = (turn_ + 1) % kLines;
-    if (lines_[line].empty()) continue;
-    if (!has_devices(line)) return &lines_[line];
+  const bool is_turn_of_others = urgent_in_a_row_ >= kUrgentInARow;
+  bool must_wait = false;
+  for (const bool is_urgent : {!is_turn_of_others, is_turn_of_others}) {
+    Line* const line = next_line_of(is_urgent ? urgent_ : lines_, must_wait);
+    if (line != nullptr) urgent_in_a_row_ = is_urgent ? urgent_in_a_row_ + 1 : 0;
+    if (line != nullptr || must_wait) return line;
+  }
+  return nullptr;
+}
+
+Line* Engine::next_line_of(Lines& lines, bool& must_wait) noexcept {
+  for (std::size_t i = 0; i < lines.lines.size(); ++i) {
+    const std::size_t line = lines.turn;
+    lines.turn = (lines.turn + 1) % lines.lines.size();
+    if (lines.lines[line].empty()) continue;
+    if (!has_devices(line)) return &lines.lines[line];
     if (of_device_lines_ >= most_for_devices_) continue;
-    if (buffers_.are_pinned() || free_.size() == blocks_.size()) return &lines_[line];
-    turn_ = line;  // once: other buffers are taken when no block is in use
+    if (buffers_.are_pinned() || free_.size() == blocks_.size()) return &lines.lines[line];
+    lines.turn = line;  // once: other buffers are taken when no block is in use
+    must_wait = true;
     return nullptr;
   }
   return nullptr;

@@ -97,9 +97,14 @@ class Engine final : private ThreadCache::Task, private Watching {
   Statistics statistics() const noexcept;
 
  private:
-  // Of each line: bit 0, more than a block; bit 1, with devices.
-  static constexpr std::size_t kLines = 4;
+  // Operations of a negative priority are urgent: their lines go before the others, which get one block of some.
+  struct Lines {
+    // Of each line: bit 0, more than a block; bit 1, with devices.
+    std::array<Line, 4> lines;
+    std::size_t turn = 0;
+  };
   static bool has_devices(std::size_t line) noexcept { return (line & 2) != 0; }
+  static constexpr std::size_t kUrgentInARow = 7;  // blocks, while others wait
 
   explicit Engine(const Options& options);
 
@@ -110,6 +115,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   bool collect() noexcept;
   void cut_blocks() noexcept;
   Line* next_line() noexcept;
+  Line* next_line_of(Lines& lines, bool& must_wait) noexcept;
   void pin_buffers_for(Operation& operation) noexcept;
   void cut_block(Operation& operation) noexcept;
   void pass_on(Block& block, Operation::Outcome outcome) noexcept;
@@ -138,8 +144,9 @@ class Engine final : private ThreadCache::Task, private Watching {
   std::unique_ptr<Backend> backend_;
   Faults* faults_ = nullptr;
   std::optional<Copier> copier_;
-  std::array<Line, kLines> lines_;
-  std::size_t turn_ = 0;             // of the lines
+  Lines lines_;
+  Lines urgent_;
+  std::size_t urgent_in_a_row_ = 0;  // blocks
   std::size_t most_for_devices_;     // blocks
   std::size_t of_device_lines_ = 0;  // blocks that are not free
   std::vector<Block*> landed_;

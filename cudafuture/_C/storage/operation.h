@@ -49,7 +49,8 @@ class Operation {
   // devices, and after those of a write to copied(); nowhere.
   enum class Outcome : std::uint8_t { kernel, host, device, ended };
 
-  explicit Operation(Request&& request) noexcept : request_(std::move(request)) {}
+  explicit Operation(Request&& request) noexcept
+      : request_(std::move(request)), is_urgent_(request_.future->priority() < 0) {}
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
@@ -69,6 +70,7 @@ class Operation {
   std::size_t size() const noexcept { return request_.memory.size(); }
   Direction direction() const noexcept { return request_.direction; }
   const DeviceSide* device() const noexcept { return request_.device.get(); }
+  bool is_urgent() const noexcept { return is_urgent_; }
   bool waits_for_source() const noexcept;
 
   Operation* next_in_line = nullptr;  // of its engine
@@ -94,7 +96,8 @@ class Operation {
   std::exception_ptr error(int code, std::uint64_t got) const;
 
   Request request_;
-  File::Use use_;  // from the beginning to the end
+  const bool is_urgent_;  // of a negative priority
+  File::Use use_;         // from the beginning to the end
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
   std::size_t under_way_ = 0;     // blocks

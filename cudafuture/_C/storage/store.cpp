@@ -170,10 +170,7 @@ void Store::grow_and_put(Writes&& writes, bool is_pack, Full when_full) {
 }
 
 void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, Full when_full) {
-  const auto writing = std::make_shared<Writing>();
-  writing->is_pack = is_pack;
-  writing->writes = std::move(writes);
-  writing->places = std::move(places);
+  const auto writing = std::make_shared<Writing>(Writing{std::move(writes), std::move(places), nullptr, is_pack});
   const Place& first = writing->places.front();
   Request request;
   request.direction = Direction::write;
@@ -312,8 +309,8 @@ void Store::read(Reads&& reads, const CallPtr& call) {
     end_part(call, nullptr);
   }
   std::erase_if(reads, [](const Read& read) { return read.entry->size() == 0; });
-  // An engine that holds up who submits shall do so, and at once.
-  const bool may_wait = engine_->options().max_pending == 0;
+  // Neither an urgent read waits in the gate, nor one of an engine that blocks callers.
+  const bool may_wait = engine_->options().max_pending == 0 && call->future->priority() == 0;
   if (may_wait && reads.size() == 1 && reads.front().entry->size() < kSmall && call->device == nullptr) {
     for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, Full::wait);
   } else {
