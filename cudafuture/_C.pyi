@@ -176,6 +176,7 @@ class StorageFaults:
     def __init__(
         self,
         *,
+        at: Mapping[int, int] = ...,
         seed: int = 0,
         io_error: float = 0,
         no_space: float = 0,

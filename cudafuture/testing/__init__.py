@@ -11,11 +11,13 @@
 
         assert world.run(total) == [1.0, 1.0]
 
-``torchrun`` launches a script as the command does. Neither uses a port that could be taken, and neither leaves a
-process behind. Install them with ``pip install cudafuture[testing]``; the pytest plugin is then found by itself.
+``FaultyEngine`` is a storage engine whose disk fails. ``torchrun`` launches a script as the command does. Neither that
+nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing`` brings what the
+pytest plugin needs, which pytest then finds by itself.
 """
 
+from cudafuture.testing.faulty_engine import FaultyEngine
 from cudafuture.testing.launch import Finished, torchrun
 from cudafuture.testing.world import World, WorldError
 
-__all__ = ["Finished", "World", "WorldError", "torchrun"]
+__all__ = ["FaultyEngine", "Finished", "World", "WorldError", "torchrun"]

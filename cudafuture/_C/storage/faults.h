@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <unordered_map>
 #include <vector>
 
 #include "storage/backend.h"
@@ -13,6 +14,7 @@ namespace cudafuture::storage {
 
 // How often each happens, as a part of all results: 0 never, 1 always.
 struct FaultRates {
+  std::unordered_map<std::uint64_t, int> at;  // errnos of certain results, by their number from 1 on
   std::uint64_t seed = 0;
   double io_error = 0;     // EIO, and nothing has gone over
   double no_space = 0;     // ENOSPC, of writes
@@ -47,6 +49,7 @@ class Faults final : public Backend {
   std::unique_ptr<Backend> real_;
   FaultRates rates_;
   std::mt19937_64 random_;
+  std::uint64_t asked_ = 0;  // blocks
   std::atomic<bool> is_held_;
   std::vector<Block*> made_up_;
   std::vector<Held> held_;

@@ -1,0 +1,89 @@
+"""A storage engine whose disk fails where a test wants it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from typing import Literal
+
+from cudafuture.storage import Engine
+
+__all__ = ["FaultyEngine"]
+
+
+class FaultyEngine(Engine):
+    """A storage engine on which I/O fails by number, or by chance from a seed.
+
+    An I/O is what the engine asks of the kernel: one block of a read or write, of `block_size` bytes at most. A block
+    that was interrupted or cut short is asked for again, and counts again. ``statistics().blocks`` counts the I/Os of a
+    run without faults, so a test can let each fail in turn.
+
+    Args:
+        at: errnos by the numbers of the I/Os that fail, from 1 on. EAGAIN and EINTR are retried, like the kernel's.
+        seed: of what happens by chance.
+        io_error, no_space, again, interrupted: how often I/Os fail with EIO, writes with ENOSPC, I/Os with EAGAIN and
+            EINTR: from 0 to 1.
+        cut_short, late: how often less is moved than was asked for, and how often a result comes after later ones.
+        held: no result comes before ``let_go()``.
+        queue_depth, block_size, threads, max_pending: as for ``Engine``; so is `backend`.
+
+    Raises:
+        ValueError: a number below 1, no errno, or a rate that is not between 0 and 1.
+
+    >>> import errno
+    >>> import torch
+    >>> from cudafuture.storage import File
+    >>> with FaultyEngine(at={2: errno.EIO}) as engine, File("numbers", "w", engine=engine) as file:
+    ...     good, bad = file.write(torch.ones(4)), file.write(torch.ones(4), 16)
+    ...     good.wait(), bad.exception().errno == errno.EIO
+    (16, True)
+    """
+
+    def __init__(
+        self,
+        backend: Literal["auto", "io_uring", "threads"] = "auto",
+        *,
+        at: Mapping[int, int] | None = None,
+        seed: int = 0,
+        io_error: float = 0.0,
+        no_space: float = 0.0,
+        again: float = 0.0,
+        interrupted: float = 0.0,
+        cut_short: float = 0.0,
+        late: float = 0.0,
+        held: bool = False,
+        queue_depth: int = 32,
+        block_size: int = 1 << 19,
+        threads: int = 8,
+        max_pending: int | None = None,
+    ) -> None:
+        for number, code in (at or {}).items():
+            if number < 1 or code not in errno.errorcode:
+                raise ValueError(f"at={{{number}: {code}}}: I/Os count from 1, and fail with an errno")
+        rates = {
+            "io_error": io_error,
+            "no_space": no_space,
+            "again": again,
+            "interrupted": interrupted,
+            "cut_short": cut_short,
+            "late": late,
+        }
+        for name, rate in rates.items():
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{name}={rate} is not between 0 and 1")
+        super().__init__(
+            backend,
+            queue_depth=queue_depth,
+            block_size=block_size,
+            threads=threads,
+            max_pending=max_pending,
+            _faults={"at": dict(at or {}), "seed": seed, "held": held, **rates},
+        )
+
+    def let_go(self) -> None:
+        """Let results come from now on, of an engine that holds them.
+
+        >>> with FaultyEngine(held=True) as engine:
+        ...     engine.let_go()
+        """
+        self._native.let_go()
