@@ -67,7 +67,8 @@ def test_each_io_of_a_store_fails_in_turn_and_harms_one_call(
             with Offloader(folder, engine=engine, durable=durable) as store:
                 done = steps(store)
                 failed = [i for i, future in enumerate(done) if future.exception() is not None]
-                there = {key: store.read(key).wait(timeout=PATIENCE) for key in store.keys()}
+                keys = store.keys()
+                there = dict(zip(keys, store.readv(keys).wait(timeout=PATIENCE), strict=True))
             first = [future.exception() for future in done if future.exception() is not None][:1]
             assert [error.errno for error in first if isinstance(error, StorageError)] in ([errno.EIO], [])
         if 2 not in failed:
@@ -80,9 +81,7 @@ def test_each_io_of_a_store_fails_in_turn_and_harms_one_call(
                 expect(store, there)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"at": {0: 5}}, {"at": {1: 0}}, {"at": {1: 1 << 20}}, {"late": 1.5}, {"again": -1.0}]
-)
+@pytest.mark.parametrize("wrong", [{"at": {0: 5}}, {"at": {1: 0}}, {"at": {1: 999}}, {"late": 1.5}, {"again": -1.0}])
 def test_faults_that_cannot_be_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"at=|between 0 and 1"):
         FaultyEngine(**wrong)
