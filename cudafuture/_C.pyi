@@ -176,7 +176,6 @@ class StorageFaults:
     def __init__(
         self,
         *,
-        at: Mapping[int, int] = ...,
         seed: int = 0,
         io_error: float = 0,
         no_space: float = 0,
@@ -185,6 +184,7 @@ class StorageFaults:
         cut_short: float = 0,
         late: float = 0,
         held: bool = False,
+        at: Mapping[int, int] = ...,
     ) -> None: ...
 
 class StorageFile:

@@ -12,8 +12,8 @@
         assert world.run(total) == [1.0, 1.0]
 
 ``FaultyEngine`` is a storage engine whose disk fails. ``torchrun`` launches a script as the command does. Neither that
-nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing`` brings what the
-pytest plugin needs, which pytest then finds by itself.
+nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing`` brings what
+the pytest plugin needs, which pytest then finds by itself.
 """
 
 from cudafuture.testing.faulty_engine import FaultyEngine

@@ -97,11 +97,11 @@ std::shared_ptr<File> open_file(const std::string& path, const std::string& mode
 
 void bind_storage(nb::module_& m) {
   nb::class_<storage::FaultRates>(m, "StorageFaults")
-      .def(nb::init<std::unordered_map<std::uint64_t, int>, std::uint64_t, double, double, double, double, double,
-                    double, bool>(),
-           nb::kw_only(), nb::arg("at") = std::unordered_map<std::uint64_t, int>(), nb::arg("seed") = 0,
-           nb::arg("io_error") = 0, nb::arg("no_space") = 0, nb::arg("again") = 0, nb::arg("interrupted") = 0,
-           nb::arg("cut_short") = 0, nb::arg("late") = 0, nb::arg("held") = false);
+      .def(nb::init<std::uint64_t, double, double, double, double, double, double, bool,
+                    std::unordered_map<std::uint64_t, int>>(),
+           nb::kw_only(), nb::arg("seed") = 0, nb::arg("io_error") = 0, nb::arg("no_space") = 0, nb::arg("again") = 0,
+           nb::arg("interrupted") = 0, nb::arg("cut_short") = 0, nb::arg("late") = 0, nb::arg("held") = false,
+           nb::arg("at") = std::unordered_map<std::uint64_t, int>());
   nb::class_<File>(m, "StorageFile")
       .def_prop_ro("is_direct", &File::is_direct)
       .def_prop_ro("unit", &File::unit)

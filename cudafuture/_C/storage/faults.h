@@ -14,15 +14,15 @@ namespace cudafuture::storage {
 
 // How often each happens, as a part of all results: 0 never, 1 always.
 struct FaultRates {
-  std::unordered_map<std::uint64_t, int> at;  // errnos of certain results, by their number from 1 on
   std::uint64_t seed = 0;
-  double io_error = 0;     // EIO, and nothing has gone over
-  double no_space = 0;     // ENOSPC, of writes
-  double again = 0;        // EAGAIN
-  double interrupted = 0;  // EINTR
-  double cut_short = 0;    // less goes over than was asked for
-  double late = 0;         // the result comes after others, which came later
-  bool held = false;       // no result comes before let_go()
+  double io_error = 0;                             // EIO, and nothing has gone over
+  double no_space = 0;                             // ENOSPC, of writes
+  double again = 0;                                // EAGAIN
+  double interrupted = 0;                          // EINTR
+  double cut_short = 0;                            // less goes over than was asked for
+  double late = 0;                                 // the result comes after others, which came later
+  bool held = false;                               // no result comes before let_go()
+  std::unordered_map<std::uint64_t, int> at = {};  // errnos of certain results, by their number from 1 on
 };
 
 class Faults final : public Backend {
