@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from types import TracebackType
 from typing import Literal
 
+from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader
 from rpc_ext import _offload_calls
 from rpc_ext._offload_desk import Desk
@@ -91,7 +93,7 @@ def serve_offload(
     Raises:
         ValueError: a service of that name is there already; the share of a client is less than 32 MiB; or `patience` is
             not positive.
-        StorageError: the folder cannot be used.
+        StorageError: the folder cannot be used, or not be written.
 
     >>> import torch
     >>> from rpc_ext import RemoteOffloader
@@ -108,6 +110,9 @@ def serve_offload(
     if name in _offload_calls.services:
         raise ValueError(f"this worker serves an offload called {name!r} already")
     store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
+    if store.read_only:
+        store.close()
+        raise StorageError(f"the offload of {store.dir} cannot be served read-only", errno=errno.EROFS, path=store.dir)
     try:
         desk = Desk(name, store, memory, clients, namespace_capacity, patience)
     except BaseException:
