@@ -10,7 +10,7 @@ from cudafuture.storage.gds import GDSFile
 from cudafuture.storage.offloader import Offloader
 from cudafuture.storage.salvage import SalvagedStore
 from cudafuture.storage.sharded_offloader import ShardedOffloader
-from cudafuture.storage.store import Entry, OffloaderStatistics
+from cudafuture.storage.store import Entry, OffloaderStatistics, Store
 
 __all__ = [
     "AsyncFileWriter",
@@ -24,6 +24,7 @@ __all__ = [
     "OffloaderStatistics",
     "SalvagedStore",
     "ShardedOffloader",
+    "Store",
     "default_engine",
     "digest",
     "digests",

@@ -1,51 +1,17 @@
-"""One of several stores that are used as one: what it can do, what it is called, what of a call it has."""
+"""The shards of a store: their names, and their shares of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
-from cudafuture.storage.store import Entry
+from cudafuture.storage.store import Store
 
-__all__ = ["Failure", "Shard", "Share", "blamed", "named"]
+__all__ = ["Failure", "Share", "blamed", "named"]
 
 _MOST_NAMED = 8  # keys that an error names
-
-
-class Shard(Protocol):
-    """What is asked of a shard: ``Offloader`` and ``rpc_ext.RemoteOffloader`` have it."""
-
-    @property
-    def durable(self) -> bool: ...
-    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]: ...
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]: ...
-    def read(
-        self,
-        key: str,
-        out: torch.Tensor | None = None,
-        device: torch.device | str | int | None = None,
-        *,
-        priority: int = 0,
-    ) -> CUDAFuture[torch.Tensor]: ...
-    def readv(
-        self,
-        keys: Iterable[str],
-        outs: Sequence[torch.Tensor] | None = None,
-        device: torch.device | str | int | None = None,
-        *,
-        priority: int = 0,
-    ) -> CUDAFuture[list[torch.Tensor]]: ...
-    def delete(self, key: str) -> CUDAFuture[None]: ...
-    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]: ...
-    def keys(self) -> list[str]: ...
-    def __contains__(self, key: str) -> bool: ...
-    def stat(self, key: str) -> Entry: ...
-    def flush(self) -> CUDAFuture[None]: ...
-    def close(self) -> None: ...
 
 
 class Share(NamedTuple):
@@ -64,7 +30,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-def named(offloaders: Mapping[str, Shard] | Sequence[Shard]) -> dict[str, Shard]:
+def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]:
     """Return shards by name, in the order of the names.
 
     Raises:
@@ -72,7 +38,7 @@ def named(offloaders: Mapping[str, Shard] | Sequence[Shard]) -> dict[str, Shard]
         TypeError: a name is no str.
     """
     pairs = offloaders.items() if isinstance(offloaders, Mapping) else [(_name_of(each), each) for each in offloaders]
-    shards: dict[str, Shard] = {}
+    shards: dict[str, Store] = {}
     for name, shard in pairs:
         if not isinstance(name, str):
             raise TypeError(f"a shard's name is a str, not {name!r}")
@@ -86,7 +52,7 @@ def named(offloaders: Mapping[str, Shard] | Sequence[Shard]) -> dict[str, Shard]
     return dict(sorted(shards.items()))
 
 
-def _name_of(shard: Shard) -> str:
+def _name_of(shard: Store) -> str:
     """Return what a shard is called by itself: never its place in a list, which would say nothing of where keys lie."""
     for fact in ("worker", "dir"):
         if isinstance(name := getattr(shard, fact, None), str):

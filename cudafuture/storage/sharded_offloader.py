@@ -15,9 +15,9 @@ from cudafuture.errors import InvalidStateError, WorkerLostError
 from cudafuture.executors import callback_thread
 from cudafuture.storage._inventory import Inventory, Verb
 from cudafuture.storage._rendezvous import Rendezvous
-from cudafuture.storage._shard import Failure, Shard, Share, blamed, named
+from cudafuture.storage._shard import Failure, Share, blamed, named
 from cudafuture.storage.offloader import Offloader
-from cudafuture.storage.store import Entry
+from cudafuture.storage.store import Entry, Store
 
 __all__ = ["ShardedOffloader"]
 
@@ -65,7 +65,7 @@ class ShardedOffloader:
     """
 
     def __init__(
-        self, offloaders: Mapping[str, Shard] | Sequence[Shard], *, weights: Mapping[str, float] | None = None
+        self, offloaders: Mapping[str, Store] | Sequence[Store], *, weights: Mapping[str, float] | None = None
     ) -> None:
         self._shards = named(offloaders)
         self._rendezvous = Rendezvous(self._shards, weights or {})
@@ -74,7 +74,7 @@ class ShardedOffloader:
         self._inventory = Inventory(name for name, shard in self._shards.items() if not isinstance(shard, Offloader))
 
     @property
-    def shards(self) -> Mapping[str, Shard]:
+    def shards(self) -> Mapping[str, Store]:
         """The offloaders by name, in the order of the names."""
         return MappingProxyType(self._shards)
 
@@ -129,7 +129,7 @@ class ShardedOffloader:
         """
         items = list(tensors.items())
 
-        def begin(shard: Shard, places: Sequence[int]) -> CUDAFuture[int]:
+        def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[int]:
             return shard.writev(dict(items[i] for i in places), priority=priority)
 
         return self._ask("write", [key for key, _ in items], begin, _total, priority)
@@ -176,7 +176,7 @@ class ShardedOffloader:
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
 
-        def begin(shard: Shard, places: Sequence[int]) -> CUDAFuture[list[torch.Tensor]]:
+        def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[list[torch.Tensor]]:
             into = None if outs is None else [outs[i] for i in places]
             return shard.readv([names[i] for i in places], into, device, priority=priority)
 
@@ -292,7 +292,7 @@ class ShardedOffloader:
         self,
         verb: Verb,
         keys: Sequence[str],
-        begin: Callable[[Shard, list[int]], CUDAFuture[Any]],
+        begin: Callable[[Store, list[int]], CUDAFuture[Any]],
         merge: Merge[T],
         priority: int = 0,
     ) -> CUDAFuture[T]:
@@ -351,7 +351,7 @@ class ShardedOffloader:
         return future
 
     @contextlib.contextmanager
-    def _asking(self, name: str, *keys: str) -> Iterator[Shard]:
+    def _asking(self, name: str, *keys: str) -> Iterator[Store]:
         """Give a shard, and have its error say which one it is."""
         try:
             yield self._shards[name]

@@ -1,12 +1,18 @@
-"""The description of a tensor in a store, and the statistics of a store."""
+"""The interface of a store of tensors by name, and the description of a tensor in it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
 
 import torch
+from typing_extensions import Self
 
-__all__ = ["Entry", "OffloaderStatistics"]
+from cudafuture._C import CUDAFuture
+
+__all__ = ["Entry", "OffloaderStatistics", "Store"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,82 @@ class OffloaderStatistics:
     checksum_errors: int
     pending: int
     """calls that have not ended"""
+
+
+class Store(Protocol):
+    """The methods of a store of tensors by name, for type annotations.
+
+    ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them.
+
+    >>> from cudafuture.storage import Offloader
+    >>> def weights(store: Store) -> list[str]:
+    ...     return [key for key in store.keys() if key.endswith("weight")]
+    >>> weights(Offloader("states"))
+    []
+    """
+
+    @property
+    def durable(self) -> bool:
+        """Whether its tensors outlive the process that keeps them."""
+        ...
+
+    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
+        """Write a tensor under a key; the future has its bytes."""
+        ...
+
+    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+        """Write many tensors under their keys; the future has their bytes."""
+        ...
+
+    def read(
+        self,
+        key: str,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[torch.Tensor]:
+        """Read the tensor of a key, into `out` or a new one."""
+        ...
+
+    def readv(
+        self,
+        keys: Iterable[str],
+        outs: Sequence[torch.Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Read the tensors of many keys, in their order."""
+        ...
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Delete a key."""
+        ...
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        """Delete many keys."""
+        ...
+
+    def keys(self) -> list[str]:
+        """Return all keys."""
+        ...
+
+    def __contains__(self, key: str) -> bool: ...
+    def __len__(self) -> int: ...
+    def stat(self, key: str) -> Entry:
+        """Return dtype, shape and size of a key."""
+        ...
+
+    def flush(self) -> CUDAFuture[None]:
+        """Return a future that completes when all writes and deletions so far have."""
+        ...
+
+    def close(self) -> None:
+        """Wait for all calls, and accept no more."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...

@@ -220,6 +220,7 @@ CALLABLES = {
     and not isinstance(thing, type)
     and CLASSES.get(name.rpartition(".")[0]) not in NEEDS_A_DEVICE
     and name not in INTERNAL
+    and not getattr(CLASSES.get(name.rpartition(".")[0]), "_is_protocol", False)  # the classes that have it show it
 }
 
 

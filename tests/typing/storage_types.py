@@ -1,0 +1,24 @@
+"""What a type checker makes of stores. Read by mypy, never run."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import reveal_type
+
+from cudafuture.storage import Offloader, ShardedOffloader, Store
+from rpc_ext import RemoteOffloader
+
+
+def uses(store: Store) -> None:
+    reveal_type(store.write("key", torch.ones(1)))  # R: CUDAFuture[int]
+    reveal_type(store.read("key").wait())  # R: Tensor
+    reveal_type(store.readv(["key"]))  # R: CUDAFuture[list[Tensor]]
+    reveal_type(store.keys())  # R: list[str]
+
+
+def are_stores(local: Offloader, sharded: ShardedOffloader, remote: RemoteOffloader) -> None:
+    stores: list[Store] = [local, sharded, remote]
+    for store in stores:
+        with store as entered:
+            uses(entered)
+    uses(ShardedOffloader({"a": local, "b": remote, "c": sharded}))
