@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import logging
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,6 @@ from rpc_ext._turns import Turns, begun
 
 __all__ = ["Space", "by_prefix", "prefix_of"]
 
-_logger = logging.getLogger("rpc_ext.offload")
 _LONGEST_PLAIN_KEY = 1000  # bytes of UTF-8: with what comes before it, it is a key of the store
 _HASH = 16  # characters
 _NAME = re.compile(rf"[klp][0-9a-f]{{{_HASH}}}[/~]")
@@ -82,10 +80,12 @@ class Space:
         if self.is_private:
             self._remove(list(names))
             return
-        headers, damaged = self._read_headers([name for name in names if name[0] == "l"])
+        lists = [name for name in names if name[0] == "l"]
+        records = self._store.readv(lists).wait()
+        headers = {name: listed_header(name, record) for name, record in zip(lists, records, strict=True)}
         there: dict[str, str] = {}  # the name that each key has
         for name in names:
-            if name[0] in "kl" and name not in damaged:
+            if name[0] in "kl":
                 there[headers[name].key if name[0] == "l" else name[_HASH + 2 :]] = name
         wanted = {*there.values()}
         order = {name: i for i, name in enumerate(names)}
@@ -94,22 +94,8 @@ class Space:
             self.index.add(key, header)
             if header is not None:
                 wanted.update(self._piece_name(header.upload, piece) for piece in range(header.pieces))
-        # The pieces of a damaged header are not known, so no pieces are removed.
-        kept = wanted | damaged | {name for name in names if damaged and name[0] == "p"}
-        self._remove([name for name in names if name not in kept])
+        self._remove([name for name in names if name not in wanted])
         self.index.restore([self.stat(key).nbytes for key in there])
-
-    def _read_headers(self, names: Sequence[str]) -> tuple[dict[str, Header], set[str]]:
-        """Return the headers of tensors in pieces by their names in the store, and the names of damaged headers."""
-        headers: dict[str, Header] = {}
-        damaged: set[str] = set()
-        for name, read in [(name, self._store.read(name)) for name in names]:
-            try:
-                headers[name] = listed_header(name, read.wait())
-            except StorageError as e:
-                damaged.add(name)
-                _logger.error("a tensor of an offload cannot be found: its header, %s, is damaged: %s", name, e)
-        return headers, damaged
 
     @property
     def is_private(self) -> bool:
