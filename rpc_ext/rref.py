@@ -39,24 +39,31 @@ class RRef(Generic[T]):
         value: what to refer to; this worker is its owner.
     """
 
-    __slots__ = ("_due", "_rref")
+    __slots__ = ("_due", "_is_creator", "_rref")
 
     def __init__(self, value: T) -> None:
         current()
         self._rref: Any = _engine.RRef(_Kept(CUDAFuture.completed(value)))
         self._due = math.inf
+        self._is_creator = False
 
     @classmethod
-    def _of(cls, rref: Any, due: float = math.inf) -> RRef[Any]:
+    def _of(cls, rref: Any, due: float = math.inf, is_creator: bool = False) -> RRef[Any]:
         """Return a reference that torch has made, whose value is to be there at a moment of time.perf_counter()."""
         new = cls.__new__(cls)
-        new._rref, new._due = rref, due
+        new._rref, new._due, new._is_creator = rref, due, is_creator
         return new
 
     def __reduce__(self) -> Any:
-        if self._due < time.perf_counter() and not self._rref._get_future().done():
+        if self._due < time.perf_counter() and self._is_late():
             raise TimeoutError(f"worker '{self.owner_name()}' has not made the value of an RRef in time")
         return self._reduced()
+
+    def _is_late(self) -> bool:
+        """Return whether the value is not there, where this worker knows: torch crashes if asked on any other one."""
+        if self._is_creator:
+            return not self._rref._get_future().done()
+        return self.is_owner() and ((made := self._made()) is None or not made.done())
 
     def _reduced(self) -> Any:
         if self._due == math.inf:
@@ -310,8 +317,8 @@ def remote(
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
     if encoded.targets is not None:
-        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds), due)
-    return RRef._of(_kept(destination, name_of(fn), _make, encoded.payload, encoded.tensors), due)
+        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds), due, is_creator=True)
+    return RRef._of(_kept(destination, name_of(fn), _make, encoded.payload, encoded.tensors), due, is_creator=True)
 
 
 def _kept(destination: Destination, name: str, fn: Callable[..., _Kept], *args: Any) -> Any:

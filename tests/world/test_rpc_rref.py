@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,14 @@ def test_a_value_that_was_made_late_needs_no_free_callback_thread(worker: rpc_ex
         assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
     finally:
         over.set()
+
+
+def test_a_received_reference_is_passed_on_after_its_time(worker: rpc_ext.Session) -> None:
+    rref = remote(ME, same, (3,), timeout=0.05)
+    assert rref.to_here(timeout=PATIENCE) == 3
+    wait_for(lambda: rref._due < time.perf_counter())
+    received = rpc_sync(ME, same, (rref,))
+    assert rpc_sync(ME, value_of, (received,)) == 3
 
 
 def made_late(file: str) -> None:
