@@ -135,6 +135,19 @@ def test_one_damaged_bit_of_a_journal_costs_one_record(engine: Engine, tmp_path:
     assert files_of(tmp_path) == before
 
 
+def test_keys_of_a_journal_that_was_cut_off_are_uncertain(engine: Engine, tmp_path: Path) -> None:
+    with Offloader(tmp_path, engine=engine, durable=True) as store:
+        store.writev({"a": contents(1000), "b": contents(1000)}).wait(timeout=PATIENCE)
+        end = store.statistics().journal_bytes
+        store.delete("a").wait(timeout=PATIENCE)
+    for size in (end, end + 32, end + 40):
+        with (tmp_path / "journal").open("r+b") as journal:
+            journal.truncate(size)
+        with Offloader.salvage(tmp_path, engine=engine) as store:
+            assert (store.keys(), store.uncertain) == (["a", "b"], {"a", "b"})
+            assert store.damage
+
+
 def test_salvage_gives_no_tensor_whose_bytes_have_changed(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(70_000, i) for i in range(6)}
     with Offloader(tmp_path, engine=engine, durable=True) as store:

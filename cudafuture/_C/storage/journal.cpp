@@ -132,7 +132,7 @@ void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const J
     if (gap == until) return;
     // Where only the header of a batch is damaged no record is missing.
     const bool begins_batch = gap == begin || batch_magic_at(content, gap);
-    if (!begins_batch || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
+    if (!begins_batch || until == end || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
   };
   while (at < end) {
     std::string_view rest = content.substr(at, end - at);
@@ -214,6 +214,9 @@ Findings Journal::parse(std::string_view content, const std::string& path, Damag
         content, at, next, [&](Record&& record, std::uint64_t) { found.keys.push_back(std::move(record.key)); },
         inside);
     break;
+  }
+  if (damage == Damage::skip && header && header->whole > content.size()) {  // it was cut off
+    found.gaps.push_back({content.size(), header->whole - content.size()});
   }
   return found;
 }

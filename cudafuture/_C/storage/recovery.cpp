@@ -65,10 +65,10 @@ Recovery salvage(const std::string& folder, Index& index, Slabs& slabs) {
   recovery.has_lost_header = found.has_lost_header;
   recovery.gaps = std::move(found.gaps);
   // A record in the snapshot replaces no other one, so a gap there makes no key uncertain.
-  const std::uint64_t gap = recovery.gaps.empty() ? 0 : recovery.gaps.back().offset;
+  const std::uint64_t gap = recovery.gaps.empty() ? 0 : recovery.gaps.back().offset + recovery.gaps.back().size;
   for (std::string& key : index.keys()) {
     const EntryPtr entry = index.find(key);
-    const bool may_be_old = gap >= found.snapshot && last[key].offset < gap;
+    const bool may_be_old = gap > found.snapshot && last[key].offset < gap;
     const bool has_no_checksum = !entry->has_digest && entry->size() != 0;
     if (may_be_old || has_no_checksum) recovery.uncertain.push_back(std::move(key));
   }
