@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture._C import HostExecutor
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._call import SHORTEST_TIMEOUT, Call
@@ -123,7 +124,8 @@ class RRef(Generic[T]):
         4
         """
         if self.is_owner():
-            return self._limited(current().timeout(timeout))
+            # The thread that completes it may be an engine's, or the one of all timeouts.
+            return self._limited(current().timeout(timeout), executors.callback_thread)
         return rpc_async(self.owner_name(), _fetch, (_Asked(self),), timeout=timeout, priority=priority)
 
     def to_here(self, timeout: float | None = None) -> T:
@@ -187,20 +189,20 @@ class RRef(Generic[T]):
         """Return what the owner holds, if it does already."""
         return self._rref.local_value().future if _C.has_value(self._rref) else None
 
-    def _limited(self, seconds: float) -> CUDAFuture[T]:
+    def _limited(self, seconds: float, executor: HostExecutor | None = None) -> CUDAFuture[T]:
         """Return a future of the value, on its owner.
 
-        It fails when the seconds are over (0: no limit), or when the value should have been made and has not been.
+        It fails when the seconds are over (0: no limit), or when the value should have been made and has not been. It
+        completes with the value, on whatever thread that is; `executor` is where its callbacks run by default.
         """
         if (made := self._made()) is not None and made.done():
             return made
         value = self._value()  # inside a callback not even a value that is there completes it at once
         if value.done():
             return value
-        # The engine's thread completes it, or the minder; neither is for the callbacks of others.
-        come: CUDAFuture[None] = CUDAFuture(executor=executors.callback_thread)
+        come: CUDAFuture[None] = CUDAFuture(executor=executor)
         value.add_done_callback(lambda _: come.set_result(None), executor=executors.inline)
-        mine = come.then_async(lambda _: value)
+        mine = come.then_async(lambda _: value, executor=executors.inline)
         me = current().name
         expire(mine, seconds, f"an RRef of worker '{me}', this one, has had no value within {seconds:g} s")
         left = self._due - time.perf_counter()
@@ -295,9 +297,10 @@ def remote(
 
     Args:
         timeout: seconds in which the owner has to make the value; default: ``rpc_timeout`` of ``init_rpc``. 0: no
-            limit. After that time a request for the value, from any worker, fails with TimeoutError, and so does
-            passing the reference on. If the owner makes the value late, later requests return it. The owner keeps the
-            time: if its process is stopped or all its threads are busy, the timeout of the request counts.
+            limit. After that time a request for the value, from any worker, fails with TimeoutError. So does passing
+            the reference on where the worker knows: the owner, and the caller of ``remote`` unless `fn` is an async
+            function. If the owner makes the value late, later requests return it. The owner keeps the time: if its
+            process is stopped or all its threads are busy, the timeout of the request counts.
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.

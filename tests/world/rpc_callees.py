@@ -332,6 +332,12 @@ def passed_on(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
     return rpc_sync(path[0], passed_on, (path[1:], rref)) if path else rref.to_here()
 
 
+def passed_on_late(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
+    """Pass a reference on from worker to worker, at each after the time in which its value had to be made."""
+    wait_for(lambda: rref._due < time.perf_counter())
+    return rpc_sync(path[0], passed_on_late, (path[1:], rref)) if path else rref.to_here()
+
+
 def references_to(values: list[Any]) -> list[rpc_ext.RRef[Any]]:
     return [rpc_ext.RRef(value) for value in values]
 

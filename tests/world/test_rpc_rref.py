@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from world.rpc_callees import (
     local_value_of,
     made_on,
     passed_on,
+    passed_on_late,
     pending,
     raises,
     references_to,
@@ -257,26 +257,37 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
     assert [ask() for ask in asked] == [3] * 4
 
 
-def test_a_value_that_was_made_late_needs_no_free_callback_thread(worker: rpc_ext.Session, gate: Gate) -> None:
+@pytest.fixture
+def blocked(worker: rpc_ext.Session) -> Iterator[Callable[[], None]]:
+    """Give a function that lets a callback block the callback thread until the test is over."""
+    over = threading.Event()
+    yield lambda: CUDAFuture.completed(None).add_done_callback(
+        lambda _: over.wait(PATIENCE), executor=executors.callback_thread
+    )
+    over.set()
+
+
+def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, blocked: Callable[[], None]) -> None:
     rref = remote(ME, waits, (gate, 3), timeout=0.05)
     with pytest.raises(TimeoutError):
         rref.to_here(timeout=PATIENCE)
     gate.open()
     wait_for(lambda: rref.get_future(timeout=0).exception(timeout=PATIENCE) is None)
-    over = threading.Event()
-    CUDAFuture.completed(None).add_done_callback(lambda _: over.wait(PATIENCE), executor=executors.callback_thread)
-    try:
-        assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
-    finally:
-        over.set()
+    blocked()
+    assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
 
 
-def test_a_received_reference_is_passed_on_after_its_time(worker: rpc_ext.Session) -> None:
-    rref = remote(ME, same, (3,), timeout=0.05)
-    assert rref.to_here(timeout=PATIENCE) == 3
-    wait_for(lambda: rref._due < time.perf_counter())
-    received = rpc_sync(ME, same, (rref,))
-    assert rpc_sync(ME, value_of, (received,)) == 3
+@pytest.mark.parametrize("timeout", [0, PATIENCE / 2])
+def test_a_value_that_is_awaited_needs_no_free_callback_thread(
+    gate: Gate, blocked: Callable[[], None], timeout: float
+) -> None:
+    rref = remote(ME, waits, (gate, 3), timeout=timeout)
+    assert gate.reached.wait(PATIENCE)
+    blocked()
+    asked = [rref.get_future(timeout=PATIENCE), rpc_async(ME, value_of, (rref,)), rref.rpc_async().conjugate()]
+    gate.open()
+    assert wait_all(asked, timeout=PATIENCE / 2) == [3, 3, 3]
+    assert rref.local_value() == 3
 
 
 def made_late(file: str) -> None:
@@ -305,6 +316,22 @@ def made_late(file: str) -> None:
 @pytest.mark.world(3)
 def test_a_value_that_is_late_is_late_for_all_who_ask_before_it_is_made(world: World, tmp_path: Path) -> None:
     world.run(made_late, str(tmp_path / "rendezvous"))
+
+
+def pass_on_late(file: str) -> None:
+    rank = dist.get_rank()
+    with working(f"worker{rank}", rank, 3, file, num_worker_threads=4):
+        if rank == 0:
+            rref = remote(1, same, (3,), timeout=0.05)
+            assert rref.to_here(timeout=PATIENCE) == 3
+            assert rpc_sync(2, passed_on_late, ([0, 2, 1, 0], rref)) == 3
+        dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.world(3)
+def test_each_worker_passes_a_reference_on_after_its_time(world: World, tmp_path: Path) -> None:
+    world.run(pass_on_late, str(tmp_path / "rendezvous"))
 
 
 class Waiting:
