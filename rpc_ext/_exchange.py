@@ -117,8 +117,9 @@ class Exchange:
         shown: list[Any] = []
         for turn, is_last in self._looks():
             missing = sorted(seen.missing())
-            # All hellos at first, and one at a time while proofs are missing.
-            for rank, record in self._read("hello", missing if turn == 0 else [missing[turn % len(missing)]]).items():
+            # All hellos at first, and one in every fourth look while proofs are missing.
+            reread = missing if turn == 0 else [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
+            for rank, record in self._read("hello", reread).items():
                 hello = self._opened("hello", rank, record)
                 hellos[rank] = hello if _is_hello(hello) else hellos[rank]
             if shown != hellos:

@@ -78,17 +78,21 @@ class _Meeting:
             before = self._number
             is_thorough = turn % _THOROUGH == 0
             is_overwritten = is_thorough and self._put_back()
-            if is_thorough or not self._number:
+            # A session may be of earlier tries: look for a newer one in every other look.
+            looks_again = turn % 2 == 0 or not self._number
+            if looks_again:
                 if self._rank == 0:
                     self._make()
                 else:
                     self._find()
-            if self._number and self._store.check(self._keys(f"seen/{self._number}")):
+            is_new, is_last = self._number != before, time.monotonic() > deadline
+            asks_who_has_seen = is_new or is_last or not looks_again
+            if self._number and asks_who_has_seen and self._store.check(self._keys(f"seen/{self._number}")):
                 break
-            if time.monotonic() > deadline:
+            if is_last:
                 who = ", ".join(map(str, self._missing()))
                 raise TimeoutError(f"worker {who} of {self._world_size} has not come within {timeout:g} s")
-            has_changed = is_overwritten or self._number != before  # then something follows soon
+            has_changed = is_overwritten or is_new  # then something follows soon
             pause = _FIRST_PAUSE if has_changed else min(2 * pause, _LONGEST_PAUSE)
             time.sleep(pause)
         return self._number

@@ -15,6 +15,7 @@ __all__ = ["Minded", "forget", "mind"]
 
 _logger = logging.getLogger("rpc_ext.minder")
 _AFTER_FAILURE = 1.0  # seconds from a look that has raised to the next one
+_LONGEST_SLEEP = 3600.0  # seconds; a lock cannot wait for any number of them
 _LINGER = 5.0  # seconds that the thread stays without anything to do
 
 
@@ -88,7 +89,8 @@ class _Minder:
                     return due
                 if not self._line and now >= idle_until:
                     break
-                self._changed.wait((self._line[0][0] if self._line else idle_until) - now)
+                due_at = self._line[0][0] if self._line else idle_until
+                self._changed.wait(min(due_at - now, _LONGEST_SLEEP))
             self._thread = None
             return None
 

@@ -120,7 +120,10 @@ class Space:
         try:
             entry = self._store.stat(self._plain_name(key))
         except (NotFoundError, ValueError):  # a ValueError: its name would be too long
-            raise NotFoundError(f"there is no key {key!r}") from None
+            header = self.index.header(key)  # perhaps a tensor in pieces has just replaced it
+            if header is None:
+                raise NotFoundError(f"there is no key {key!r}") from None
+            return header
         return Header(key, entry.dtype, tuple(entry.shape), entry.nbytes, length=min(PIECE, entry.nbytes))
 
     def _plain_name(self, key: str) -> str:

@@ -99,9 +99,13 @@ class Uploads:
                 self._space.index.take(header.nbytes)
                 give_up = partial(self.give_up, header.upload)
                 upload = _Upload(header, give_up, secrets.token_bytes(len(header.upload)))
+                try:
+                    if left < math.inf:
+                        _minder.mind(upload, time.perf_counter() + left)
+                except RuntimeError:  # the system has no more threads
+                    self._space.index.give_back(header.nbytes)
+                    raise
                 self._uploads[header.upload] = upload
-                if left < math.inf:
-                    _minder.mind(upload, time.perf_counter() + left)
             first = upload.header
             if (first.key, first.dtype, first.shape) != (header.key, header.dtype, header.shape):
                 raise ValueError(f"key {header.key!r}: other pieces of that upload are of key {first.key!r}")

@@ -78,7 +78,11 @@ class _Watch:
             answer = CUDAFuture.completed(None)
         except Exception as e:
             answer = CUDAFuture.failed(e)
-        answer.add_done_callback(self._answered, executor=_answers)
+        try:
+            answer.add_done_callback(self._answered, executor=_answers)
+        except BaseException:
+            self._is_asked = False  # the next look asks again
+            raise
 
     def _answered(self, done: CUDAFuture[Any]) -> None:
         with self._lock:

@@ -362,6 +362,21 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
 
 
 @pytest.mark.parametrize("size", [2, 64])
+def test_waiting_for_proofs_asks_the_store_five_times_a_second_at_most(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    now = [0.0]
+    clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(_exchange, "time", clock)
+    for rank in range(1, size):
+        exchange(store, rank, size, timeout=0.0)._show("hello", {"nonce": f"{rank}", "value": rank})
+    store.requests = 0
+    with pytest.raises(TimeoutError, match="has not come within 300 s"):
+        exchange(store, 0, size, timeout=300.0).begin(0)
+    assert store.requests <= 5 * 300 + 2 * size
+
+
+@pytest.mark.parametrize("size", [2, 64])
 def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore, size: int) -> None:
     for rank in range(1, size):
         exchange(store, rank, size)._show("step", rank)

@@ -117,3 +117,24 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
     with pytest.raises(TimeoutError, match="has not come within 300 s"):
         meet(store, rank, size, 300.0)
     assert store.requests <= 5 * 300 + 3 * size
+
+
+@pytest.mark.parametrize("pause", [0.1 * i for i in range(1, 60)])
+def test_a_second_start_begins_within_some_looks_of_the_last_worker(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """The first worker finds the records of the start before, and the other one comes so many seconds later."""
+    store.plant("come/1", b"1")
+    store.plant("tries/1", b"1")
+    now, others = [0.0], list[_meeting._Meeting]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= pause and not others:
+            others.append(_meeting._Meeting(store, 1, 2))
+        for other in others:
+            other._find()
+
+    monkeypatch.setattr(_meeting, "time", mock.Mock(monotonic=lambda: now[0], sleep=sleep))
+    meet(store, 0, 2, 300.0)
+    assert now[0] - pause <= 1.6

@@ -25,6 +25,14 @@ def minder() -> Iterator[_Minder]:
     minder.end()
 
 
+def test_a_time_beyond_all_locks_ends_no_thread(minder: _Minder) -> None:
+    now = time.perf_counter()
+    minder.mind(Thing(), now + 1e300)
+    thing = Thing()
+    minder.mind(thing, now + 0.05)
+    thing.done.wait(timeout=PATIENCE)
+
+
 class Thing:
     """Something that is looked after, and wants that again as often as it is told."""
 
