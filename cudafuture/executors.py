@@ -26,18 +26,19 @@ import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from cudafuture import _C
+from cudafuture._C import HostExecutor
 from cudafuture.config import config
 
-__all__ = ["callback_thread", "default_executor", "inline", "serial"]
+__all__ = ["HostExecutor", "callback_thread", "default_executor", "inline", "serial"]
 
-inline: _C.HostExecutor = _C.inline_executor
-callback_thread: _C.HostExecutor = _C.callback_thread
+inline: HostExecutor = _C.inline_executor
+callback_thread: HostExecutor = _C.callback_thread
 
 _lock = threading.Lock()  # guards _default
 _default: ThreadPoolExecutor | None = None
 
 
-def serial(name: str) -> _C.HostExecutor:
+def serial(name: str) -> HostExecutor:
     """Return an executor that runs callbacks on a thread of its own.
 
     They run one at a time, in the order in which their futures were completed. A callback must not wait for another one

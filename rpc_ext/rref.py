@@ -13,7 +13,6 @@ import torch
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture._C import HostExecutor
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._call import SHORTEST_TIMEOUT, Call
@@ -189,7 +188,7 @@ class RRef(Generic[T]):
         """Return what the owner holds, if it does already."""
         return self._rref.local_value().future if _C.has_value(self._rref) else None
 
-    def _limited(self, seconds: float, executor: HostExecutor | None = None) -> CUDAFuture[T]:
+    def _limited(self, seconds: float, executor: executors.HostExecutor | None = None) -> CUDAFuture[T]:
         """Return a future of the value, on its owner.
 
         It fails when the seconds are over (0: no limit), or when the value should have been made and has not been. It
