@@ -13,7 +13,7 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import MIB, PATIENCE, contents, expect, flip, slabs
+from unit.storing import MIB, PATIENCE, contents, expect, flip, opened, slabs
 
 PAGE = 4096
 
@@ -63,25 +63,21 @@ def refused(folder: Path, engine: Engine) -> bool:
     return False
 
 
-def test_damage_to_a_journal_that_was_closed_is_never_silent(engine: Engine, written: Written) -> None:
-    folder, tensors, ends = written
-    journal = folder / "journal"
-    for offset in (*range(HEADERS, ends[-4], 97), *range(ends[-4], ends[-1])):
-        flip(journal, offset, offset % 8)
-        assert refused(folder, engine), offset
-        flip(journal, offset, offset % 8)
-    with Offloader(folder, engine=engine, durable=True) as store:
-        expect(store, tensors)
-
-
-def test_a_journal_that_was_closed_and_is_cut_off_is_an_error(engine: Engine, written: Written) -> None:
+@pytest.mark.parametrize("damage", ["a flipped bit", "a missing end"])
+def test_damage_to_a_journal_that_was_closed_is_never_silent(damage: str, engine: Engine, written: Written) -> None:
     folder, tensors, ends = written
     journal = folder / "journal"
     content = journal.read_bytes()
-    for size in (*(end + more for end in ends[:-1] for more in (-1, 0, 1, 40)), ends[-1] - 1):
-        os.truncate(journal, size)
-        assert refused(folder, engine), size
-        journal.write_bytes(content)
+    if damage == "a flipped bit":
+        offsets = [*range(HEADERS, ends[-4], 97), *range(ends[-4], ends[-1])]
+        changed = [content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] for at in offsets]
+    else:
+        offsets = [*(end + more for end in ends[:-1] for more in (-1, 0, 1, 40)), ends[-1] - 1]
+        changed = [content[:size] for size in offsets]
+    for offset, now in zip(offsets, changed, strict=True):
+        journal.write_bytes(now)
+        assert refused(folder, engine), offset
+    journal.write_bytes(content)
     with Offloader(folder, engine=engine, durable=True) as store:
         expect(store, tensors)
 
@@ -104,6 +100,18 @@ def test_damage_to_the_journal_of_a_killed_process_is_an_error_or_a_logged_torn_
         flip(journal, offset, offset % 8)
     with Offloader(folder, engine=engine, durable=True) as store:
         expect(store, tensors)
+
+
+def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(engine: Engine, killed: Written) -> None:
+    folder, _, ends = killed
+    for batches in 2, 3:
+        shutil.copytree(folder, copy := folder.with_name(f"{batches}"))
+        for begin in ends[-batches - 1 : -1]:
+            flip(copy / "journal", begin + 50)
+        assert refused(copy, engine)
+        with Offloader.salvage(copy, engine=engine) as store:
+            assert store.keys() == [f"{i}" for i in range(12 - batches)]
+            assert store.damage == [(ends[-batches - 1], ends[-1] - ends[-batches - 1])]
 
 
 def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
@@ -147,7 +155,7 @@ def test_of_a_journal_that_is_torn_at_its_end_the_last_batch_is_dropped(
             expect(store, {key: tensors[key] for key in list(tensors)[:-1]})
             store.write("later", contents(1000)).wait(timeout=PATIENCE)
         assert ("not whole" in caplog.text) == (len(left) > before)
-        is_kept = any(left[before:])
+        is_kept = len(left) > before
         assert (copy / "set-aside").exists() == is_kept
         if is_kept:
             assert (copy / "set-aside" / "journal-end").read_bytes() == left[before:]
@@ -179,6 +187,15 @@ def test_slabs_of_a_dropped_batch_are_set_aside_with_what_names_them(
         assert store.keys() == ["small"]
     assert (folder / "set-aside-2" / "journal-end").read_bytes() == b"x" * 40
     assert "set-aside-2; keys in them: none" in caplog.text
+
+
+def test_a_store_that_is_closed_has_no_file_open(engine: Engine, tmp_path: Path) -> None:
+    store = Offloader(tmp_path, engine=engine, durable=True)
+    store.write("key", contents(1000)).wait(timeout=PATIENCE)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"journal", "journal.new", "lock"} <= {path.name for path in files if opened(path)}
+    store.close()
+    assert [path.name for path in files if opened(path)] == []
 
 
 @pytest.mark.parametrize(

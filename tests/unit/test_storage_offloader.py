@@ -203,6 +203,15 @@ def test_what_is_no_name_is_refused(plain: Offloader, key: str) -> None:
     assert len(plain) == 0
 
 
+def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:
+    with Offloader(tmp_path, durable=True) as store:
+        store.write("most", numbered(3).view([1] * 1023 + [3])).wait(timeout=PATIENCE)
+        with pytest.raises(ValueError, match="1024 dimensions"):
+            store.write("more", numbered(3).view([1] * 1024 + [3]))
+    with Offloader(tmp_path, durable=True) as store:
+        assert get(store, "most").shape == (1,) * 1023 + (3,)
+
+
 def test_what_is_no_text_is_no_name(plain: Offloader) -> None:
     for key in (b"bytes", 3, None):
         with pytest.raises(TypeError, match="a key is a str"):

@@ -39,6 +39,7 @@ int fsync(int fd) { return fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fsy
 SCRIPT = """
 import os, sys, torch
 from pathlib import Path
+from cudafuture import CUDAFuture
 from cudafuture.storage import Offloader
 folder, what = sys.argv[1:]
 fails = Path(os.environ["FAILS"])
@@ -48,6 +49,10 @@ def outcome(call):
         return repr(call().wait())
     except BaseException as e:
         return f"{type(e).__name__} {e.errno} {e}"
+
+def opened():
+    with Offloader(folder, durable=True) as store:
+        return CUDAFuture.completed(store.keys())
 
 store = Offloader(folder, durable=True)
 say(outcome(lambda: store.write("before", torch.ones(3))))
@@ -59,6 +64,9 @@ say(outcome(lambda: store.delete("before")))
 say(outcome(lambda: store.read("before")))
 say(sorted(store.keys()))
 store.close()
+fails.write_text(what)
+say(outcome(opened))
+fails.unlink()
 with Offloader(folder, durable=True) as store:
     say(outcome(lambda: store.read("before")))
     say(sorted(store.keys()))
@@ -85,6 +93,8 @@ def test_a_sync_that_has_failed_is_never_tried_again(
             assert what in error
         assert child.hear() == "tensor([1., 1., 1.])"
         assert child.hear() == "['before']"
+        opening = child.hear()  # what the journal says has to be durable before anything is done by it
+        assert opening.startswith("StorageError 5 " if what == "journal" else "['before'"), opening
         assert child.hear() == "tensor([1., 1., 1.])"
         assert child.hear() in ("['before']", "['before', 'meanwhile']")  # what failed may be there: as a whole
         assert child.hear() == "12"

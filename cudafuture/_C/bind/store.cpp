@@ -41,8 +41,6 @@ using StorePtr = std::shared_ptr<Store>;
 using Keys = std::vector<std::string>;
 using Entries = std::vector<storage::EntryPtr>;
 
-constexpr std::size_t kLongestKey = 1024;
-
 std::string key_of(nb::handle object) {
   if (!PyUnicode_Check(object.ptr())) {
     throw nb::type_error(("a key is a str, not " + std::string(nb::repr(object).c_str())).c_str());
@@ -51,7 +49,7 @@ std::string key_of(nb::handle object) {
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
   if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
   std::string key(text, static_cast<std::size_t>(size));
-  if (key.empty() || key.size() > kLongestKey) {
+  if (key.empty() || key.size() > storage::kLongestKey) {
     throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());
   }
   if (key.find('\0') != std::string::npos) throw nb::value_error("a key has no NUL");
@@ -75,6 +73,7 @@ CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priori
 
 storage::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (tensor.dim() > storage::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }

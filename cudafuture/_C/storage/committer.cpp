@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <iterator>
 #include <set>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "storage/failure.h"
@@ -13,6 +15,8 @@ namespace cudafuture::storage {
 namespace {
 
 constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: no journal is made anew before
+
+bool is_full(const Failure& failure) noexcept { return failure.code() == ENOSPC || failure.code() == EDQUOT; }
 
 }  // namespace
 
@@ -62,11 +66,7 @@ void Committer::join() noexcept {
 
 void Committer::close() noexcept {
   join();
-  if (broken() != nullptr) return;
-  try {
-    journal_->close();
-  } catch (...) {  // everything is durable; only a torn end would not be told from damage
-  }
+  journal_->close();
 }
 
 void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
@@ -86,10 +86,16 @@ void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
 }
 
 std::vector<Record> Committer::records_of(const std::vector<Change>& changes) const {
+  std::unordered_map<std::string_view, const Change*> last;  // of each key
+  for (const Change& change : changes) {
+    const Change*& known = last[change.key];
+    if (known == nullptr || known->turn < change.turn) known = &change;
+  }
   std::vector<Record> records;
   for (const Change& change : changes) {
+    if (last[change.key] != &change) continue;
     // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
-    if (store_.index_.is_overtaken(change.key, change.turn)) continue;
+    if (!store_.index_.needs_record(change)) continue;
     records.push_back(change.entry == nullptr ? deletion_of(change.key, change.turn)
                                               : record_of(change.key, *change.entry));
   }
@@ -107,8 +113,7 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
       return nullptr;
     } catch (const Failure& failure) {
       if (journal_->is_broken()) note_broken(std::current_exception());
-      const bool is_full = failure.code() == ENOSPC || failure.code() == EDQUOT;
-      if (!is_full || journal_->is_broken()) return nullptr;
+      if (!is_full(failure) || journal_->is_broken()) return nullptr;
       if (attempt == 2) return std::current_exception();
     }
   }
@@ -132,7 +137,13 @@ std::exception_ptr Committer::make_durable(const std::vector<Change>& changes,
 
 std::exception_ptr Committer::append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept {
   try {
-    journal_->append(records);
+    try {
+      journal_->append(records);
+    } catch (const Failure& failure) {  // a file system that reserves nothing is full
+      if (journal_->is_broken() || !is_full(failure)) throw;
+      compact();
+      journal_->append(records);
+    }
   } catch (...) {
     if (!journal_->is_broken()) return std::current_exception();
     for (const Change& change : changes) in_doubt_.push_back(change.entry);

@@ -28,6 +28,11 @@ std::string make_folder(const std::string& path) {
   }
 }
 
+void remove_folder(const std::string& path) noexcept {
+  std::error_code ignored;
+  std::filesystem::remove_all(path, ignored);
+}
+
 void write_file(const std::string& path, const std::string& content) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) throw_errno("cannot open", path, errno);

@@ -97,10 +97,11 @@ void Index::undo_erase(Key& at, std::uint64_t turn) {
   count(*at.entry, 1);
 }
 
-bool Index::is_overtaken(const std::string& key, std::uint64_t turn) const {
+bool Index::needs_record(const Change& change) const {
   std::lock_guard lock(mutex_);
-  const Key& at = keys_.find(std::string_view(key))->second;
-  return at.durably_deleted > turn || (at.durable && at.durable->turn > turn);
+  const Key& at = keys_.find(std::string_view(change.key))->second;
+  if (change.entry == nullptr && !at.durable) return false;
+  return at.durably_deleted <= change.turn && (!at.durable || at.durable->turn <= change.turn);
 }
 
 // Batches are in the order in which writes ended, which is not that of their turns.

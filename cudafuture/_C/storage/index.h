@@ -48,7 +48,8 @@ class Index {
   // Returns entries for the caller to drop.
   [[nodiscard]] std::vector<EntryPtr> finish(const std::vector<Change>& changes, bool has_failed, Reach reach);
 
-  bool is_overtaken(const std::string& key, std::uint64_t turn) const;  // by what is in the journal
+  // False where the journal has a later record, or no record of a key that was deleted.
+  bool needs_record(const Change& change) const;
 
   // What a journal says, in its order.
   void replay(Record&& record);

@@ -19,29 +19,9 @@
 
 namespace cudafuture::storage {
 
-struct Journal::Header {
-  std::array<char, 24> text = {"cudafuture store 2\n"};
-  std::uint64_t generation = 0;  // the greater one is the newer one
-  std::uint64_t whole = 0;       // bytes of the file that a crash cannot have torn
-  std::uint64_t snapshot = 0;    // the end of the first batch, which has each key once
-  std::uint64_t hash = 0;        // of what precedes
-
-  std::uint64_t right_hash() const noexcept { return hash_of(this, offsetof(Header, hash)); }
-  std::uint64_t page() const noexcept { return generation % 2 * kPage; }
-};
-
 namespace {
 
-constexpr std::uint64_t kContent = 2 * kPage;          // where the batches begin
-constexpr std::uint64_t kBatch = 0x68637461'42664443;  // how a batch begins: "CDfBatch"
-constexpr std::uint64_t kLeastRoom = 64 * 1024;        // bytes that are allocated at a time, at least
-
-struct BatchHeader {
-  std::uint64_t magic;
-  std::uint64_t number;  // of the batch in its file
-  std::uint64_t size;    // of the records, bytes
-  std::uint64_t hash;    // of the records, seeded with the number
-};
+constexpr std::uint64_t kLeastRoom = 64 * 1024;  // bytes that are allocated at a time, at least
 
 void write_all(int file, std::string_view bytes, std::uint64_t offset, const std::string& path) {
   while (!bytes.empty()) {
@@ -53,14 +33,21 @@ void write_all(int file, std::string_view bytes, std::uint64_t offset, const std
   }
 }
 
-std::string read_all(int file, const std::string& path) {
+// With Damage::skip zeros stand for pages that cannot be read.
+std::string read_all(int file, const std::string& path, Damage damage) {
   struct stat status = {};
   if (::fstat(file, &status) != 0) throw_errno("cannot read", path, errno);
   std::string content(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t done = 0;
   while (done < content.size()) {
-    const ssize_t got = ::pread(file, content.data() + done, content.size() - done, static_cast<off_t>(done));
+    const std::size_t left = content.size() - done;
+    const std::size_t wanted = damage == Damage::skip ? std::min<std::size_t>(left, kPage - done % kPage) : left;
+    const ssize_t got = ::pread(file, content.data() + done, wanted, static_cast<off_t>(done));
     if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EIO && damage == Damage::skip) {
+      done += wanted;
+      continue;
+    }
     if (got < 0) throw_errno("cannot read", path, errno);
     if (got == 0) break;
     done += static_cast<std::size_t>(got);
@@ -83,142 +70,13 @@ void allocate(int file, std::uint64_t size, const std::string& path) {
   if (code != 0 && code != EOPNOTSUPP && code != ENOSYS) throw_errno("cannot allocate", path, code);
 }
 
-std::string batch_of(const std::vector<Record>& records, std::uint64_t number) {
-  std::string bytes(sizeof(BatchHeader), '\0');
-  for (const Record& record : records) append_record(bytes, record);
-  BatchHeader header = {kBatch, number, bytes.size() - sizeof header, 0};
-  header.hash = hash_of(bytes.data() + sizeof header, header.size, header.number);
-  std::memcpy(bytes.data(), &header, sizeof header);
-  return bytes;
-}
-
-struct Batch {
-  std::uint64_t number;
-  std::string_view records;
-};
-
-// The batch at an offset, if it is whole.
-std::optional<Batch> batch_at(std::string_view content, std::uint64_t at) {
-  BatchHeader header;
-  if (content.size() - at < sizeof header) return std::nullopt;
-  std::memcpy(&header, content.data() + at, sizeof header);
-  const std::size_t left = content.size() - at - sizeof header;
-  if (header.magic != kBatch || header.size > left) return std::nullopt;
-  const std::string_view records = content.substr(at + sizeof header, header.size);
-  if (hash_of(records.data(), records.size(), header.number) != header.hash) return std::nullopt;
-  return Batch{header.number, records};
-}
-
-bool batch_magic_at(std::string_view content, std::uint64_t at) {
-  return content.substr(at, sizeof kBatch) == std::string_view(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
-}
-
-// The offset of the next whole batch that is not older than `number`; the end if there is none.
-std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint64_t number) {
-  const std::string_view magic(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
-  for (std::size_t at = content.find(magic, from); at != std::string_view::npos; at = content.find(magic, at + 1)) {
-    const std::optional<Batch> batch = batch_at(content, at);
-    if (batch && batch->number >= number) return at;
-  }
-  return content.size();
-}
-
-// Shows the valid records of a stretch of the file that has no whole batch, and notes the gaps between them.
-void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const Journal::Show& show,
-          std::vector<Findings::Gap>& gaps) {
-  const std::uint64_t begin = at;
-  std::uint64_t gap = at;
-  const auto note_gap = [&](std::uint64_t until) {
-    if (gap == until) return;
-    // Where only the header of a batch is damaged no record is missing.
-    const bool begins_batch = gap == begin || batch_magic_at(content, gap);
-    if (!begins_batch || until == end || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
-  };
-  while (at < end) {
-    std::string_view rest = content.substr(at, end - at);
-    std::optional<Record> record = take_record(rest);
-    if (!record) {
-      ++at;
-      continue;
-    }
-    note_gap(at);
-    show(std::move(*record), at);
-    gap = at = end - rest.size();
-  }
-  note_gap(end);
-}
-
-Failure damaged(const std::string& path, std::uint64_t at, const std::string& where) {
-  return {path + " is damaged" + where + "; Offloader.salvage() reads what is left",
-          0,
-          path,
-          at,
-          0,
-          0,
-          FailureKind::checksum};
-}
-
 }  // namespace
 
-bool Journal::exists(const std::string& folder) { return ::access(path_in(folder).c_str(), F_OK) == 0; }
-
-// The newer of the valid headers.
-std::optional<Journal::Header> Journal::header_of(std::string_view content, bool& has_lost_header) {
-  std::optional<Header> newer;
-  for (std::uint64_t page = 0; page < kContent; page += kPage) {
-    Header header;
-    if (content.size() >= page + sizeof header) std::memcpy(&header, content.data() + page, sizeof header);
-    if (header.text != Header().text || header.hash != header.right_hash()) {
-      has_lost_header = true;
-    } else if (!newer || header.generation > newer->generation) {
-      newer = header;
-    }
-  }
-  return newer;
-}
-
-Findings Journal::parse(std::string_view content, const std::string& path, Damage damage, const Show& show) {
-  Findings found;
-  const std::optional<Header> header = header_of(content, found.has_lost_header);
-  if (damage == Damage::refuse) {
-    if (!header) throw damaged(path, 0, ", or not the journal of a store of this version");
-    if (header->whole > content.size()) throw damaged(path, content.size(), ": its end is missing");
-  }
-  found.snapshot = header ? header->snapshot : 0;
-  std::uint64_t at = std::min<std::uint64_t>(kContent, content.size());
-  found.end = at;
-  while (at < content.size()) {
-    const std::optional<Batch> batch = batch_at(content, at);
-    if (batch && (batch->number == found.batches || damage == Damage::skip)) {
-      for (std::string_view rest = batch->records; !rest.empty();) {
-        std::optional<Record> record = take_record(rest);
-        if (!record) throw damaged(path, at, " at byte " + std::to_string(at) + ": a record is not valid");
-        show(std::move(*record), at);
-      }
-      found.end = at += sizeof(BatchHeader) + batch->records.size();
-      found.batches = batch->number + 1;
-      continue;
-    }
-    const std::uint64_t next = find_batch(content, at + 1, found.batches);
-    if (damage == Damage::skip) {
-      scan(content, at, next, show, found.gaps);
-      at = next;
-      continue;
-    }
-    if (next != content.size() || at < header->whole) {
-      throw damaged(path, at, " at byte " + std::to_string(at) + ", where no crash can have torn it");
-    }
-    found.gaps.push_back({at, content.size() - at});
-    std::vector<Findings::Gap> inside;
-    scan(
-        content, at, next, [&](Record&& record, std::uint64_t) { found.keys.push_back(std::move(record.key)); },
-        inside);
-    break;
-  }
-  if (damage == Damage::skip && header && header->whole > content.size()) {  // it was cut off
-    found.gaps.push_back({content.size(), header->whole - content.size()});
-  }
-  return found;
+bool Journal::exists(const std::string& folder) {
+  struct stat status = {};
+  if (::stat(path_in(folder).c_str(), &status) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("cannot look at", path_in(folder), errno);
+  return false;
 }
 
 Findings Journal::read(const std::string& folder, Damage damage, const Show& show) {
@@ -227,13 +85,13 @@ Findings Journal::read(const std::string& folder, Damage damage, const Show& sho
   if (file < 0) throw_errno("cannot open", path, errno);
   std::string content;
   try {
-    content = read_all(file, path);
+    content = read_all(file, path, damage);
   } catch (...) {
     ::close(file);
     throw;
   }
   ::close(file);
-  return parse(content, path, damage, show);
+  return parse_journal(content, path, damage, show);
 }
 
 Journal::Journal(std::string folder, const Show& show) : folder_(std::move(folder)) {
@@ -253,13 +111,14 @@ Journal::Journal(std::string folder, const Show& show) : folder_(std::move(folde
 void Journal::recover(const Show& show) {
   file_ = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
   if (file_ < 0) throw_errno("cannot open", path(), errno);
-  const std::string content = read_all(file_, path());
+  sync(file_, path());  // a killed process may have left a batch in the cache, and what it says is acted on
+  const std::string content = read_all(file_, path(), Damage::refuse);
   bool is_lost = false;
-  findings_ = parse(content, path(), Damage::refuse, [&](Record&& record, std::uint64_t at) {
+  findings_ = parse_journal(content, path(), Damage::refuse, [&](Record&& record, std::uint64_t at) {
     count(record);
     show(std::move(record), at);
   });
-  generation_ = header_of(content, is_lost)->generation;
+  generation_ = newer_header(content, is_lost)->generation;
   snapshot_ = findings_.snapshot;
   batches_ = findings_.batches;
   size_ = findings_.end;
@@ -279,13 +138,13 @@ void Journal::drop_torn_end() {
 Journal::~Journal() { close_files(); }
 
 void Journal::close_files() noexcept {
-  if (file_ >= 0) ::close(file_);
-  if (spare_ >= 0) ::close(spare_);
+  if (file_ >= 0) ::close(std::exchange(file_, -1));
+  if (spare_ >= 0) ::close(std::exchange(spare_, -1));
 }
 
 void Journal::count(const Record& record) noexcept {
   ++records_;
-  const std::uint64_t deletion = sizeof(BatchHeader) + size_of_deletion(record.key);
+  const std::uint64_t deletion = kBatchHeader + size_of_deletion(record.key);
   if (record.is_deletion) {
     deletions_ -= std::min(deletions_, deletion);
   } else {
@@ -303,9 +162,9 @@ void Journal::open_spare() {
 }
 
 void Journal::reserve(const std::vector<Record>& records) {
-  std::uint64_t needed = size_ + deletions_ + sizeof(BatchHeader);
+  std::uint64_t needed = size_ + deletions_ + kBatchHeader;
   for (const Record& record : records) {
-    needed += size_of(record) + (record.is_deletion ? 0 : sizeof(BatchHeader) + size_of_deletion(record.key));
+    needed += size_of(record) + (record.is_deletion ? 0 : kBatchHeader + size_of_deletion(record.key));
   }
   if (spare_ >= 0 && needed <= allocated_) return;
   if (spare_ < 0) open_spare();
@@ -349,7 +208,7 @@ void Journal::append(const std::vector<Record>& records) {
 
 void Journal::write_header(int file, std::uint64_t generation, std::uint64_t whole, std::uint64_t snapshot,
                            const std::string& path) {
-  Header header;
+  JournalHeader header;
   header.generation = generation;
   header.whole = whole;
   header.snapshot = snapshot;
@@ -359,10 +218,10 @@ void Journal::write_header(int file, std::uint64_t generation, std::uint64_t who
 
 void Journal::replace(const std::vector<Record>& records) {
   const std::string bytes = batch_of(records, 0);
-  const std::uint64_t size = kContent + bytes.size();
+  const std::uint64_t size = kJournalContent + bytes.size();
   if (spare_ < 0) open_spare();
   try {
-    write_all(spare_, bytes, kContent, spare_path());
+    write_all(spare_, bytes, kJournalContent, spare_path());
     for (const std::uint64_t generation : {1, 2}) write_header(spare_, generation, size, size, spare_path());
     sync(spare_, spare_path());
     if (::rename(spare_path().c_str(), path().c_str()) != 0) throw_errno("cannot rename", spare_path(), errno);
@@ -383,11 +242,13 @@ void Journal::replace(const std::vector<Record>& records) {
   is_broken_ = false;
 }
 
-void Journal::close() {
-  if (is_broken_) return;
-  write_header(file_, generation_ + 1, size_, snapshot_, path());
-  sync(file_, path());
-  ++generation_;
+void Journal::close() noexcept {
+  try {
+    if (!is_broken_) write_header(file_, generation_ + 1, size_, snapshot_, path());
+    if (!is_broken_) sync(file_, path());
+  } catch (const Failure&) {  // everything is durable; only a torn end would not be told from damage
+  }
+  close_files();
 }
 
 }  // namespace cudafuture::storage

@@ -21,30 +21,14 @@
 #include <string_view>
 #include <vector>
 
+#include "storage/journal_content.h"
 #include "storage/record.h"
 
 namespace cudafuture::storage {
 
-enum class Damage : std::uint8_t { refuse, skip };
-
-// What reading a journal found besides the records of whole batches.
-struct Findings {
-  struct Gap {
-    std::uint64_t offset;
-    std::uint64_t size;
-  };
-  std::vector<Gap> gaps;          // bytes that are no records. With Damage::refuse at most one, the torn end
-  std::vector<std::string> keys;  // of valid records in the torn end, which were dropped
-  bool has_lost_header = false;   // one of the two is damaged
-  std::uint64_t end = 0;          // of the last whole batch
-  std::uint64_t snapshot = 0;     // the end of the first batch, which has each key once; 0: unknown
-  std::uint64_t batches = 0;
-};
-
 class Journal {
  public:
-  // Takes the records in the order of the file, and the offset of the batch, or of the record between batches.
-  using Show = std::function<void(Record&&, std::uint64_t offset)>;
+  using Show = ShowRecord;
 
   // Opens the journal of a folder to write, or makes it. Throws Failure; ChecksumError in Python if it is damaged.
   Journal(std::string folder, const Show& show);
@@ -67,20 +51,16 @@ class Journal {
   // half of a batch. What is on it then is in doubt, and nothing more is appended.
   void append(const std::vector<Record>& records);
   void replace(const std::vector<Record>& records);  // by these alone, at once or not at all; throws Failure
-  void close();                                      // marks all as whole; throws Failure
+  void close() noexcept;                             // marks all as whole, if the disk takes that; the last call
 
   bool is_broken() const noexcept { return is_broken_; }
   std::uint64_t size() const noexcept { return size_; }        // bytes
   std::uint64_t records() const noexcept { return records_; }  // in the file
 
  private:
-  struct Header;
-
   std::string path() const { return path_in(folder_); }
   std::string spare_path() const { return path() + ".new"; }
   static std::string path_in(const std::string& folder) { return folder + "/journal"; }
-  static std::optional<Header> header_of(std::string_view content, bool& has_lost_header);
-  static Findings parse(std::string_view content, const std::string& path, Damage damage, const Show& show);
   static void write_header(int file, std::uint64_t generation, std::uint64_t whole, std::uint64_t snapshot,
                            const std::string& path);
   void recover(const Show& show);

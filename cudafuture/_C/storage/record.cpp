@@ -1,6 +1,5 @@
 #include "storage/record.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <stdexcept>
@@ -16,7 +15,6 @@ struct Frame {
   std::uint32_t size;  // of the body, bytes
 };
 constexpr std::size_t kFrame = sizeof(Frame::hash) + sizeof(Frame::size);
-constexpr std::size_t kLargestBody = 1 << 20;  // bytes: no key and shape have so many
 
 // Values are little-endian, as on every machine that the library supports.
 template <class T>
@@ -34,6 +32,16 @@ class Reader {
     T value{};
     std::memcpy(&value, take(sizeof value).data(), sizeof value);
     return value;
+  }
+  bool get_bool() {
+    const auto value = get<std::uint8_t>();
+    if (value > 1) throw std::out_of_range("no bool");
+    return value == 1;
+  }
+  std::uint32_t get_count(std::uint32_t most) {
+    const auto count = get<std::uint32_t>();
+    if (count > most) throw std::out_of_range("too many");
+    return count;
   }
   std::string_view take(std::size_t size) {
     if (size > left_.size()) throw std::out_of_range("a record ends before its last field");
@@ -65,19 +73,19 @@ void put_body(std::string& into, const Record& record) {
 
 Record body_of(Reader& reader) {
   Record record;
-  record.is_deletion = reader.get<bool>();
+  record.is_deletion = reader.get_bool();
   record.turn = reader.get<std::uint64_t>();
-  record.key = reader.take(reader.get<std::uint32_t>());
+  record.key = reader.take(reader.get_count(kLongestKey));
   if (record.is_deletion) return record;
   record.shape.dtype = static_cast<c10::ScalarType>(reader.get<std::int8_t>());
-  for (auto dims = reader.get<std::uint32_t>(); dims > 0; --dims) {
+  for (auto dims = reader.get_count(kMostDims); dims > 0; --dims) {
     record.shape.sizes.push_back(reader.get<std::int64_t>());
   }
   record.size = reader.get<std::uint64_t>();
   record.slab = reader.get<std::uint64_t>();
   record.offset = reader.get<std::uint64_t>();
   record.digest = reader.get<std::uint64_t>();
-  record.has_digest = reader.get<bool>();
+  record.has_digest = reader.get_bool();
   return record;
 }
 
@@ -122,13 +130,12 @@ std::optional<Record> take_record(std::string_view& bytes) {
   Frame frame;
   std::memcpy(&frame.hash, bytes.data(), sizeof frame.hash);
   std::memcpy(&frame.size, bytes.data() + sizeof frame.hash, sizeof frame.size);
-  if (frame.size == 0 || frame.size > std::min(kLargestBody, bytes.size() - kFrame)) return std::nullopt;
+  if (frame.size > bytes.size() - kFrame) return std::nullopt;
   const std::string_view body = bytes.substr(kFrame, frame.size);
-  if (hash_of(body.data(), body.size()) != frame.hash) return std::nullopt;
-  try {
+  try {  // the fields first: that is faster than a hash where there is no record
     Reader reader(body);
     Record record = body_of(reader);
-    if (!reader.empty()) return std::nullopt;
+    if (!reader.empty() || hash_of(body.data(), body.size()) != frame.hash) return std::nullopt;
     bytes.remove_prefix(kFrame + frame.size);
     return record;
   } catch (const std::out_of_range&) {

@@ -4,6 +4,7 @@
 // beside it are damaged.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -29,6 +30,9 @@ Record record_of(const std::string& key, const Entry& entry);
 Record deletion_of(const std::string& key, std::uint64_t turn);
 
 void append_record(std::string& bytes, const Record& record);
+
+constexpr std::size_t kLongestKey = 1024;  // bytes
+constexpr int kMostDims = 1024;            // of a tensor
 
 // Returns the record at the beginning of `bytes` and removes it from them; none if there is no valid record.
 std::optional<Record> take_record(std::string_view& bytes);

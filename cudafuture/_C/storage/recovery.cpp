@@ -1,5 +1,6 @@
 #include "storage/recovery.h"
 
+#include <cerrno>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -14,11 +15,19 @@ void adopt_slabs(Index& index, Slabs& slabs) {
   index.finish_replay([&slabs](const Record& record) { return slabs.adopt(record.slab, record.offset, record.size); });
 }
 
-// Keeps the torn end of the journal. It may hold what was damaged, and not torn.
+// Copies the torn end of the journal to a new folder, and returns that: it may be damaged, and not torn. Returns
+// nothing where a full disk has no room.
 std::string set_aside(const std::string& folder, const std::string& torn_end) {
-  const std::string path = make_folder(folder + "/set-aside");
-  write_file(path + "/journal-end", torn_end);
-  return path;
+  std::string path;
+  try {
+    path = make_folder(folder + "/set-aside");
+    write_file(path + "/journal-end", torn_end);
+    return path;
+  } catch (const Failure& failure) {
+    if (!path.empty()) remove_folder(path);
+    if (failure.code() != ENOSPC && failure.code() != EDQUOT) throw;
+    return {};
+  }
 }
 
 Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs) {
@@ -28,12 +37,17 @@ Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs)
   adopt_slabs(index, slabs);
   Journal& journal = *recovery.journal;
   const std::string& torn_end = journal.torn_end();
-  const bool has_content = torn_end.find_first_not_of('\0') != std::string::npos;
   recovery.torn_bytes = torn_end.size();
   recovery.torn_keys = journal.findings().keys;
   recovery.has_lost_header = journal.findings().has_lost_header;
-  if (has_content) recovery.set_aside = set_aside(folder, torn_end);
-  recovery.removed = slabs.finish_adoption(has_content ? std::optional(recovery.set_aside) : std::nullopt);
+  slabs.finish_adoption();
+  if (torn_end.empty()) {
+    recovery.removed = slabs.remove_orphans(std::nullopt);
+  } else if (!(recovery.set_aside = set_aside(folder, torn_end)).empty()) {
+    slabs.remove_orphans(recovery.set_aside);
+    sync_folder(recovery.set_aside);
+    sync_folder(folder);
+  }
   journal.drop_torn_end();
   return recovery;
 }
@@ -70,7 +84,7 @@ Recovery salvage(const std::string& folder, Index& index, Slabs& slabs) {
     const EntryPtr entry = index.find(key);
     const bool may_be_old = gap > found.snapshot && last[key].offset < gap;
     const bool has_no_checksum = !entry->has_digest && entry->size() != 0;
-    if (may_be_old || has_no_checksum) recovery.uncertain.push_back(std::move(key));
+    if (may_be_old || has_no_checksum || found.has_no_header) recovery.uncertain.push_back(std::move(key));
   }
   return recovery;
 }

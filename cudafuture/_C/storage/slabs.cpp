@@ -243,10 +243,14 @@ Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t siz
   return {slab, offset, size, has_pages};
 }
 
-std::vector<std::string> Slabs::finish_adoption(const std::optional<std::string>& set_aside) {
+void Slabs::finish_adoption() {
+  std::lock_guard lock(mutex_);
+  for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
+}
+
+std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>& set_aside) {
   std::lock_guard lock(mutex_);
   std::vector<std::string> orphans;
-  for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
   for (const std::string& name : names_in(options_.folder)) {
     const std::optional<std::uint64_t> number = number_of(name);
     const auto is_it = [number](const SlabPtr& slab) { return slab->number == *number; };

@@ -105,8 +105,9 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
 
   // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
   Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
+  void finish_adoption();
   // Removes the slabs that no key has, or moves them to a folder; returns their names.
-  std::vector<std::string> finish_adoption(const std::optional<std::string>& set_aside);
+  std::vector<std::string> remove_orphans(const std::optional<std::string>& set_aside);
 
   std::uint64_t trim() noexcept;  // returns bytes
   bool has_files() const;         // in the folder, from before

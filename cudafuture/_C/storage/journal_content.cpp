@@ -1,0 +1,181 @@
+#include "storage/journal_content.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "storage/checksum.h"
+#include "storage/failure.h"
+
+namespace cudafuture::storage {
+namespace {
+
+constexpr std::uint64_t kBatch = 0x68637461'42664443;  // how a batch begins: "CDfBatch"
+
+struct BatchHeader {
+  std::uint64_t magic;
+  std::uint64_t number;  // of the batch in its file
+  std::uint64_t size;    // of the records, bytes
+  std::uint64_t hash;    // of the records, seeded with the number
+};
+
+static_assert(sizeof(BatchHeader) == kBatchHeader);
+
+struct Batch {
+  std::uint64_t number;
+  std::string_view records;
+};
+
+// The batch at an offset, if it is whole.
+std::optional<Batch> batch_at(std::string_view content, std::uint64_t at) {
+  BatchHeader header;
+  if (content.size() - at < sizeof header) return std::nullopt;
+  std::memcpy(&header, content.data() + at, sizeof header);
+  const std::size_t left = content.size() - at - sizeof header;
+  if (header.magic != kBatch || header.size > left) return std::nullopt;
+  const std::string_view records = content.substr(at + sizeof header, header.size);
+  if (hash_of(records.data(), records.size(), header.number) != header.hash) return std::nullopt;
+  return Batch{header.number, records};
+}
+
+bool batch_magic_at(std::string_view content, std::uint64_t at) {
+  return content.substr(at, sizeof kBatch) == std::string_view(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
+}
+
+// The offset of the next whole batch that is not older than `number`; the end if there is none.
+std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint64_t number) {
+  const std::string_view magic(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
+  for (std::size_t at = content.find(magic, from); at != std::string_view::npos; at = content.find(magic, at + 1)) {
+    const std::optional<Batch> batch = batch_at(content, at);
+    if (batch && batch->number >= number) return at;
+  }
+  return content.size();
+}
+
+// Whether bytes that are no whole batch cannot be one torn batch, which a crash leaves at the end of the file: other
+// bytes follow its end, or a header of a later batch does.
+bool is_more_than_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
+  constexpr std::uint64_t kMostBatches = std::uint64_t{1} << 32;  // a text in a key has a greater number
+  BatchHeader header;
+  for (std::uint64_t next = at; next + sizeof header <= content.size(); ++next) {
+    if (!batch_magic_at(content, next)) continue;
+    std::memcpy(&header, content.data() + next, sizeof header);
+    if (next == at && header.number == number && header.size < content.size() - at - sizeof header) return true;
+    if (next != at && header.number > number && header.number < kMostBatches) return true;
+  }
+  return false;
+}
+
+// Shows the valid records of a stretch of the file that has no whole batch, and notes the gaps between them.
+void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const ShowRecord& show,
+          std::vector<Findings::Gap>& gaps) {
+  const std::uint64_t begin = at;
+  std::uint64_t gap = at;
+  const auto note_gap = [&](std::uint64_t until) {
+    if (gap == until) return;
+    // Where only the header of a batch is damaged no record is missing.
+    const bool begins_batch = gap == begin || batch_magic_at(content, gap);
+    if (!begins_batch || until == end || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
+  };
+  while (at < end) {
+    std::string_view rest = content.substr(at, end - at);
+    std::optional<Record> record = take_record(rest);
+    if (!record) {
+      ++at;
+      continue;
+    }
+    note_gap(at);
+    show(std::move(*record), at);
+    gap = at = end - rest.size();
+  }
+  note_gap(end);
+}
+
+Failure damaged(const std::string& path, std::uint64_t at, const std::string& where) {
+  return {path + " is damaged" + where + "; Offloader.salvage() reads what is left",
+          0,
+          path,
+          at,
+          0,
+          0,
+          FailureKind::checksum};
+}
+
+}  // namespace
+
+std::uint64_t JournalHeader::right_hash() const noexcept { return hash_of(this, offsetof(JournalHeader, hash)); }
+
+std::string batch_of(const std::vector<Record>& records, std::uint64_t number) {
+  std::string bytes(sizeof(BatchHeader), '\0');
+  for (const Record& record : records) append_record(bytes, record);
+  BatchHeader header = {kBatch, number, bytes.size() - sizeof header, 0};
+  header.hash = hash_of(bytes.data() + sizeof header, header.size, header.number);
+  std::memcpy(bytes.data(), &header, sizeof header);
+  return bytes;
+}
+
+std::optional<JournalHeader> newer_header(std::string_view content, bool& has_lost_header) {
+  std::optional<JournalHeader> newer;
+  for (std::uint64_t page = 0; page < kJournalContent; page += kPage) {
+    JournalHeader header;
+    if (content.size() >= page + sizeof header) std::memcpy(&header, content.data() + page, sizeof header);
+    if (header.text != JournalHeader().text || header.hash != header.right_hash()) {
+      has_lost_header = true;
+    } else if (!newer || header.generation > newer->generation) {
+      newer = header;
+    }
+  }
+  return newer;
+}
+
+Findings parse_journal(std::string_view content, const std::string& path, Damage damage, const ShowRecord& show) {
+  Findings found;
+  const std::optional<JournalHeader> header = newer_header(content, found.has_lost_header);
+  if (damage == Damage::refuse) {
+    if (!header) throw damaged(path, 0, ", or not the journal of a store of this version");
+    if (header->whole > content.size()) throw damaged(path, content.size(), ": its end is missing");
+  }
+  found.has_no_header = !header;
+  found.snapshot = header ? header->snapshot : 0;
+  std::uint64_t at = std::min<std::uint64_t>(kJournalContent, content.size());
+  found.end = at;
+  while (at < content.size()) {
+    const std::optional<Batch> batch = batch_at(content, at);
+    if (batch && (batch->number == found.batches || damage == Damage::skip)) {
+      for (std::string_view rest = batch->records; !rest.empty();) {
+        std::optional<Record> record = take_record(rest);
+        if (!record && damage == Damage::skip) {
+          const auto from = static_cast<std::uint64_t>(rest.data() - content.data());
+          scan(content, from, from + rest.size(), show, found.gaps);
+          break;
+        }
+        if (!record) throw damaged(path, at, " at byte " + std::to_string(at) + ": a record is not valid");
+        show(std::move(*record), at);
+      }
+      found.end = at += sizeof(BatchHeader) + batch->records.size();
+      found.batches = batch->number + 1;
+      continue;
+    }
+    const std::uint64_t next = find_batch(content, at + 1, found.batches);
+    if (damage == Damage::skip) {
+      scan(content, at, next, show, found.gaps);
+      at = next;
+      continue;
+    }
+    if (next != content.size() || at < header->whole || is_more_than_torn(content, at, found.batches)) {
+      throw damaged(path, at, " at byte " + std::to_string(at) + ", where no crash can have torn it");
+    }
+    found.gaps.push_back({at, content.size() - at});
+    std::vector<Findings::Gap> inside;
+    scan(
+        content, at, next, [&](Record&& record, std::uint64_t) { found.keys.push_back(std::move(record.key)); },
+        inside);
+    break;
+  }
+  if (damage == Damage::skip && header && header->whole > content.size()) {  // it was cut off
+    found.gaps.push_back({content.size(), header->whole - content.size()});
+  }
+  return found;
+}
+
+}  // namespace cudafuture::storage
