@@ -85,9 +85,12 @@ class DurableHome:
                 self.lock = _read_lock(dir)
                 return
             for folder in _make(Path(dir)):
-                _sync(folder.parent)
-            self.lock = _open(Path(dir, "lock"))
-            _lock_or_fail(self.lock, fcntl.LOCK_EX, dir)
+                with contextlib.suppress(PermissionError):  # a folder of others, which was there
+                    _sync(folder.parent)
+            self.lock = _lock_or_fail(dir, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+            if not _is_writable(dir):
+                _close(self.lock)
+                raise PermissionError(errno.EACCES, "no right to write to the folder or its journal")
             with contextlib.suppress(OSError):  # on a full disk: then others do not hear who it is
                 os.pwrite(self.lock, f"{os.getpid():<20}".encode(), 0)
 
@@ -100,23 +103,31 @@ class DurableHome:
 def _read_lock(dir: str) -> int | None:
     """Return the descriptor of a lock that readers share; None where a copy of a store has no file for it."""
     try:
-        lock = _open(Path(dir, "lock"), os.O_RDONLY)
+        return _lock_or_fail(dir, os.O_RDONLY, fcntl.LOCK_SH)
     except FileNotFoundError:
         if not Path(dir).is_dir():
             raise
         return None
-    _lock_or_fail(lock, fcntl.LOCK_SH, dir)
-    return lock
 
 
-def _lock_or_fail(lock: int, kind: int, dir: str) -> None:
+def _lock_or_fail(dir: str, flags: int, kind: int) -> int:
+    lock = _open(Path(dir, "lock"), flags)
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode().strip() or "unknown"
+        owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         _close(lock)
         message = f"{dir} is a durable store that process {owner} has open"
         raise StorageError(message, errno=errno.EBUSY, path=dir) from None
+    except BaseException:
+        _close(lock)
+        raise
+    return lock
+
+
+def _is_writable(dir: str) -> bool:
+    paths = [path for path in (Path(dir), Path(dir, "journal")) if path.exists()]
+    return all(os.access(path, os.W_OK, effective_ids=True) for path in paths)
 
 
 def durable_home(dir: str, read_only: bool) -> DurableHome:
@@ -150,17 +161,22 @@ def is_direct(home: Path, engine: Engine, direct: Literal["auto"] | bool, read_o
             probe.unlink(missing_ok=True)
 
 
-def log_recovery(dir: str, found: dict[str, Any]) -> None:
-    """Warn of what opening a durable store has dropped."""
+def log_recovery(dir: str, read_only: bool, found: dict[str, Any]) -> None:
+    """Warn of damage and of a torn batch that opening a durable store has found, and say what it has removed."""
     if found["has_lost_header"]:
         _logger.warning("%s/journal: one of its two headers is damaged; the other one is used", dir)
     if found["removed"] and not found["set_aside"]:
         _logger.info("%s: removed %s, which no key had, as after a crash", dir, ", ".join(found["removed"]))
     if found["torn_bytes"]:
-        where = f"; they are in {found['set_aside']}" if found["set_aside"] else ""
+        if read_only:
+            where = "were left out"
+        elif found["set_aside"]:
+            where = f"were dropped; they are in {found['set_aside']}"
+        else:
+            where = "were dropped; the disk had no room for a copy of them"
         keys = ", ".join(map(repr, found["torn_keys"][:10])) + (", ..." if len(found["torn_keys"]) > 10 else "")
         _logger.warning(
-            "%s/journal: its last %d bytes are not whole, as after a crash, and were dropped%s; keys in them: %s",
+            "%s/journal: its last %d bytes are not whole, as after a crash, and %s; keys in them: %s",
             dir,
             found["torn_bytes"],
             where,
@@ -249,7 +265,7 @@ def _open_locked(path: Path, flags: int) -> int:
         except BaseException:
             _close(lock)
             raise
-        _close(lock)  # whoever had it locked has removed it
+        _close(lock)  # the process that had the lock has removed the file
 
 
 @contextlib.contextmanager

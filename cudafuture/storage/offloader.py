@@ -104,7 +104,7 @@ class Offloader:
             home.leave()
             raise
         if durable:
-            log_recovery(self._dir, self._native.recovery())
+            log_recovery(self._dir, self.read_only, self._native.recovery())
         self._engine = engine  # which ends when nobody holds it
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self._native, home, self._pid)

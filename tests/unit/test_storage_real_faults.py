@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from cudafuture.storage import Engine, File, Offloader
 from soak import soak_count
 from unit import mounts
 from unit.child import Child
-from unit.storing import MIB, PATIENCE, contents, error_number, expect
+from unit.storing import MIB, PATIENCE, contents, error_number, expect, held
 
 DISK = 64 * MIB
 LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal
@@ -195,6 +196,43 @@ def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk
         assert store.keys() == []
 
 
+def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: Path, tmp_path: Path) -> None:
+    tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
+    with Offloader(disk / "store", durable=True) as store:
+        store.writev(tensors).wait(timeout=PATIENCE)
+    engine, store = held(disk / "store", durable=True)
+    with engine, store:
+        in_flight = [f"in flight {i} {LONG}" for i in range(400)]
+        writes = [store.write(key, contents(1000)) for key in in_flight]
+        fill(disk / "ballast")
+        deletions = [store.delete(key) for key in in_flight]
+        engine._native.let_go()
+        assert {error_number(write) for write in writes} <= {0, errno.ENOSPC}
+        wait_all(deletions, timeout=PATIENCE)
+        for key in tensors:
+            store.delete(key).wait(timeout=PATIENCE)
+        assert store.keys() == []
+    with Offloader(disk / "store", durable=True) as store:
+        assert store.keys() == []
+
+
+def test_a_torn_batch_is_dropped_on_a_disk_without_room_for_a_copy(
+    engine: Engine, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Offloader(tmp_path / "lives", engine=engine, durable=True) as store:
+        store.write("key", contents(1000)).wait(timeout=PATIENCE)
+        store.write(LONG, contents(1000)).wait(timeout=PATIENCE)
+        shutil.copytree(tmp_path / "lives", disk / "store")
+    journal = disk / "store" / "journal"
+    os.truncate(journal, journal.stat().st_size - 1)
+    fill(disk / "ballast")
+    with Offloader(disk / "store", engine=engine, durable=True) as store:
+        expect(store, {"key": contents(1000)})
+        store.delete("key").wait(timeout=PATIENCE)
+    assert "and were dropped; the disk had no room for a copy of them; keys in them: none" in caplog.text
+    assert not (disk / "store" / "set-aside").exists()
+
+
 def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:
     """Nearly all that it took once it takes again, and always all deletions, though others have what is left of it."""
     taken = []
@@ -312,6 +350,44 @@ def test_a_folder_without_the_right_to_write_is_an_error(tmp_path: Path) -> None
         assert (child.end(), child.errors()) == (0, "")
     tmp_path.chmod(0o755)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def folder_of_all() -> Iterator[Path]:
+    """Give a folder that other users can reach, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protected", ["the folder", "the journal", "the folder above"])
+def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, folder_of_all: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    folder = folder_of_all / "above" / "store"
+    with Offloader(folder, durable=True) as store:
+        store.write("key", contents(1000)).wait(timeout=PATIENCE)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o777)
+    if protected == "the folder":
+        folder.chmod(0o555)
+    elif protected == "the journal":
+        (folder / "journal").chmod(0o444)
+    else:
+        folder.parent.chmod(0o111)  # it cannot be opened, nor synced
+    with Child(OPEN_AS_NOBODY, str(folder)) as child:
+        assert child.hear() == f"{protected != 'the folder above'} ['key']"
+        assert child.end() == 0
+
+
+OPEN_AS_NOBODY = """
+import os, sys
+from cudafuture.storage import Offloader
+os.setuid(65534)
+with Offloader(sys.argv[1], durable=True) as store:
+    say(f"{store.read_only} {store.keys()}")
+"""
 
 
 # ---- no descriptors
