@@ -11,9 +11,7 @@ A request names its service and its session; all else that it says is a block of
 
 from __future__ import annotations
 
-import copy
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError, QuotaError
+from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._memory import arrived, carried, take
 from rpc_ext._offload_calls import TOKEN, Answer, Terms
+from rpc_ext._offload_errors import for_client
 from rpc_ext._offload_order import Late, Stamp
 from rpc_ext._offload_sessions import ClientSession, Sessions
 from rpc_ext._offload_statistics import OffloadServiceStatistics
@@ -39,7 +38,6 @@ from rpc_ext.session import current
 __all__ = ["Desk"]
 
 T = TypeVar("T")
-_SIZE = re.compile(r"^no room for \d+ bytes")  # of a tensor, or a piece of one, in the store's words
 _LINE = 64  # bytes: what small tensors of one answer lie at
 
 
@@ -126,7 +124,7 @@ class Desk:
 
         def answer(done: CUDAFuture[list[BaseException | None]]) -> Answer:
             ended = zip(taken, done.value(), strict=True)
-            failed = [(i, self._told(headers[i], e)) for i, e in ended if e is not None]
+            failed = [(i, self._refusal(headers[i], e)) for i, e in ended if e is not None]
             self._count(written=sum(headers[i].nbytes for i in taken) - sum(headers[i].nbytes for i, _ in failed))
             return Answer([*failures, *failed])
 
@@ -147,24 +145,20 @@ class Desk:
         def answer(done: CUDAFuture[None]) -> Answer:
             error = done.exception()
             if error is not None:
-                return Answer([(0, self._told(header, error))])
+                return Answer([(0, self._refusal(header, error))])
             self._count(written=header.length)
             return Answer([])
 
         return self._checked(session.uploads.put, header, data, late, left).then(answer, executor=service_thread)
 
-    def _told(self, header: Header, error: BaseException) -> BaseException:
-        """Return the error of a failed write for the client, in the client's names: the store has names of its own."""
+    def _refusal(self, header: Header, error: BaseException) -> BaseException:
+        """Return the error of a failed write for the client."""
         if isinstance(error, ChecksumError):
             self._count(refused=1)
             return ChecksumError(
                 f"key {header.key!r}: the {header.length} bytes that have come are not those that were sent"
             )
-        told = copy.copy(error)
-        if isinstance(error, QuotaError):
-            told.args = (_SIZE.sub(f"no room for {header.nbytes} bytes", str(error)),)
-        vars(told).pop("__notes__", None)  # they name futures of the store
-        return told
+        return for_client(header.key, error, header.nbytes)
 
     def give_up(self, token: object, upload: object) -> None:
         """Give up what the client cannot finish."""
@@ -215,7 +209,7 @@ class Desk:
                 elif isinstance(error, NotFoundError):  # it was not there; the store has another name for it
                     failures.append((i, NotFoundError(f"there is no key {header.key!r}")))
                 else:
-                    failures.append((i, error))
+                    failures.append((i, for_client(header.key, error, header.nbytes)))
             self._count(read=sum(h.length for h in headers))
             if not headers:
                 return Answer(failures, left=left)
@@ -254,7 +248,13 @@ class Desk:
         session.order.change(when, until)
         parts = [session.space.delete(key, partial(session.order.late, when, until)) for key in keys]
         return collect_all(parts).then(
-            lambda done: Answer([(i, e) for i, part in enumerate(done.value()) if (e := part.exception()) is not None]),
+            lambda done: Answer(
+                [
+                    (i, for_client(keys[i], e))
+                    for i, part in enumerate(done.value())
+                    if (e := part.exception()) is not None
+                ]
+            ),
             executor=service_thread,
         )
 

@@ -1,14 +1,31 @@
-"""What says of an error which key and worker it is of."""
+"""Errors of an offload in the words of its client: with its key, and the worker."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from copy import copy as copy_of
 from typing import Any
 
-from cudafuture.errors import WorkerLostError
+from cudafuture.errors import ChecksumError, QuotaError, WorkerLostError
 
-__all__ = ["named"]
+__all__ = ["for_client", "named"]
+
+# In the words of a store, which has names of its own for the client's keys, and knows pieces of tensors.
+_SIZE = re.compile(r"^no room for \d+ bytes( in one piece)?")
+_KEY = re.compile(r"^key '.*'(?=: its \d+ bytes)", re.DOTALL)
+
+
+def for_client(key: str, error: BaseException, nbytes: int | None = None) -> BaseException:
+    """Return a copy of a store's error with the client's key, and the size of its tensor where that is given."""
+    told = copy_of(error)
+    vars(told).pop("__notes__", None)  # they name futures of the store
+    if isinstance(told, QuotaError) and nbytes is not None:
+        told.args = (_SIZE.sub(f"no room for {nbytes} bytes", str(error)),)
+        told.wanted = nbytes
+    elif isinstance(told, ChecksumError):
+        told.args = (_KEY.sub(f"key {key!r}", str(error)),)
+    return told
 
 
 def named(error: BaseException, what: str, worker: str) -> BaseException:

@@ -14,12 +14,13 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture
-from cudafuture.errors import InvalidStateError, StorageError
+from cudafuture.errors import ChecksumError, InvalidStateError, StorageError
 from cudafuture.storage import Engine
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
 from soak import soak_count
 from unit import mounts
+from unit.storing import contents, flip, slabs
 from world.offload_history import KEYS, MIB, content_of, version_of
 from world.rpc_callees import ME, PATIENCE, alone
 
@@ -96,6 +97,23 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
         remote.deletev(held).wait(timeout=PATIENCE)
         expect_names(service, 0)
         assert service.store.statistics().used == 0
+        assert service.statistics().refused == 0
+
+
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_bytes_that_have_changed_on_the_disk_are_told_with_the_names_of_the_client(tmp_path: Path, size: int) -> None:
+    content = contents(size)
+    with serve_offload(tmp_path / "served", durable=True) as service, RemoteOffloader(ME) as remote:
+        remote.write("'it' s", content).wait(timeout=PATIENCE)
+        found = {slab: slab.read_bytes().find(content[-500:].numpy().tobytes()) for slab in slabs(tmp_path / "served")}
+        ((slab, offset),) = ((slab, offset) for slab, offset in found.items() if offset >= 0)
+        flip(slab, offset)
+        for read in (remote.read("'it' s"), remote.readv(["'it' s"])):
+            error = read.exception(timeout=PATIENCE)
+            assert isinstance(error, ChecksumError)
+            assert str(error).startswith("key \"'it' s\": its ")
+            said = [str(error), *getattr(error, "__notes__", [])]
+            assert not any(name in text for name in service.store.keys() for text in said)  # noqa: SIM118
         assert service.statistics().refused == 0
 
 
