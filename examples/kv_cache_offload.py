@@ -386,7 +386,7 @@ def main() -> int:
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # both ranks are here: nobody else needs to reach them
     if os.environ["RANK"] == "1":
         with rpc_ext.serve_offload(args.folder), rpc_ext.init_rpc(STORAGE, transports=["uv"]):
-            rpc_ext.shutdown(timeout=0)  # comes back when rank 0 needs it no more
+            rpc_ext.shutdown(timeout=math.inf)  # comes back when rank 0 needs it no more
         return 0
     with rpc_ext.init_rpc("decoder", transports=["uv"]):
         return report(args, {**stores, "remote": lambda: rpc_ext.RemoteOffloader(STORAGE)})

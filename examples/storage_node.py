@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -248,7 +249,7 @@ def serve(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         try:
             with begin_rpc(STORAGE, args):
-                rpc_ext.shutdown(timeout=0)
+                rpc_ext.shutdown(timeout=math.inf)
         finally:
             seconds = time.perf_counter() - begin
             s, store = service.statistics(), service.store.statistics()

@@ -11,6 +11,7 @@ What has come is dealt with at once, in the agent's thread that has brought it: 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -80,7 +81,7 @@ class Transport:
         return self._call(deadline, _offload_calls.give_up, upload)
 
     def _call(self, deadline: Deadline, fn: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
-        left = deadline.left(self._worker)
+        left = deadline.left(self._worker) or math.inf
         try:
             return rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=left, non_blocking=True)
         except BlockingIOError as e:

@@ -38,7 +38,7 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
 
     Args:
         workers: by name, rank or WorkerInfo, in any order, this one among them; default: all.
-        timeout: seconds; default: `rpc_timeout` of ``init_rpc``. 0: no limit.
+        timeout: seconds; default: `rpc_timeout` of ``init_rpc``. inf: no limit.
 
     Raises:
         InvalidStateError: RPC has not begun.
@@ -63,7 +63,7 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
         numbers[names] += 1
         number = numbers[names]
     return rpc_async(
-        names[0], _arrive, (names, number, session.name, seconds), timeout=seconds + _SLACK if seconds else 0
+        names[0], _arrive, (names, number, session.name, seconds), timeout=seconds + _SLACK if seconds else math.inf
     )
 
 

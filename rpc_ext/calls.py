@@ -66,7 +66,7 @@ def rpc_async(
             ``async_execution`` returns a future there, whose outcome is what arrives here.
         args, kwargs: pickled; tensors travel beside. They are sent after what the caller's current streams have to do
             with them so far, and must stay unchanged until the future is done.
-        timeout: seconds from now; default: ``rpc_timeout`` of ``init_rpc``. 0 or inf: no limit.
+        timeout: seconds from now; default: ``rpc_timeout`` of ``init_rpc``. inf: no limit.
         priority: of the future, and of the streams that copy its tensors.
         non_blocking: what happens where as many calls or bytes are under way to that worker as ``init_rpc`` allows.
             False (default): the call waits until there is room, for `timeout` at most. True: BlockingIOError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import weakref
@@ -46,7 +47,7 @@ class RemoteOffloader:
             default they are this client's own, and go with it.
         name: of the service, where the worker has several.
         timeout: seconds that each operation has, the time included that it waits for its turn; by default
-            ``rpc_timeout`` of ``init_rpc``. 0: no limit.
+            ``rpc_timeout`` of ``init_rpc``. inf: no limit.
 
     Raises:
         InvalidStateError: RPC has not begun; the worker serves no such offload.
@@ -249,7 +250,7 @@ class RemoteOffloader:
         ...     remote.keys()
         []
         """
-        return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout)
+        return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout or math.inf)
 
     def __contains__(self, key: str) -> bool:
         try:
@@ -274,7 +275,9 @@ class RemoteOffloader:
         Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
         expect_key(key)
-        dtype, shape, nbytes = rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout)
+        dtype, shape, nbytes = rpc_sync(
+            self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf
+        )
         return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def flush(self) -> CUDAFuture[None]:

@@ -295,7 +295,7 @@ def remote(
     For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
 
     Args:
-        timeout: seconds in which the owner has to make the value; default: ``rpc_timeout`` of ``init_rpc``. 0: no
+        timeout: seconds in which the owner has to make the value; default: ``rpc_timeout`` of ``init_rpc``. inf: no
             limit. After that time a request for the value, from any worker, fails with TimeoutError. So does passing
             the reference on where the worker knows: the owner, and the caller of ``remote`` unless `fn` is an async
             function. If the owner makes the value late, later requests return it. The owner keeps the time: if its

@@ -91,7 +91,7 @@ class Session:
         """Return the seconds that a call has, 0 for no limit, from what its caller has said.
 
         Raises:
-            ValueError: a negative number, or nan.
+            ValueError: 0, a negative number, or nan.
         """
         return self.rpc_timeout if timeout is None else _limit(timeout)
 
@@ -211,7 +211,7 @@ def init_rpc(
         device_maps: where tensors on devices go. "auto" (default): to the device of the same type and index, where the
             other side has it. Or for each worker by name a dict from devices here to devices there. None: nowhere.
         num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
-        rpc_timeout: seconds that a call has by default: 60. 0: no limit.
+        rpc_timeout: seconds that a call has by default: 60. inf: no limit.
         init_method: where the workers meet, as for ``torch.distributed.init_process_group``; default: "env://".
         max_in_flight: calls that may be under way to one worker; default: 4,096.
         max_bytes_in_flight: bytes of them; default: 1 GiB.
@@ -293,8 +293,8 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
         graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
             come here, and until none has calls under way. False: at once; the futures of calls under way fail, and
             functions that others have called here are waited for, for five seconds at most.
-        timeout: seconds that a graceful end waits for the others; default: 300. 0 or inf: no limit, as a worker wants
-            that only serves others.
+        timeout: seconds that a graceful end waits for the others; default: 300. inf: no limit, as a worker wants that
+            only serves others.
 
     A process that ends without is shut down at once, as with ``graceful=False``.
 
@@ -340,9 +340,10 @@ def statistics() -> Statistics:
 
 
 def _limit(timeout: float) -> float:
-    if not timeout >= 0:
-        raise ValueError(f"a timeout is a number of seconds, 0 or inf for no limit, not {timeout!r}")
-    if timeout == 0 or timeout > LONGEST_TIMEOUT:
+    """Return the seconds of a timeout as the engine counts them: 0 for no limit."""
+    if not timeout > 0:
+        raise ValueError(f"a timeout is a positive number of seconds, or math.inf for no limit, not {timeout!r}")
+    if timeout > LONGEST_TIMEOUT:
         return 0.0
     return max(float(timeout), SHORTEST_TIMEOUT)
 

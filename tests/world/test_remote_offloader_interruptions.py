@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_a_client_is_closed_while_rpc_has_no_room(
         remote = RemoteOffloader(ME, timeout=1 if released == "after that" else PATIENCE)
         remote.write("x", numbered(3)).wait(timeout=PATIENCE)
         expect_idle(remote)
-        call = rpc_async(ME, pending, (gate,), timeout=0)
+        call = rpc_async(ME, pending, (gate,), timeout=math.inf)
         assert gate.reached.wait(PATIENCE)
         monkeypatch.setattr(Destination, "try_admit", admit)
         closing = threading.Thread(target=remote.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def test_each_call_has_its_own_timeout(worker: rpc_ext.Session, gate: Gate) -> N
             rpc_async(ME, pending, (gate,), timeout=0.1),
             rpc_async(ME, same, (1,), timeout=PATIENCE),
             rpc_async(ME, pending, (gate,), timeout=PATIENCE),
-            rpc_async(ME, pending, (gate,), timeout=0),
+            rpc_async(ME, pending, (gate,), timeout=math.inf),
             rpc_async(ME, same, (2,), timeout=0.2),
         ]
     with pytest.raises(TimeoutError, match=r"pending on worker 'me' has not answered within 0.1 s"):
@@ -238,7 +239,7 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
     worker: rpc_ext.Session, gate: Gate, value: object
 ) -> None:
     with batch(ME):
-        first = rpc_async(ME, waits, (gate, 1), timeout=0)
+        first = rpc_async(ME, waits, (gate, 1), timeout=math.inf)
         assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
         before = rpc_async(ME, same, (2,), timeout=PATIENCE)
         rpc_async(ME, same, (3,), timeout=0.001).exception(timeout=PATIENCE)  # by now the minder has looked

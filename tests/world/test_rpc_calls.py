@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, executors, submit, wait_all
 from cudafuture.errors import CallsFailedError
-from rpc_ext import broadcast_call, map_call, rpc_async, rpc_sync
+from rpc_ext import broadcast_call, map_call, remote, rpc_async, rpc_sync
 from unit.parity import answers
 from world.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, forwarded, raises, same, waits
 
@@ -332,13 +332,28 @@ def test_a_call_that_takes_too_long_says_which_and_where(gate: Gate, timeout: fl
         rpc_sync(ME, waits, (gate,), timeout=timeout)
 
 
-@pytest.mark.parametrize("timeout", [0, math.inf, 1e8, 1e300])
+@pytest.mark.parametrize("timeout", [math.inf, 1e8, 1e300])
 def test_no_limit_and_a_very_long_one_are_none(timeout: float, gate: Gate) -> None:
     future = rpc_async(ME, waits, (gate, 1), timeout=timeout)
     assert gate.reached.wait(PATIENCE)
     assert not future.done()
     gate.open()
     assert future.wait(timeout=PATIENCE) == 1
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_a_call_is_given_some_time(timeout: float) -> None:
+    """For torch's RPC 0 is no limit, and for a wait no time at all."""
+    rref = remote(ME, add, (1, 2))
+    calls: list[Callable[[], Any]] = [
+        lambda: rpc_async(ME, add, (1, 2), timeout=timeout),
+        lambda: remote(ME, add, (1, 2), timeout=timeout),
+        lambda: rref.to_here(timeout=timeout),
+        lambda: rpc_ext.barrier([ME], timeout=timeout),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"math\.inf for no limit"):
+            call()
 
 
 def test_the_calls_of_torch_under_a_session_still_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -228,7 +229,7 @@ def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session,
     with pytest.raises(TimeoutError, match=r"worker 'me', this one.* within 0.05 s"):
         rref.to_here(timeout=0.05)
     early = rref.get_future(timeout=0.05)
-    late = rref.get_future(timeout=0)
+    late = rref.get_future(timeout=math.inf)
     assert isinstance(early.exception(timeout=PATIENCE), TimeoutError)
     assert gate.reached.wait(PATIENCE)
     gate.futures[0].set_result("there")
@@ -243,7 +244,7 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
     rref = remote(ME, making, (gate, 3) if making is waits else (gate,), timeout=0.05)
     asked: list[Callable[[], Any]] = [
         lambda: rref.to_here(timeout=PATIENCE),
-        lambda: rref.get_future(timeout=0).wait(timeout=PATIENCE),
+        lambda: rref.get_future(timeout=math.inf).wait(timeout=PATIENCE),
         rref.local_value,
         lambda: rref.rpc_sync(timeout=PATIENCE).conjugate(),
     ]
@@ -252,7 +253,7 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
             ask()
     assert gate.reached.wait(PATIENCE)
     gate.make(3)
-    while isinstance(rref.get_future(timeout=0).exception(timeout=PATIENCE), TimeoutError):
+    while isinstance(rref.get_future(timeout=math.inf).exception(timeout=PATIENCE), TimeoutError):
         pass  # the owner has not stored the value yet
     assert [ask() for ask in asked] == [3] * 4
 
@@ -272,12 +273,12 @@ def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, bl
     with pytest.raises(TimeoutError):
         rref.to_here(timeout=PATIENCE)
     gate.open()
-    wait_for(lambda: rref.get_future(timeout=0).exception(timeout=PATIENCE) is None)
+    wait_for(lambda: rref.get_future(timeout=math.inf).exception(timeout=PATIENCE) is None)
     blocked()
     assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
 
 
-@pytest.mark.parametrize("timeout", [0, PATIENCE / 2])
+@pytest.mark.parametrize("timeout", [math.inf, PATIENCE / 2])
 def test_a_value_that_is_awaited_needs_no_free_callback_thread(
     gate: Gate, blocked: Callable[[], None], timeout: float
 ) -> None:

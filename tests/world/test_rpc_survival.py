@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections import Counter
@@ -238,7 +239,7 @@ def test_a_value_that_is_not_made_in_time_is_a_timeout_wherever_the_reference_go
 
 def leave_the_stopped(rank: int, store: str) -> None:
     """Calls without any limit are under way to the worker that has stopped."""
-    begin(rank, 2, store, rpc_timeout=0)
+    begin(rank, 2, store, rpc_timeout=math.inf)
     if rank == 1:
         be_lost()
     futures = [rpc_async("callee", hold_half, (5, signal.SIGSTOP)) for _ in range(10)]
