@@ -18,7 +18,7 @@ _Device: TypeAlias = torch.device | str | int
 _Streams: TypeAlias = torch.Stream | Sequence[torch.Stream]
 
 class HostExecutor:
-    """Where host callbacks run: `cudafuture.executors.inline` or `.callback_thread`."""
+    """Where host callbacks run: `inline`, `callback_thread`, or what `serial` returns."""
 
     @property
     def name(self) -> str: ...

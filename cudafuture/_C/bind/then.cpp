@@ -362,8 +362,9 @@ int remove_done_callback(nb::handle future, nb::handle fn) {
 
 void bind_executors(nb::module_& m) {
   bind_job(m);
-  nb::class_<HostExecutor>(m, "HostExecutor")
-      .def_ro("name", &HostExecutor::name)
+  nb::class_<HostExecutor>(m, "HostExecutor",
+                           "Where host callbacks run: `inline`, `callback_thread`, or what `serial` returns.")
+      .def_ro("name", &HostExecutor::name, "For messages.")
       .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });
 }
 
