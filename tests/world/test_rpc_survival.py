@@ -42,7 +42,7 @@ LOSSES = pytest.mark.parametrize(
 
 def timeout_of(sent: int) -> float:
     """Return what calls get as a timeout: none where the break of the connection is all that has to end them."""
-    return 0 if sent == signal.SIGKILL else SHORT
+    return math.inf if sent == signal.SIGKILL else SHORT
 
 
 def expect_all_ended(session: rpc_ext.Session) -> None:
