@@ -1,14 +1,96 @@
 #include "storage/memory.h"
 
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace cudafuture::storage {
 namespace {
 
 at::Tensor slice(const at::Tensor& bytes, std::size_t at, std::size_t size) {
   return bytes.narrow(0, static_cast<std::int64_t>(at), static_cast<std::int64_t>(size));
+}
+
+// Bytes on a device, and their place in a pinned tensor.
+struct OnDevice {
+  std::size_t at;
+  at::Tensor bytes;
+
+  std::size_t end() const { return at + bytes.nbytes(); }
+};
+
+// Bytes that go between a device and a pinned tensor in one copy, by way of a tensor on the device.
+using Together = std::vector<OnDevice>;
+
+bool may_join(const Together& together, const at::Tensor& bytes) {
+  constexpr std::size_t kSmall =
+      64 * 1024;  // bytes; what is larger takes longer to copy twice than in a copy of its own
+  if (together.empty()) return true;
+  const at::Tensor& last = together.back().bytes;
+  return last.nbytes() <= kSmall && bytes.nbytes() <= kSmall && last.device() == bytes.device();
+}
+
+at::Tensor place_of(const Together& together, const at::Tensor& pinned) {
+  return slice(pinned, together.front().at, together.back().end() - together.front().at);
+}
+
+// All of it one after the other on the device, with zeros between.
+at::Tensor joined(const Together& together) {
+  std::size_t widest = 0;
+  for (std::size_t i = 1; i < together.size(); ++i) {
+    widest = std::max(widest, together[i].at - together[i - 1].end());
+  }
+  const at::Tensor zeros = at::zeros({static_cast<std::int64_t>(widest)}, together.front().bytes.options());
+  std::vector<at::Tensor> parts = {together.front().bytes};
+  for (std::size_t i = 1; i < together.size(); ++i) {
+    if (const std::size_t gap = together[i].at - together[i - 1].end(); gap > 0) parts.push_back(slice(zeros, 0, gap));
+    parts.push_back(together[i].bytes);
+  }
+  return at::cat(parts);
+}
+
+void gather_together(Together& together, const at::Tensor& into) {
+  if (together.empty()) return;
+  at::Tensor all = together.front().bytes;
+  if (together.size() > 1) {
+    try {
+      all = joined(together);
+    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
+      for (const OnDevice& part : together) slice(into, part.at, part.bytes.nbytes()).copy_(part.bytes, true);
+      return together.clear();
+    }
+  }
+  place_of(together, into).copy_(all, /*non_blocking=*/true);
+  together.clear();
+}
+
+void scatter_together(Together& together, const at::Tensor& from) {
+  if (together.empty()) return;
+  const at::Tensor place = place_of(together, from);
+  std::vector<at::Tensor> parts, sources;
+  for (const OnDevice& part : together) {
+    parts.push_back(part.bytes);
+    sources.push_back(slice(from, part.at, part.bytes.nbytes()));
+  }
+  if (together.size() > 1) {
+    try {
+      const at::Tensor all = at::empty(place.sizes(), parts.front().options());
+      all.copy_(place, /*non_blocking=*/true);
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        sources[i] = slice(all, together[i].at - together.front().at, parts[i].nbytes());
+      }
+    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
+    }
+  }
+  at::_foreach_copy_(parts, sources, /*non_blocking=*/true);
+  together.clear();
 }
 
 }  // namespace
@@ -161,27 +243,37 @@ void Memory::scatter(std::size_t at, std::size_t size, const std::byte* from) co
 void Memory::gather(std::size_t at, std::size_t size, const at::Tensor& into) const {
   auto* const begin = static_cast<std::byte*>(into.mutable_data_ptr());
   std::size_t done = 0;
+  Together together;
   visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
     if (piece.on_device.defined()) {
-      slice(into, done, part).copy_(slice(piece.on_device, skipped, part), /*non_blocking=*/true);
+      at::Tensor bytes = slice(piece.on_device, skipped, part);
+      if (!may_join(together, bytes)) gather_together(together, into);
+      together.push_back({done, std::move(bytes)});
     } else {
+      if (piece.data != nullptr) gather_together(together, into);  // it lies between
       gather(piece.begin + skipped, part, begin + done);
     }
     done += part;
   });
+  gather_together(together, into);
 }
 
 void Memory::scatter(std::size_t at, std::size_t size, const at::Tensor& from) const {
   const auto* const begin = static_cast<const std::byte*>(from.const_data_ptr());
   std::size_t done = 0;
+  Together together;
   visit(at, size, [&](const Piece& piece, std::size_t skipped, std::size_t part) {
     if (piece.on_device.defined()) {
-      slice(piece.on_device, skipped, part).copy_(slice(from, done, part), /*non_blocking=*/true);
+      at::Tensor bytes = slice(piece.on_device, skipped, part);
+      if (!may_join(together, bytes)) scatter_together(together, from);
+      together.push_back({done, std::move(bytes)});
     } else {
+      if (piece.data != nullptr) scatter_together(together, from);  // it lies between
       scatter(piece.begin + skipped, part, begin + done);
     }
     done += part;
   });
+  scatter_together(together, from);
 }
 
 }  // namespace cudafuture::storage
