@@ -286,6 +286,31 @@ def urgent(rounds: int) -> Row:
     return Row("urgent", what, "ms", ns / 1e6, others / 1e6, "priority 0", "x", ns / others, 0.1, *same)
 
 
+def links(rounds: int) -> Row:
+    """10,000 links, against writing 10,000 tensors of 64 KiB, all in one call."""
+    names = [f"step {i}" for i in range(10_000)]
+    tensors = dict.fromkeys(names, torch.ones(64 * 1024, dtype=torch.uint8))
+    best = {f"best {name}": name for name in names}
+    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
+        offloader.writev(tensors).wait()
+
+        def write() -> float:
+            start = now()
+            offloader.writev(tensors).wait()
+            return now() - start
+
+        def link() -> float:
+            start = now()
+            offloader.link(best).wait()
+            return now() - start
+
+        linked, written, again = by_turns(rounds, link, write, write)
+    ns, others = statistics.median(linked), statistics.median(written)
+    same = control("write / write", [a / b for a, b in zip(again, written, strict=True)])
+    what = "link 10,000 keys to tensors of 64 KiB"
+    return Row("link", what, "ms", ns / 1e6, others / 1e6, "writing them", "x", ns / others, 0.01, *same)
+
+
 def memory(name: str, _rounds: int) -> Row:
     """The peak of the resident set over the tensors, in a process of its own."""
     with folder() as place:
@@ -310,7 +335,7 @@ def limits() -> dict[str, Callable[[int], Row]]:
         rows |= {f"cached-{direction}-{name}": partial(cached, direction, name) for name in SHAPES}
     return (
         rows
-        | {"latency": read_latency, "urgent": urgent}
+        | {"latency": read_latency, "urgent": urgent, "link": links}
         | {f"memory-{name}": partial(memory, name) for name in SHAPES}
     )
 

@@ -16,9 +16,10 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.storage import _xxhash
 from cudafuture.storage._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
+from cudafuture.storage._offloader_keys import OffloaderKeys
 from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
-from cudafuture.storage.store import Entry, OffloaderStatistics
+from cudafuture.storage.store import OffloaderStatistics
 
 if TYPE_CHECKING:
     from cudafuture.storage.salvage import SalvagedStore
@@ -28,7 +29,7 @@ __all__ = ["Offloader"]
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 
 
-class Offloader:
+class Offloader(OffloaderKeys):
     """A store of tensors by name, in a folder.
 
     ``write`` puts a tensor under a key, ``read`` gets it back; both return futures, and take tensors on the host and on
@@ -271,56 +272,6 @@ class Offloader:
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
         into = None if outs is None else list(outs)
         return self._native.read(names, into, device, True, priority, digests)
-
-    def delete(self, key: str) -> CUDAFuture[None]:
-        """Forget a key. Nobody finds it from now on; who reads it already still gets it.
-
-        The future completes when that is so for good. It fails with NotFoundError when there is no such key.
-
-        >>> store = Offloader("states")
-        >>> store.write("weight", torch.eye(3)).wait()
-        36
-        >>> store.delete("weight").wait()
-        >>> "weight" in store
-        False
-        """
-        return self._native.erase([key])
-
-    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
-        """Forget many keys. Those that there are go, also when the future fails because another one is not there.
-
-        >>> Offloader("states").deletev([]).wait()
-        """
-        return self._native.erase(list(keys))
-
-    def keys(self) -> list[str]:
-        """Return all keys, in the order in which they were written last.
-
-        >>> Offloader("states").keys()
-        []
-        """
-        return self._native.keys()
-
-    def __contains__(self, key: str) -> bool:
-        return self._native.has(key)
-
-    def __len__(self) -> int:
-        return self.statistics().keys
-
-    def stat(self, key: str) -> Entry:
-        """Return what is known of a key.
-
-        Raises:
-            NotFoundError: there is no such key.
-
-        >>> store = Offloader("states")
-        >>> store.write("weight", torch.eye(3)).wait()
-        36
-        >>> store.stat("weight")
-        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
-        """
-        dtype, shape, nbytes = self._native.stat(key)
-        return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done.

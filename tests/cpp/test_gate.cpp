@@ -15,7 +15,7 @@ namespace {
 
 EntryPtr entry_at(Place&& place) {
   const auto entry = std::make_shared<Entry>();
-  entry->place = std::move(place);
+  entry->own = std::move(place);
   return entry;
 }
 

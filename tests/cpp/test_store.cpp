@@ -130,6 +130,7 @@ Record put(const std::string& key, std::uint64_t turn) {
   record.offset = 4096;
   record.digest = 42;
   record.has_digest = true;
+  record.seed = hash_of(key);
   return record;
 }
 

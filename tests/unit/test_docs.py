@@ -201,8 +201,9 @@ def is_function(thing: Any) -> bool:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Go through the public methods and properties that a class itself has."""
-    for name, member in vars(cls).items():
+    """Go through the public methods and properties that a class itself has, or from a base in a private module."""
+    private = [base for base in cls.__bases__ if base.__module__.rpartition(".")[2].startswith("_")]
+    for name, member in [item for each in (*private, cls) for item in vars(each).items()]:
         if not name.startswith("_") and (isinstance(member, property) or callable(member)):
             yield name, member
 

@@ -117,6 +117,17 @@ def write_atomically(say: Say, folder: str, backend: str, begin: int) -> None:
         under_way.append(future)
 
 
+def link_each_version(say: Say, folder: str, backend: str, begin: int) -> None:
+    """Write a version of each key under another name, link the key to that, and delete the name."""
+    store = Offloader(folder, engine=engine_on(backend), durable=True)
+    for version in range(begin, begin + 10_000):
+        names = {f"{version} of {key}": key for key in HOT_KEYS}
+        store.writev({name: content_of(key, version) for name, key in names.items()}).wait()
+        store.link({key: name for name, key in names.items()}).wait()
+        say(f"done {version}")
+        store.deletev(names).wait()
+
+
 def report(say: Say, i: int, future: CUDAFuture[Any]) -> None:
     error = future.exception()
     if error is None:
@@ -142,7 +153,7 @@ def make_stores(say: Say, folder: str, backend: str) -> None:
 
 
 WORK: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (write_durably, write_atomically, keep_one_store, make_stores)
+    f.__name__: f for f in (write_durably, write_atomically, link_each_version, keep_one_store, make_stores)
 }
 
 SCRIPT = """
@@ -254,6 +265,21 @@ def test_of_an_atomic_write_all_or_nothing_is_there_when_a_process_was_killed(
             first = store.read(HOT_KEYS[0]).wait(timeout=PATIENCE)
             (version,) = (v for v in range(done, done + 4) if torch.equal(first, content_of(HOT_KEYS[0], v)))
             expect(store, {key: content_of(key, version) for key in HOT_KEYS + KEYS[:4]})
+
+
+def test_of_links_all_or_none_are_there_when_a_process_was_killed(
+    engine: Engine, killer: Killer, tmp_path: Path
+) -> None:
+    moments, version = random.Random(5), -1
+    for _ in range(soak_count(100)):
+        killer.start(link_each_version, str(tmp_path), engine.backend, version + 1)
+        said = killer.listen(moments.randrange(1, 12)) + killer.kill()
+        done = max([version, *(int(line.split()[1]) for line in said if line.startswith("done"))])
+        with Offloader(tmp_path, engine=engine, durable=True) as store:
+            first = store.read(HOT_KEYS[0]).wait(timeout=PATIENCE)
+            (version,) = (v for v in (done, done + 1) if torch.equal(first, content_of(HOT_KEYS[0], v)))
+            store.deletev({*store.keys()} - {*HOT_KEYS}).wait(timeout=PATIENCE)
+            expect(store, {key: content_of(key, version) for key in HOT_KEYS})
 
 
 def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: Killer, tmp_path: Path) -> None:

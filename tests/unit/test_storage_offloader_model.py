@@ -29,6 +29,7 @@ ACTIONS = st.one_of(
     ),
     st.tuples(st.just("read"), st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)),
     st.tuples(st.just("delete"), st.sampled_from(KEYS)),
+    st.tuples(st.just("link"), st.tuples(st.sampled_from(KEYS), st.sampled_from(KEYS))),
 )
 ROUNDS = st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_size=8)
 RATES = st.sampled_from([0.0, 0.0, 0.05, 0.3])
@@ -69,12 +70,14 @@ class Model:
         """Ask for all of them at once, and check what comes of it."""
         may_be: dict[str, set[tuple[int, int] | None]] = {key: {held} for key, held in self.held.items()}
         outcomes: list[tuple[CUDAFuture[Any], Any]] = []
+        changing: set[str] = set()
         for verb, what in actions:
             if verb in ("write", "atomic"):
                 self.version += 1
-                versions = {key: (self.version * 10 + i, size) for i, (key, size) in enumerate(what)}
+                versions = {key: (self.version * 1000 + i, size) for i, (key, size) in enumerate(what)}
                 for key, version in versions.items():
                     may_be[key].add(version)
+                changing |= versions.keys()
                 made = {key: torch.full((size,), float(number)) for key, (number, size) in versions.items()}
                 if verb == "atomic":
                     outcomes.append((self.store.writev(made, atomic=True), versions))
@@ -83,7 +86,14 @@ class Model:
                 outcomes += [(self.store.write(key, tensor), (key, versions[key])) for key, tensor in made.items()]
             elif verb == "read":
                 outcomes.append((self.store.readv(what), what))
+            elif verb == "link":
+                key, to = what
+                if to not in changing:  # else it could get the old tensor or the new one
+                    may_be[key].add(self.held[to])
+                    changing.add(key)
+                    outcomes.append((self.store.link({key: to}), (key, self.held[to])))
             else:
+                changing.add(what)
                 may_be[what].add(None)
                 outcomes.append((self.store.delete(what), what))
         wait([future for future, _ in outcomes], timeout=PATIENCE)
@@ -99,6 +109,7 @@ class Model:
                 self.held |= what
         elif isinstance(what, tuple):
             key, version = what
+            assert (version is None) == isinstance(error, NotFoundError)
             if error is None:
                 self.held[key] = version
         elif isinstance(what, str):
@@ -116,7 +127,9 @@ class Model:
         there = {key for key, held in self.held.items() if held is not None}
         assert set(self.store.keys()) == there
         s = self.store.statistics()
-        assert s.used == s.bytes == sum(4 * held[1] for held in self.held.values() if held is not None)
+        kept = [held for held in self.held.values() if held is not None]
+        assert s.bytes == sum(4 * size for _, size in kept)
+        assert s.used == sum(4 * size for _, size in {*kept})  # links have the bytes of what they are to
         assert s.pending == s.checksum_errors == 0
 
     def take_all(self) -> None:

@@ -20,12 +20,14 @@
 #include "bind/errors.h"
 #include "bind/future.h"
 #include "bind/storage.h"
+#include "bind/store_statistics.h"
 #include "bind/tensors.h"
 #include "core/error.h"
 #include "core/process.h"
 #include "storage/aligned.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
+#include "storage/mapping.h"
 #include "storage/store.h"
 
 namespace cudafuture::bind {
@@ -34,7 +36,6 @@ namespace {
 using storage::Call;
 using storage::CallPtr;
 using storage::Direction;
-using storage::Failure;
 using storage::Store;
 
 using StorePtr = std::shared_ptr<Store>;
@@ -158,8 +159,7 @@ std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr&
   const auto missing = std::find(entries.begin(), entries.end(), nullptr);
   if (missing == entries.end()) return entries;
   const std::string& key = keys[static_cast<std::size_t>(missing - entries.begin())];
-  call->future->fail(Value::of_error(std::make_exception_ptr(
-      Failure("there is no key '" + key + "'", 0, "", 0, 0, 0, storage::FailureKind::not_found))));
+  call->future->fail(Value::of_error(std::make_exception_ptr(storage::no_such_key(key, ""))));
   return std::nullopt;
 }
 
@@ -254,6 +254,36 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
   return digests;
 }
 
+nb::object link(const StorePtr& self, nb::list keys, nb::list to) {
+  const Entry entry;
+  refuse_after_fork();
+  Keys names = keys_of(keys), others = keys_of(to);
+  if (names.size() != others.size()) throw nb::value_error("not as many keys as others to link them to");
+  const CallPtr call = new_call(Call::Kind::link, "link", names, 0);
+  std::vector<storage::Index::Link> links(names.size());
+  for (std::size_t i = 0; i < names.size(); ++i) links[i] = {std::move(names[i]), std::move(others[i])};
+  nb::object result = wrap(call->future);
+  {
+    const WithoutGil released;
+    self->link(std::move(links), call);
+  }
+  return result;
+}
+
+nb::object map(const StorePtr& self, nb::handle key, bool verify) {
+  refuse_after_fork();
+  const std::string name = key_of(key);
+  if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
+  at::Tensor tensor;
+  {
+    const WithoutGil released;
+    const storage::EntryPtr found = self->find(name);
+    if (found == nullptr) throw storage::no_such_key(name, "");
+    tensor = storage::map_tensor(found, name, verify);
+  }
+  return nb::steal(THPVariable_Wrap(std::move(tensor)));
+}
+
 nb::object erase(const StorePtr& self, nb::list keys) {
   const Entry entry;
   refuse_after_fork();
@@ -275,44 +305,6 @@ nb::object stat(const Store& self, nb::handle key) {
   const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
   return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(sizes)), found->size());
-}
-
-storage::StoreStatistics statistics_without_gil(const Store& self) {
-  refuse_after_fork();
-  const WithoutGil released;  // who makes a file has the lock for a while
-  return self.statistics();
-}
-
-nb::dict store_statistics(const Store& self) {
-  const storage::StoreStatistics s = statistics_without_gil(self);
-  nb::dict d;
-  d["keys"] = s.keys;
-  d["bytes"] = s.bytes;
-  d["used"] = s.used;
-  d["slabs"] = s.slabs;
-  d["slab_bytes"] = s.slab_bytes;
-  d["journal_bytes"] = s.journal_bytes;
-  d["reads"] = s.reads;
-  d["writes"] = s.writes;
-  d["transfers"] = s.transfers;
-  d["checksum_errors"] = s.checksum_errors;
-  d["pending"] = s.pending;
-  return d;
-}
-
-nb::dict recovery_of(const Store& self) {
-  const storage::Recovery& recovery = self.recovery();
-  nb::list gaps;
-  for (const storage::Findings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
-  nb::dict d;
-  d["torn_bytes"] = recovery.torn_bytes;
-  d["torn_keys"] = nb::cast(recovery.torn_keys);
-  d["removed"] = nb::cast(recovery.removed);
-  d["set_aside"] = nb::cast(recovery.set_aside);
-  d["has_lost_header"] = recovery.has_lost_header;
-  d["gaps"] = gaps;
-  d["uncertain"] = nb::cast(recovery.uncertain);
-  return d;
 }
 
 StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::optional<bool> direct, bool checksum,
@@ -343,6 +335,8 @@ void bind_store(nb::module_& m) {
            nb::arg("written").none(), nb::arg("atomic"))
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"), nb::arg("digests").none())
+      .def("link", link, nb::arg("keys"), nb::arg("to"))
+      .def("map", map, nb::arg("key"), nb::arg("verify"))
       .def("erase", erase, nb::arg("keys"))
       .def("flush",
            [](Store& self) {

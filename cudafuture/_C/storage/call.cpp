@@ -15,7 +15,7 @@ void Call::part_released() noexcept {
 }
 
 Value Call::value() {
-  if (kind == Kind::deletion) return {};
+  if (kind == Kind::link || kind == Kind::deletion) return {};
   if (kind == Kind::write) return Value::of_native(static_cast<std::int64_t>(bytes));
   return Value::of_object(std::move(result));
 }

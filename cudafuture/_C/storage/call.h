@@ -17,7 +17,7 @@ struct Epoch;
 
 class Call {
  public:
-  enum class Kind : std::uint8_t { write, read, deletion };
+  enum class Kind : std::uint8_t { write, read, link, deletion };
 
   Kind kind = Kind::write;
   Foreign keep;  // what owns the memory and the tensors; the last to be dropped

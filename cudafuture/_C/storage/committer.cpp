@@ -21,10 +21,10 @@ bool is_full(const Failure& failure) noexcept { return failure.code() == ENOSPC 
 }  // namespace
 
 Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
-  Entry entry = {std::move(write.shape), std::move(place), write.turn};
+  Entry entry = {std::move(write.shape), std::move(place), write.turn, hash_of(write.key)};
   if (checksum != nullptr) {
     entry.has_digest = true;
-    entry.digest = checksum->digest(part, hash_of(write.key));
+    entry.digest = checksum->digest(part, entry.seed);
   }
   auto known = std::make_shared<const Entry>(std::move(entry));
   // The call hears of the release, too.
@@ -125,7 +125,7 @@ std::exception_ptr Committer::make_durable(const std::vector<Change>& changes,
   if (records.empty()) return nullptr;
   std::set<std::shared_ptr<File>> files;
   for (const Change& change : changes) {
-    if (change.entry != nullptr && change.entry->place) files.insert(change.entry->place.slab().file);
+    if (change.entry != nullptr && change.entry->own) files.insert(change.entry->own.slab().file);
   }
   try {
     for (const std::shared_ptr<File>& file : files) file->sync();

@@ -20,13 +20,15 @@ struct Shape {
 
 // Never changed once it is known: whoever reads it has its place for as long.
 struct Entry {
-  std::uint64_t size() const noexcept { return place.size(); }  // bytes
-
+  const Place& place() const noexcept { return origin ? origin->own : own; }  // none: no bytes
+  std::uint64_t size() const noexcept { return place().size(); }              // bytes
   Shape shape;
-  Place place;             // none: no bytes
-  std::uint64_t turn = 0;  // of its write among all writes and deletions: a later one wins
+  Place own;
+  std::uint64_t turn = 0;  // of its write among all writes, links and deletions: a later one wins
+  std::uint64_t seed = 0;  // of the digest: the hash of the key that was written, so of a link that of another key
   std::uint64_t digest = 0;
   bool has_digest = false;
+  std::shared_ptr<const Entry> origin = nullptr;  // of a link: the entry whose bytes it has
 };
 using EntryPtr = std::shared_ptr<const Entry>;
 

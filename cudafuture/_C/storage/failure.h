@@ -59,6 +59,10 @@ inline Failure not_as_written(const std::string& key, const std::string& path, s
           FailureKind::checksum};
 }
 
+inline Failure no_such_key(const std::string& key, const std::string& folder) {
+  return {"there is no key '" + key + "'", 0, folder, 0, 0, 0, FailureKind::not_found};
+}
+
 // Of a tensor whose bytes have changed before they were written.
 inline Failure not_as_given(const std::string& key) {
   return {"key '" + key + "': the bytes that were to be written do not have the digest that they must have",

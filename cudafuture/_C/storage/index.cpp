@@ -1,6 +1,7 @@
 #include "storage/index.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -67,6 +68,38 @@ void Index::give_up(const std::string& key) noexcept {
   ended(keys_.find(std::string_view(key)));
 }
 
+std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, std::string& missing) {
+  std::vector<EntryPtr> found;
+  found.reserve(links.size());
+  std::vector<Change> changes;
+  changes.reserve(links.size());
+  std::lock_guard lock(mutex_);
+  for (Link& link : links) {
+    found.push_back(look_up(link.to));
+    if (found.back() != nullptr) continue;
+    missing = std::move(link.to);
+    return {};
+  }
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    const EntryPtr& to = found[i];
+    Key& at = make(links[i].key);
+    ++at.changing;
+    at.begun = ++turn_;
+    changes.push_back({call, std::move(links[i].key), turn_,
+                       std::make_shared<const Entry>(Entry{to->shape, Place(), turn_, to->seed, to->digest,
+                                                           to->has_digest, to->origin ? to->origin : to})});
+  }
+  return changes;
+}
+
+void Index::forget(const std::vector<std::string>& keys) {
+  for (const std::string& key : keys) {
+    const Deleted deleted = erase(key);
+    if (!deleted.was_there) continue;
+    const std::vector<EntryPtr> dropped = finish({{nullptr, key, deleted.turn, nullptr}}, false, Reach::memory);
+  }
+}
+
 Index::Deleted Index::erase(const std::string& key) {
   std::lock_guard lock(mutex_);
   Deleted deleted;
@@ -112,13 +145,29 @@ void Index::replay(Record&& record) {
 }
 
 void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
-  for (auto& [key, record] : replayed_) {
-    if (record.is_deletion) continue;
-    Place place = record.size == 0 ? Place() : adopt(record);
+  std::map<std::pair<std::uint64_t, std::uint64_t>, EntryPtr> linked;  // by slab and offset: what links may be to
+  for (const auto& [key, record] : replayed_) {
+    if (!record.is_deletion && record.is_link() && record.size != 0) linked[{record.slab, record.offset}] = nullptr;
+  }
+  const auto install = [&](const std::string& key, Record& record) {
+    Entry entry = {std::move(record.shape), Place(), record.turn, record.seed, record.digest, record.has_digest};
+    const auto known = linked.find({record.slab, record.offset});
+    const bool may_share = record.size != 0 && known != linked.end();
+    if (may_share && known->second != nullptr && known->second->size() == record.size) {
+      entry.origin = known->second;
+    } else if (record.size != 0) {
+      entry.own = adopt(record);
+    }
     Key& at = make(key);
-    at.entry = at.durable = std::make_shared<const Entry>(
-        Entry{std::move(record.shape), std::move(place), record.turn, record.digest, record.has_digest});
+    at.entry = at.durable = std::make_shared<const Entry>(std::move(entry));
+    if (may_share && known->second == nullptr) known->second = at.entry;
     count(*at.entry, 1);
+  };
+  for (auto& [key, record] : replayed_) {  // what links are to, before them
+    if (!record.is_deletion && !record.is_link()) install(key, record);
+  }
+  for (auto& [key, record] : replayed_) {
+    if (!record.is_deletion && record.is_link()) install(key, record);
   }
   replayed_ = {};
 }

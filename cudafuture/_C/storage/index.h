@@ -42,11 +42,19 @@ class Index {
   // Writes begin, and get their turns; finish() or give_up() has to follow for each. Nothing comes between their turns.
   void begin(Writes& writes);
   void give_up(const std::string& key) noexcept;
+  // Links begin: keys for what others have now. None does where one of those is not there; then `missing` names it.
+  struct Link {
+    std::string key;
+    std::string to;
+  };
+  std::vector<Change> link(std::vector<Link>&& links, const CallPtr& call, std::string& missing);
   // A deletion begins, if something was there: then finish() has to follow.
   Deleted erase(const std::string& key);
   // Changes take effect, all at once for readers; or they have failed, and what is in the journal is there again.
   // Returns entries for the caller to drop.
   [[nodiscard]] std::vector<EntryPtr> finish(const std::vector<Change>& changes, bool has_failed, Reach reach);
+
+  void forget(const std::vector<std::string>& keys);  // of a store that is only read
 
   // False where the journal has a later record, or no record of a key that was deleted.
   bool needs_record(const Change& change) const;

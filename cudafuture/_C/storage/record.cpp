@@ -69,6 +69,7 @@ void put_body(std::string& into, const Record& record) {
   put(into, record.offset);
   put(into, record.digest);
   put(into, record.has_digest);
+  if (record.is_link()) put(into, record.seed);
 }
 
 Record body_of(Reader& reader) {
@@ -86,6 +87,7 @@ Record body_of(Reader& reader) {
   record.offset = reader.get<std::uint64_t>();
   record.digest = reader.get<std::uint64_t>();
   record.has_digest = reader.get_bool();
+  record.seed = reader.empty() ? hash_of(record.key) : reader.get<std::uint64_t>();
   return record;
 }
 
@@ -99,9 +101,10 @@ Record record_of(const std::string& key, const Entry& entry) {
   record.size = entry.size();
   record.digest = entry.digest;
   record.has_digest = entry.has_digest;
-  if (entry.place) {
-    record.slab = entry.place.slab().number;
-    record.offset = entry.place.offset();
+  record.seed = entry.seed;
+  if (const Place& place = entry.place()) {
+    record.slab = place.slab().number;
+    record.offset = place.offset();
   }
   return record;
 }
@@ -152,7 +155,7 @@ std::uint64_t size_of(const Record& record) noexcept {
   if (record.is_deletion) return deletion;
   const std::uint64_t shape = sizeof(std::int8_t) + sizeof(std::uint32_t) + 8 * record.shape.sizes.size();
   return deletion + shape + sizeof record.size + sizeof record.slab + sizeof record.offset + sizeof record.digest +
-         sizeof record.has_digest;
+         sizeof record.has_digest + (record.is_link() ? sizeof record.seed : 0);
 }
 
 }  // namespace cudafuture::storage

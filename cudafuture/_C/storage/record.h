@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "storage/checksum.h"
 #include "storage/entry.h"
 
 namespace cudafuture::storage {
@@ -25,6 +26,9 @@ struct Record {
   std::uint64_t offset = 0;
   std::uint64_t digest = 0;
   bool has_digest = false;
+  std::uint64_t seed = 0;
+
+  bool is_link() const noexcept { return seed != hash_of(key); }
 };
 Record record_of(const std::string& key, const Entry& entry);
 Record deletion_of(const std::string& key, std::uint64_t turn);

@@ -62,15 +62,6 @@ void Store::refuse(const CallPtr& call) noexcept {
                      Failure("the store in " + options_.folder + " is read-only", EROFS, options_.folder)));
 }
 
-void Store::forget(const std::vector<std::string>& keys) {
-  for (const std::string& key : keys) {
-    const Index::Deleted deleted = index_.erase(key);
-    if (!deleted.was_there) continue;
-    const std::vector<EntryPtr> dropped =
-        index_.finish({{nullptr, key, deleted.turn, nullptr}}, false, Index::Reach::memory);
-  }
-}
-
 void Store::close() {
   ledger_.close()->wait_until(nullptr);
   if (committer_ != nullptr) committer_->close();  // from now on another process may have the journal
@@ -264,12 +255,12 @@ void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noex
   }
 }
 
-// The last step of each write and deletion.
+// The last step of each write, link and deletion.
 void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
   const auto reach = committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
   std::vector<EntryPtr> dropped = index_.finish(changes, error != nullptr, reach);
   for (Change& change : changes) {
-    if (change.entry != nullptr) add(counters_.writes);
+    if (change.entry != nullptr && change.call->kind == Call::Kind::write) add(counters_.writes);
     change.entry = nullptr;
   }
   dropped.clear();  // before the calls end: then their places are free
@@ -277,6 +268,17 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
     if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
   }
+}
+
+void Store::link(std::vector<Index::Link>&& links, const CallPtr& call) {
+  begin(call);
+  if (options_.opening != Opening::write) return refuse(call);
+  std::string missing;
+  std::vector<Change> changes = index_.link(std::move(links), call, missing);
+  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
+  call->expect(changes.size() + 1);
+  if (!changes.empty()) commit_now(std::move(changes));
+  end_part(call, nullptr);
 }
 
 void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
@@ -289,10 +291,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
     if (!deleted.was_there && missing.empty()) missing = key;
     if (deleted.was_there) changes.push_back({call, key, deleted.turn, nullptr, nullptr});
   }
-  if (!missing.empty()) {
-    call->note_failure(std::make_exception_ptr(
-        Failure("there is no key '" + missing + "'", 0, options_.folder, 0, 0, 0, FailureKind::not_found)));
-  }
+  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
   call->expect(changes.size() + 1);
   if (!changes.empty()) commit(std::move(changes));
   end_part(call, nullptr);
@@ -322,7 +321,7 @@ void Store::read(Reads&& reads, const CallPtr& call) {
 void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   auto reading = std::make_shared<Reading>();
   reading->is_gated = is_gated;
-  const Place& first = reads.front().entry->place;
+  const Place& first = reads.front().entry->place();
   if (first.slab().file == nullptr) {
     for (const Read& read : reads) end_part(read.call, first.slab().failure);
     if (is_gated) go_on_with_reads();
@@ -336,7 +335,7 @@ void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   request.is_part = true;
   request.checksum = reading->checksum = checksum_of(reads, options_.checksum);
   for (Read& read : reads) {
-    request.memory.skip(read.entry->place.offset() - first.offset() - request.memory.size());
+    request.memory.skip(read.entry->place().offset() - first.offset() - request.memory.size());
     if (reading->checksum != nullptr) reading->checksum->add(request.memory.size(), read.entry->size());
     request.memory.add(Memory(read.memory));
   }
@@ -369,7 +368,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     read.memory = Memory();  // before the call ends: what is on a device has to die with what the call keeps
     std::exception_ptr wrong = error;
     if (wrong == nullptr && reading.checksum != nullptr) {
-      wrong = check(read, reading.checksum->digest(i, hash_of(read.key)));
+      wrong = check(read, reading.checksum->digest(i, read.entry->seed));
       if (read.digest != nullptr) *read.digest = reading.checksum->digest(i);
     }
     read.entry = nullptr;
@@ -386,8 +385,8 @@ std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept
   const Entry& entry = *read.entry;
   if (!entry.has_digest || !options_.checksum || entry.digest == digest) return nullptr;
   add(counters_.checksum_errors);
-  return std::make_exception_ptr(
-      not_as_written(read.key, entry.place.slab().file->path(), entry.place.offset(), entry.size()));
+  const Place& place = entry.place();
+  return std::make_exception_ptr(not_as_written(read.key, place.slab().file->path(), place.offset(), entry.size()));
 }
 
 StoreStatistics Store::statistics() const {

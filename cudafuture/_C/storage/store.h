@@ -58,6 +58,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call.
   void write(Writes&& writes, const CallPtr& call);
   void read(Reads&& reads, const CallPtr& call);
+  void link(std::vector<Index::Link>&& links, const CallPtr& call);  // all of them, or none
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return ledger_.flush(); }
 
@@ -68,7 +69,9 @@ class Store final : public std::enable_shared_from_this<Store> {
   Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
-  void forget(const std::vector<std::string>& keys);  // of a store that is only read: nothing changes on the disk
+  void forget(const std::vector<std::string>& keys) {
+    index_.forget(keys);
+  }  // of a store that is only read: nothing changes on the disk
   const Recovery& recovery() const noexcept { return recovery_; }
 
   FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended

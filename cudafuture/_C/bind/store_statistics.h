@@ -1,0 +1,12 @@
+// What a store tells of itself, as dicts.
+#pragma once
+
+#include "bind/python.h"
+#include "storage/store.h"
+
+namespace cudafuture::bind {
+
+nb::dict store_statistics(const storage::Store& self);
+nb::dict recovery_of(const storage::Store& self);  // what opening it has found
+
+}  // namespace cudafuture::bind
