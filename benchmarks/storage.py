@@ -11,7 +11,8 @@ runs with io_uring at the block size and queue depth that are best here, which i
 each round is the control; "huge" is fio with huge pages. DeepSpeed, too, runs with what is best of a few (queue depth /
 threads).
 
-Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy. The
+Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy, but
+not those of storage.empty(). The
 memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with DeepSpeed's. Processor time is
 compared for that memory, which nobody has to copy; "copied" and "summed" are ours for torch's, without and with
 checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than huge ones.
@@ -54,10 +55,11 @@ from _storage_peers import (
     now,
 )
 from cudafuture import wait_all
-from cudafuture.storage import Offloader, default_engine
+from cudafuture.storage import Offloader, default_engine, empty
 
 DIRECTIONS = ("write", "read")
 FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95}  # so much of fio's speed at least
+EMPTY = {"8x128MiB": 0.97}  # the same for tensors from storage.empty()
 FIO_CHECKSUM = {"8x128MiB": 0.93, "512x1MiB": 0.93}
 DEEPSPEED = {"4096x64KiB": 2.5, "65536x4KiB": 8.0}
 LATENCIES = 2000  # reads of one page, one after the other
@@ -160,6 +162,10 @@ def past_the_cache(name: str, rounds: int) -> dict[str, Took]:
         fetched = pair(place / "aligned", shape, stack, aligned, direct=True, checksum=False)
         names = [f"{kind} {how}" for kind in ("plain", "summed", "aligned") for how in ("each", "all")]
         contenders: dict[str, Contender] = dict(zip(names, [*plain, *summed, *fetched], strict=True))
+        if name in EMPTY:
+            made = [empty(tensor.shape, tensor.dtype).copy_(tensor) for tensor in tensors]
+            both = pair(place / "empty", shape, stack, made, direct=True, checksum=False)
+            contenders |= zip(("empty each", "empty all"), both, strict=True)
         return race(contenders | peers, shape, rounds, place / "fio" if name in FIO else None)
 
 
@@ -197,11 +203,11 @@ def beside_fio(kind: str, least: float, direction: str, name: str, rounds: int) 
     same = [a / b for a, b in zip(took[f"{direction} fio again"].rounds, fio.rounds, strict=True)]
     names = {"each": each, "all": all_, "aligned": f"{direction} aligned all", "NIXL": f"{direction} NIXL"}
     others = told(took, **names, huge=f"{direction} fio huge")
-    checksum = ", checksums" if kind == "summed" else ""
-    row = f"{direction}-{name}" + ("-checksum" if checksum else "")
-    what = f"{direction} {name}{checksum} ({others})"
+    words = {"plain": ("", ""), "summed": ("-checksum", ", checksums"), "empty": ("-empty", ", storage.empty()")}
+    row, how = words[kind]
+    what = f"{direction} {name}{how} ({others})"
     compared = (us.wall, fio.wall, fio.label, "x", us.wall / fio.wall, 1 / least)
-    return Row(row, what, "ms", *compared, *control("fio / fio", same))
+    return Row(f"{direction}-{name}{row}", what, "ms", *compared, *control("fio / fio", same))
 
 
 def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Row:
@@ -326,6 +332,7 @@ def limits() -> dict[str, Callable[[int], Row]]:
     rows: dict[str, Callable[[int], Row]] = {}
     for direction in DIRECTIONS:
         rows |= {f"{direction}-{name}": partial(beside_fio, "plain", at, direction, name) for name, at in FIO.items()}
+        rows |= {f"{direction}-{n}-empty": partial(beside_fio, "empty", at, direction, n) for n, at in EMPTY.items()}
         for name, at in FIO_CHECKSUM.items():
             rows[f"{direction}-{name}-checksum"] = partial(beside_fio, "summed", at, direction, name)
         if not missing(DeepSpeed):

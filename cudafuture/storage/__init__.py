@@ -3,6 +3,7 @@
 from cudafuture.storage._digests import digest, digests
 from cudafuture.storage.async_file_writer import AsyncFileWriter
 from cudafuture.storage.backends import get_backends, probe_backend
+from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
 from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
@@ -14,6 +15,8 @@ from cudafuture.storage.store import Entry, OffloaderStatistics, Store
 
 __all__ = [
     "AsyncFileWriter",
+    "Buffer",
+    "BufferPool",
     "DiskOffloader",
     "Engine",
     "EngineStatistics",
@@ -28,6 +31,7 @@ __all__ = [
     "default_engine",
     "digest",
     "digests",
+    "empty",
     "get_backends",
     "probe_backend",
 ]

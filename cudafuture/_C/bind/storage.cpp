@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unordered_map.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include "bind/future.h"
 #include "bind/tensors.h"
 #include "core/process.h"
+#include "storage/aligned.h"
 #include "storage/engine.h"
 
 namespace cudafuture::bind {
@@ -124,6 +126,9 @@ void bind_storage(nb::module_& m) {
       });
   m.def("start_storage_engine", start_engine, nb::arg("backend"), nb::arg("queue_depth"), nb::arg("block_size"),
         nb::arg("threads"), nb::arg("max_pending"), nb::arg("faults") = nb::none());
+  m.def(
+      "aligned_bytes", [](std::size_t size) { return nb::steal(THPVariable_Wrap(storage::make_aligned_bytes(size))); },
+      nb::arg("size"));
   m.def("open_storage_file", open_file, nb::arg("path"), nb::arg("mode"), nb::arg("direct").none());
 }
 

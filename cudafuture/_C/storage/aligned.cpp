@@ -9,6 +9,8 @@
 #include <cstring>
 #include <new>
 
+#include "storage/page.h"
+
 namespace cudafuture::storage {
 namespace {
 
@@ -19,7 +21,7 @@ class Aligned final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     void* memory = nullptr;
-    if (::posix_memalign(&memory, kHugePage, bytes) != 0) throw std::bad_alloc();
+    if (::posix_memalign(&memory, bytes < kHugePage ? kPage : kHugePage, bytes) != 0) throw std::bad_alloc();
     ::madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
     return {memory, memory, &std::free, c10::Device(c10::kCPU)};
   }
@@ -27,16 +29,23 @@ class Aligned final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 
+at::Tensor make_aligned(c10::IntArrayRef sizes, c10::ScalarType dtype) {
+  static Aligned allocator;
+  return at::detail::empty_generic(sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+}
+
 }  // namespace
 
+at::Tensor make_aligned_bytes(std::size_t size) {
+  return make_aligned({static_cast<std::int64_t>(size)}, c10::ScalarType::Byte);
+}
+
 at::Tensor make_tensor_on_host(const Shape& shape) {
-  static Aligned allocator;
   at::TensorOptions options = at::TensorOptions().dtype(shape.dtype).device(c10::kCPU);
   std::size_t bytes = c10::elementSize(shape.dtype);
   for (const std::int64_t size : shape.sizes) bytes *= static_cast<std::size_t>(size);
   if (bytes < kSmallestAligned) return at::empty(shape.sizes, options);
-  return at::detail::empty_generic(shape.sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), shape.dtype,
-                                   std::nullopt);
+  return make_aligned(shape.sizes, shape.dtype);
 }
 
 }  // namespace cudafuture::storage

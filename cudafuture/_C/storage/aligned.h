@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+
 #include "storage/entry.h"
 
 namespace cudafuture::storage {
@@ -11,5 +13,8 @@ namespace cudafuture::storage {
 // are few faults at its first use. Smaller ones are better staged: a disk that writes to many pages which are new costs
 // more than a copy to them.
 at::Tensor make_tensor_on_host(const Shape& shape);
+
+// So many bytes that a disk can take as they are: at a page, from 2 MiB on at a huge page.
+at::Tensor make_aligned_bytes(std::size_t size);
 
 }  // namespace cudafuture::storage
