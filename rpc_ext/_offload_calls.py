@@ -17,12 +17,14 @@ from rpc_ext._offload_order import Stamp
 __all__ = [
     "TOKEN",
     "Answer",
+    "Found",
     "Service",
     "Terms",
     "begin",
     "close_all",
     "delete",
     "end",
+    "find_keys",
     "get",
     "give_up",
     "keys",
@@ -30,6 +32,7 @@ __all__ = [
     "put",
     "services",
     "stat",
+    "trim",
 ]
 
 
@@ -57,6 +60,10 @@ class Answer(NamedTuple):
             raise error
 
 
+Found = tuple[torch.dtype, tuple[int, ...], int]
+"""dtype, shape and bytes of a tensor"""
+
+
 class Service(Protocol):
     """What an ``OffloadService`` does for its clients."""
 
@@ -69,7 +76,9 @@ class Service(Protocol):
     def delete(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]: ...
     def give_up(self, token: object, upload: object) -> None: ...
     def keys(self, token: object) -> list[str]: ...
-    def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]: ...
+    def stat(self, token: object, key: object) -> Found: ...
+    def find(self, token: object, block: object) -> list[Found | None]: ...
+    def trim(self, token: object) -> int: ...
     def close(self) -> None: ...
 
 
@@ -135,5 +144,13 @@ def keys(service: str, token: bytes) -> list[str]:
     return find(service).keys(token)
 
 
-def stat(service: str, token: bytes, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
+def stat(service: str, token: bytes, key: str) -> Found:
     return find(service).stat(token, key)
+
+
+def find_keys(service: str, token: bytes, block: bytes) -> list[Found | None]:
+    return find(service).find(token, block)
+
+
+def trim(service: str, token: bytes) -> int:
+    return find(service).trim(token)

@@ -25,15 +25,15 @@ from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Offloader
 from rpc_ext._histogram import Histogram
 from rpc_ext._memory import arrived, carried, take
-from rpc_ext._offload_calls import TOKEN, Answer, Terms
+from rpc_ext._offload_calls import Answer, Found, Terms
 from rpc_ext._offload_errors import for_client
-from rpc_ext._offload_order import Late, Stamp
+from rpc_ext._offload_order import Late
+from rpc_ext._offload_requests import expect_good_company, expect_worker, expiries_of, stamp_of, time_of, token_of
 from rpc_ext._offload_sessions import ClientSession, Sessions
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_wire import PIECE, WHOLE, Header, expect_key, pack, piece_of, unpack, unpack_wanted, view_of
 from rpc_ext._turns import begun
-from rpc_ext.session import current
 
 __all__ = ["Desk"]
 
@@ -71,8 +71,8 @@ class Desk:
             AuthenticationError: the client names a worker that there is not.
             ValueError: the token has another length, or `sent` is not a time.
         """
-        self._checked(_expect_worker, client)
-        self._sessions.begin(self._checked(_token_of, token), namespace, client, self._checked(_time_of, sent))
+        self._checked(expect_worker, client)
+        self._sessions.begin(self._checked(token_of, token), namespace, client, self._checked(time_of, sent))
         return Terms(self._window, self.store.durable)
 
     def end(self, token: bytes) -> None:
@@ -90,11 +90,11 @@ class Desk:
     ) -> CUDAFuture[Answer]:
         """Write tensors. `expiries` are those of the single changes, where they differ from the request's."""
         session = self.session(token)
-        when = self._checked(_stamp_of, stamp)
+        when = self._checked(stamp_of, stamp)
         data = self._checked(arrived, data)
         headers = self._checked(lambda: unpack(block, data.numel()))
-        self._checked(_expect_good_company, headers)
-        until = self._checked(_expiries_of, expiries, when, headers)
+        self._checked(expect_good_company, headers)
+        until = self._checked(expiries_of, expiries, when, headers)
         try:
             session.order.expect_in_time(when)
         except TimeoutError:
@@ -171,7 +171,7 @@ class Desk:
     def get(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]:
         """Read keys, as many as one answer can hold."""
         session = self.session(token)
-        session.order.expect_in_time(self._checked(_stamp_of, stamp))
+        session.order.expect_in_time(self._checked(stamp_of, stamp))
         failures: list[tuple[int, BaseException]] = []
         found: list[tuple[int, str, Header]] = []
         left: list[int] = []
@@ -241,7 +241,7 @@ class Desk:
     def delete(self, token: object, stamp: object, block: object) -> CUDAFuture[Answer]:
         """Delete keys."""
         session = self.session(token)
-        when = self._checked(_stamp_of, stamp)
+        when = self._checked(stamp_of, stamp)
         session.order.expect_in_time(when)
         keys = [wanted.key for wanted in self._checked(unpack_wanted, block)]
         until = dict.fromkeys(keys, when.expires)
@@ -262,12 +262,27 @@ class Desk:
         """Return the keys of a client's namespace."""
         return self.session(token).space.keys()
 
-    def stat(self, token: object, key: object) -> tuple[torch.dtype, tuple[int, ...], int]:
+    def stat(self, token: object, key: object) -> Found:
         """Return dtype, shape and bytes."""
         space = self.session(token).space
         self._checked(expect_key, key)
         header = space.stat(str(key))
         return header.dtype, header.shape, header.nbytes
+
+    def find(self, token: object, block: object) -> list[Found | None]:
+        """Return dtype, shape and bytes of many keys; None where there is no such key."""
+        found: list[Found | None] = []
+        for wanted in self._checked(unpack_wanted, block):
+            try:
+                found.append(self.stat(token, wanted.key))
+            except NotFoundError:
+                found.append(None)
+        return found
+
+    def trim(self, token: object) -> int:
+        """Remove the files in which nothing is; return their bytes."""
+        self.session(token)
+        return self.store.trim()
 
     def statistics(self) -> OffloadServiceStatistics:
         """Return what there is, and what has been done so far."""
@@ -353,41 +368,3 @@ def _moved_together(headers: list[Header], data: torch.Tensor) -> tuple[list[Hea
     for header, new in zip(headers, moved, strict=True):
         piece_of(together, new).copy_(piece_of(data, header))
     return moved, together
-
-
-def _expect_worker(client: object) -> None:
-    if client not in current().workers:  # nobody would notice when it is gone
-        raise AuthenticationError(f"there is no worker {client!r}")
-
-
-def _token_of(token: object) -> bytes:
-    if not isinstance(token, bytes) or len(token) != TOKEN:
-        raise ValueError(f"a client names its session by {TOKEN} bytes")
-    return token
-
-
-def _time_of(value: object) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a time")
-    return value
-
-
-def _stamp_of(stamp: object) -> Stamp:
-    if not isinstance(stamp, tuple) or len(stamp) != 3 or type(stamp[0]) is not int:
-        raise ValueError(f"{stamp!r} is not the stamp of a request")
-    return Stamp(stamp[0], _time_of(stamp[1]), _time_of(stamp[2]))
-
-
-def _expiries_of(expiries: object, stamp: Stamp, headers: list[Header]) -> dict[str, float]:
-    """Return when the change of each key expires."""
-    if not isinstance(expiries, tuple) or len(expiries) not in (0, len(headers)):
-        raise ValueError(f"{expiries!r} are not the expiries of {len(headers)} changes")
-    times = map(_time_of, expiries) if expiries else [stamp.expires] * len(headers)
-    return {header.key: expires for header, expires in zip(headers, times, strict=True)}
-
-
-def _expect_good_company(headers: list[Header]) -> None:
-    if len({h.key for h in headers}) != len(headers):
-        raise ValueError("a request has each key once")
-    if len(headers) > 1 and any(h.pieces > 1 for h in headers):
-        raise ValueError("a piece of a tensor comes alone")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 import weakref
@@ -13,12 +12,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import InvalidStateError, NotFoundError
-from cudafuture.storage import Entry
+from cudafuture.errors import InvalidStateError
 from rpc_ext import _offload_calls as calls
 from rpc_ext import _offload_ends as _ends
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_errors import named
+from rpc_ext._offload_keys import RemoteKeys
 from rpc_ext._offload_operations import Operations
 from rpc_ext._offload_pack import Deadline
 from rpc_ext._offload_source import header_of, source_of
@@ -35,7 +34,7 @@ __all__ = ["RemoteOffloader", "RemoteOffloaderStatistics"]
 T = TypeVar("T")
 
 
-class RemoteOffloader:
+class RemoteOffloader(RemoteKeys):
     """A store of tensors by name that another worker serves (``serve_offload``), with the interface of ``Offloader``.
 
     Tensors travel in pieces of 16 MiB, several at a time, and small ones together. What a client has under way is
@@ -241,44 +240,6 @@ class RemoteOffloader:
         block = pack_wanted([Wanted(key) for key in keys])
         asked = self._transport.flow.send(0, lambda: self._transport.call(deadline, calls.delete, block))
         return asked.then(deleted, executor=executors.inline)
-
-    def keys(self) -> list[str]:
-        """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
-
-        >>> from rpc_ext import serve_offload
-        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
-        ...     remote.keys()
-        []
-        """
-        return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout or math.inf)
-
-    def __contains__(self, key: str) -> bool:
-        try:
-            self.stat(key)
-        except NotFoundError:
-            return False
-        return True
-
-    def __len__(self) -> int:
-        return len(self.keys())
-
-    def stat(self, key: str) -> Entry:
-        """Return what is known of a key. Asks the service, and waits.
-
-        Raises:
-            NotFoundError: there is no such key.
-
-        >>> from rpc_ext import serve_offload
-        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
-        ...     _ = remote.write("weight", torch.eye(3)).wait()
-        ...     remote.stat("weight")
-        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
-        """
-        expect_key(key)
-        dtype, shape, nbytes = rpc_sync(
-            self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf
-        )
-        return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``.

@@ -8,6 +8,7 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture.errors import NotFoundError
 from cudafuture.storage.store import Entry
 
 __all__ = ["OffloaderKeys"]
@@ -125,3 +126,33 @@ class OffloaderKeys:
         """
         dtype, shape, nbytes = self._native.stat(key)
         return Entry(key, dtype, torch.Size(shape), nbytes)
+
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of what is known of each key, None where there is no such key.
+
+        Here it is done at once; that of a store elsewhere is not.
+
+        >>> from cudafuture.storage import Offloader
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> [entry and entry.shape for entry in store.find(["weight", "bias"]).wait()]
+        [torch.Size([3, 3]), None]
+        """
+
+        def find(key: str) -> Entry | None:
+            try:
+                return self.stat(key)
+            except NotFoundError:
+                return None
+
+        return CUDAFuture.completed([find(key) for key in keys])
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``, which is done: that of a store elsewhere is not.
+
+        >>> from cudafuture.storage import Offloader
+        >>> Offloader("states").list_keys().wait()
+        []
+        """
+        return CUDAFuture.completed(self.keys())

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from cudafuture.storage.store import Store
 
-__all__ = ["Failure", "Share", "blamed", "named"]
+__all__ = [
+    "Failure",
+    "Merge",
+    "Share",
+    "begun",
+    "blamed",
+    "error_of",
+    "in_order",
+    "named",
+    "nothing",
+    "the_one",
+    "total",
+]
+
+T = TypeVar("T")
+Merge = Callable[[list[Any], list[list[int]]], T]
+"""Makes what a call gives of what the shards have given, and of the places of the keys that each had."""
 
 _MOST_NAMED = 8  # keys that an error names
 
@@ -87,3 +103,41 @@ def _described(failure: Failure) -> str:
         keys.append(f"{len(failure.keys) - _MOST_NAMED} more")
     of = f" ({'key' if len(failure.keys) == 1 else 'keys'} {', '.join(keys)})" if keys else ""
     return f"shard {failure.shard!r}{of}: {failure.error}"
+
+
+def the_one(values: list[T], places: list[list[int]]) -> T:
+    """Return what the only shard has given."""
+    (value,) = values
+    return value
+
+
+def total(values: list[int], places: list[list[int]]) -> int:
+    """Return the bytes of all shards."""
+    return sum(values)
+
+
+def in_order(values: list[list[T]], places: list[list[int]]) -> list[T]:
+    """Return what the shards have given for their places in a call, in the order of that."""
+    found = {i: value for at, some in zip(places, values, strict=True) for i, value in zip(at, some, strict=True)}
+    return [found[i] for i in range(len(found))]
+
+
+def nothing(values: list[None], *places: list[list[int]]) -> None:
+    """Say that all shards are done."""
+
+
+def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
+    """Return the future of what may not even begin, while others have."""
+    try:
+        return begin(*args)
+    except Exception as e:
+        return CUDAFuture.failed(e)
+
+
+def error_of(part: CUDAFuture[Any]) -> BaseException | None:
+    """Return what a future that is done has failed with. Its ``exception()`` would wait for devices."""
+    try:
+        part.value()
+    except BaseException as e:
+        return e
+    return None

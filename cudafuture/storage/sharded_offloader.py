@@ -13,6 +13,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from cudafuture.executors import callback_thread
+from cudafuture.storage import _shard
 from cudafuture.storage._inventory import Inventory, Verb
 from cudafuture.storage._rendezvous import Rendezvous
 from cudafuture.storage._shard import Failure, Share, blamed, named
@@ -22,8 +23,6 @@ from cudafuture.storage.store import Entry, Store
 __all__ = ["ShardedOffloader"]
 
 T = TypeVar("T")
-
-Merge = Callable[[list[Any], list[list[int]]], T]
 
 
 class ShardedOffloader:
@@ -117,7 +116,7 @@ class ShardedOffloader:
         36
         """
         return self._ask(
-            "write", [key], lambda shard, _: shard.write(key, tensor, priority=priority), _the_one, priority
+            "write", [key], lambda shard, _: shard.write(key, tensor, priority=priority), _shard.the_one, priority
         )
 
     def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
@@ -132,7 +131,7 @@ class ShardedOffloader:
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[int]:
             return shard.writev(dict(items[i] for i in places), priority=priority)
 
-        return self._ask("write", [key for key, _ in items], begin, _total, priority)
+        return self._ask("write", [key for key, _ in items], begin, _shard.total, priority)
 
     def read(
         self,
@@ -151,7 +150,7 @@ class ShardedOffloader:
         tensor([0, 1, 2])
         """
         return self._ask(
-            "read", [key], lambda shard, _: shard.read(key, out, device, priority=priority), _the_one, priority
+            "read", [key], lambda shard, _: shard.read(key, out, device, priority=priority), _shard.the_one, priority
         )
 
     def readv(
@@ -180,7 +179,7 @@ class ShardedOffloader:
             into = None if outs is None else [outs[i] for i in places]
             return shard.readv([names[i] for i in places], into, device, priority=priority)
 
-        return self._ask("read", names, begin, _in_order, priority)
+        return self._ask("read", names, begin, _shard.in_order, priority)
 
     def delete(self, key: str) -> CUDAFuture[None]:
         """Forget a key; see ``Offloader.delete``.
@@ -192,7 +191,7 @@ class ShardedOffloader:
         >>> "weight" in store
         False
         """
-        return self._ask("delete", [key], lambda shard, _: shard.delete(key), _nothing)
+        return self._ask("delete", [key], lambda shard, _: shard.delete(key), _shard.nothing)
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
         """Forget many keys; see ``Offloader.deletev``.
@@ -200,7 +199,9 @@ class ShardedOffloader:
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).deletev([]).wait()
         """
         names = list(keys)
-        return self._ask("delete", names, lambda shard, places: shard.deletev([names[i] for i in places]), _nothing)
+        return self._ask(
+            "delete", names, lambda shard, places: shard.deletev([names[i] for i in places]), _shard.nothing
+        )
 
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``.
@@ -208,8 +209,8 @@ class ShardedOffloader:
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).flush().wait()
         """
         self._expect_open()
-        shares = [Share(name, (), _begun(shard.flush)) for name, shard in self._shards.items()]
-        return self._joined("flush", shares, _nothing)
+        shares = [Share(name, (), _shard.begun(shard.flush)) for name, shard in self._shards.items()]
+        return self._joined("flush", shares, _shard.nothing)
 
     # ---- at once
 
@@ -262,6 +263,41 @@ class ShardedOffloader:
         self._inventory.found(name, [key])
         return entry
 
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of what is known of each key, None where there is no such key.
+
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
+        [None]
+        """
+        names = list(keys)
+        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), _shard.in_order)
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``, in the same order.
+
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).list_keys().wait()
+        []
+        """
+        self._expect_open()
+        shares = [Share(name, (), _shard.begun(shard.list_keys)) for name, shard in self._shards.items()]
+
+        def merged(found: list[list[str]]) -> list[str]:
+            return [k for name, here in zip(self._shards, found, strict=True) for k in here if self.where(k) == name]
+
+        return self._joined("list keys", shares, merged)
+
+    def trim(self) -> int:
+        """Remove the files in which nothing is, of all shards; return their bytes.
+
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()
+        0
+        """
+        removed = 0
+        for name in self._shards:
+            with self._asking(name) as shard:
+                removed += shard.trim()
+        return removed
+
     def close(self) -> None:
         """Close all shards, also when one of them fails to.
 
@@ -293,7 +329,7 @@ class ShardedOffloader:
         verb: Verb,
         keys: Sequence[str],
         begin: Callable[[Store, list[int]], CUDAFuture[Any]],
-        merge: Merge[T],
+        merge: _shard.Merge[T],
         priority: int = 0,
     ) -> CUDAFuture[T]:
         """Begin a call on each shard that has some of the keys, given by their places; return the future of all."""
@@ -309,7 +345,9 @@ class ShardedOffloader:
                 return started
             shares = [Share(name, keys, started)]
         else:
-            shares = [Share(n, [keys[i] for i in at], _begun(begin, self._shards[n], at)) for n, at in places.items()]
+            shares = [
+                Share(n, [keys[i] for i in at], _shard.begun(begin, self._shards[n], at)) for n, at in places.items()
+            ]
         what = f"{verb} {keys[0] if len(keys) == 1 else f'{len(keys)} keys'}"
         return self._joined(what, shares, lambda values: merge(values, list(places.values())), priority, verb)
 
@@ -330,7 +368,7 @@ class ShardedOffloader:
             try:
                 failures = []
                 for name, keys, part in shares:
-                    error = _error_of(part)
+                    error = _shard.error_of(part)
                     self._inventory.ended(verb, name, keys, error)
                     if error is not None:
                         failures.append(Failure(name, keys, error))
@@ -358,40 +396,3 @@ class ShardedOffloader:
         except (WorkerLostError, TimeoutError) as error:
             self._inventory.ended("ask", name, keys, error)
             raise blamed([Failure(name, keys, error)])  # noqa: B904 - which has it for its cause
-
-
-def _begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
-    """Return the future of what may not even begin, while others have."""
-    try:
-        return begin(*args)
-    except Exception as e:
-        return CUDAFuture.failed(e)
-
-
-def _error_of(part: CUDAFuture[Any]) -> BaseException | None:
-    """Return what a future that is done has failed with. Its ``exception()`` would wait for devices."""
-    try:
-        part.value()
-    except BaseException as e:
-        return e
-    return None
-
-
-def _the_one(values: list[T], places: list[list[int]]) -> T:
-    (value,) = values
-    return value
-
-
-def _total(values: list[int], places: list[list[int]]) -> int:
-    return sum(values)
-
-
-def _in_order(values: list[list[torch.Tensor]], places: list[list[int]]) -> list[torch.Tensor]:
-    found = {
-        i: tensor for at, tensors in zip(places, values, strict=True) for i, tensor in zip(at, tensors, strict=True)
-    }
-    return [found[i] for i in range(len(found))]
-
-
-def _nothing(values: list[None], *places: list[list[int]]) -> None:
-    return None

@@ -116,6 +116,18 @@ class Store(Protocol):
         """Return dtype, shape and size of a key."""
         ...
 
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Look many keys up; None where there is no such key."""
+        ...
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """List all keys; does not wait."""
+        ...
+
+    def trim(self) -> int:
+        """Remove files in which nothing is; return their bytes."""
+        ...
+
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far have."""
         ...

@@ -68,7 +68,7 @@ RPC_EXT = (
     ("session",),
     ("_batching",),
     ("calls",),
-    ("barrier", "rref", "watch", "_offload_ends", "_offload_transport"),
+    ("barrier", "rref", "watch", "_offload_ends", "_offload_keys", "_offload_transport", "_offload_requests"),
     ("_offload_sessions",),
     ("_offload_desk",),
     ("offload_service",),

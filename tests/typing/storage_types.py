@@ -1,4 +1,4 @@
-"""What a type checker makes of stores. Read by mypy, never run."""
+"""The types of stores. Read by mypy, never run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ def uses(store: Store) -> None:
     reveal_type(store.read("key").wait())  # R: Tensor
     reveal_type(store.readv(["key"]))  # R: CUDAFuture[list[Tensor]]
     reveal_type(store.keys())  # R: list[str]
+    reveal_type(store.list_keys())  # R: CUDAFuture[list[str]]
+    reveal_type(store.find(["key"]).wait()[0])  # R: Entry | None
 
 
 def are_stores(local: Offloader, sharded: ShardedOffloader, remote: RemoteOffloader) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from cudafuture import gather, wait
-from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError
-from cudafuture.storage import Engine, Entry, Offloader
+from cudafuture.errors import NotFoundError, QuotaError
+from cudafuture.storage import Engine, Offloader
 from unit.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -22,64 +22,7 @@ def plain(engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
         yield store
 
 
-# ---- what goes in comes out
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 1023, 1024, 1025, 16384, 32767, 32768, 65536, LARGE, LARGE + 1])
-def test_a_tensor_comes_back(store: Offloader, size: int) -> None:
-    tensor = numbered(size)
-    assert store.write("tensor", tensor).wait(timeout=PATIENCE) == tensor.nbytes
-    assert torch.equal(get(store, "tensor"), tensor)
-    out = torch.zeros_like(tensor)
-    assert store.read("tensor", out).wait(timeout=PATIENCE) is out
-    assert torch.equal(out, tensor)
-
-
-def test_many_tensors_of_all_sizes_come_back(store: Offloader) -> None:
-    sizes = [1, 15, 16, 17, 1000, 1024, 5000, 20000, 32768, 40000, 100000, 0] * 8
-    tensors = {f"tensor {i}": numbered(size, i) for i, size in enumerate(sizes)}
-    whole = sum(t.nbytes for t in tensors.values())
-    assert store.writev(tensors).wait(timeout=PATIENCE) == whole
-    assert store.keys() == list(tensors)
-    order = sorted(tensors, key=lambda key: hash(key[::-1]))
-    for key, got in zip(order, store.readv(order).wait(timeout=PATIENCE), strict=True):
-        assert torch.equal(got, tensors[key]), key
-    outs = [torch.zeros_like(tensors[key]) for key in order]
-    for got, out in zip(store.readv(order, outs).wait(timeout=PATIENCE), outs, strict=True):
-        assert got is out
-    assert all(torch.equal(out, tensors[key]) for key, out in zip(order, outs, strict=True))
-    assert all(torch.equal(get(store, key), tensors[key]) for key in order)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64], ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (5, 1, 7)], ids=str)
-def test_dtype_and_shape_are_kept(plain: Offloader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randint(0, 2, shape).to(dtype)
-    plain.write("tensor", tensor).wait(timeout=PATIENCE)
-    got = get(plain, "tensor")
-    assert (got.dtype, got.shape) == (dtype, tensor.shape)
-    assert torch.equal(got, tensor)
-    assert plain.stat("tensor") == Entry("tensor", dtype, tensor.shape, tensor.nbytes)
-
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda t: t.t(),
-    "with gaps": lambda t: t[:, ::3],
-    "a part": lambda t: t[7:200],
-    "expanded": lambda t: t[:1].expand(100, -1),
-    "a leaf": lambda t: t.clone().requires_grad_(),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
-@pytest.mark.parametrize("rows", [16, 600])
-def test_views_are_stored_as_they_look(plain: Offloader, view: Callable[..., torch.Tensor], rows: int) -> None:
-    tensor = view(numbered(rows * 300).reshape(rows, 300))
-    plain.write("view", tensor).wait(timeout=PATIENCE)
-    assert torch.equal(get(plain, "view"), tensor)
-    target = torch.zeros(tensor.shape[1], tensor.shape[0]).t()
-    plain.read("view", target).wait(timeout=PATIENCE)
-    assert torch.equal(target, tensor)
+# ---- small and large
 
 
 def test_small_ones_go_together(plain: Offloader) -> None:
@@ -143,14 +86,6 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(tmp_path: Pat
         assert store.statistics().used == store.statistics().bytes == 4 * size
 
 
-def test_the_write_that_was_asked_for_last_wins(store: Offloader) -> None:
-    for number in range(20):
-        sizes = [LARGE, SMALL] if number % 2 else [SMALL, LARGE]  # the small one is done first
-        writes = [store.write("tensor", numbered(size, number)) for size in sizes]
-        wait(writes, timeout=PATIENCE)
-        assert torch.equal(get(store, "tensor"), numbered(sizes[1], number))
-
-
 def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     with engine, store:
@@ -167,18 +102,6 @@ def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) 
         assert torch.equal(get(store, "a"), numbered(3))
 
 
-def test_the_memory_is_released_when_it_is_not_needed(store: Offloader) -> None:
-    tensors = {"small": numbered(SMALL), "large": numbered(LARGE), "empty": numbered(0)}
-    for key, tensor in tensors.items():
-        expected = tensor.clone()
-        write = store.write(key, tensor)
-        assert write.released is not None
-        write.released.wait(timeout=PATIENCE)
-        tensor.zero_()
-        write.wait(timeout=PATIENCE)
-        assert torch.equal(get(store, key), expected)
-
-
 # ---- keys
 
 
@@ -193,16 +116,6 @@ def test_any_name_will_do(store: Offloader, key: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
 
 
-@pytest.mark.parametrize("key", ["", "x" * 1025, "é" * 513, "a\0b", "\0", "\ud800"])
-def test_what_is_no_name_is_refused(plain: Offloader, key: str) -> None:
-    for call in (lambda: plain.write(key, numbered(1)), lambda: plain.read(key), lambda: plain.delete(key)):
-        with pytest.raises(ValueError, match=r"key|surrogates"):
-            call()
-    with pytest.raises(ValueError, match=r"key|surrogates"):
-        plain.writev({"good": numbered(1), key: numbered(1)})
-    assert len(plain) == 0
-
-
 def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:
     with Offloader(tmp_path, durable=True) as store:
         store.write("most", numbered(3).view([1] * 1023 + [3])).wait(timeout=PATIENCE)
@@ -212,52 +125,7 @@ def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:
         assert get(store, "most").shape == (1,) * 1023 + (3,)
 
 
-def test_what_is_no_text_is_no_name(plain: Offloader) -> None:
-    for key in (b"bytes", 3, None):
-        with pytest.raises(TypeError, match="a key is a str"):
-            plain.write(key, numbered(1))  # type: ignore[arg-type]
-
-
-def test_a_key_that_is_not_there(store: Offloader) -> None:
-    store.write("there", numbered(1)).wait(timeout=PATIENCE)
-    for future in (store.read("nowhere"), store.readv(["there", "nowhere"]), store.delete("nowhere")):
-        error = future.exception(timeout=PATIENCE)
-        assert isinstance(error, NotFoundError)
-        assert isinstance(error, KeyError)
-        assert "nowhere" in str(error)
-    with pytest.raises(NotFoundError, match="nowhere"):
-        store.stat("nowhere")
-    assert "nowhere" not in store
-    both = store.deletev(["there", "nowhere"])
-    assert isinstance(both.exception(timeout=PATIENCE), NotFoundError)
-    assert store.keys() == []
-    store.close()
-    with pytest.raises(InvalidStateError, match="closed"):
-        store.read("nowhere")
-
-
-def test_keys_are_in_the_order_in_which_they_were_written_last(store: Offloader) -> None:
-    for key in "abcab":
-        store.write(key, numbered(1)).wait(timeout=PATIENCE)
-    assert store.keys() == ["c", "a", "b"]
-    store.deletev(["a", "c"]).wait(timeout=PATIENCE)
-    assert store.keys() == ["b"]
-
-
 # ---- what does not fit
-
-
-def test_another_dtype_or_shape_is_refused(plain: Offloader) -> None:
-    plain.write("tensor", numbered(6)).wait(timeout=PATIENCE)
-    for out in (torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"tensor of Float \[6\]"):
-            plain.read("tensor", out)
-    with pytest.raises(ValueError, match="to be filled"):
-        plain.readv(["tensor"], [torch.zeros(6), torch.zeros(6)])
-    with pytest.raises(ValueError, match="give it, or a device"):
-        plain.read("tensor", torch.zeros(6), "cpu")
-    with pytest.raises(TypeError, match=r"torch\.Tensor is wanted"):
-        plain.write("tensor", [1, 2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["ephemeral", "durable"])

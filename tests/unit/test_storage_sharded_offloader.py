@@ -450,19 +450,6 @@ def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: Sharded
         store.readv(TENSORS, list(TENSORS.values()), "cpu")
 
 
-def test_a_key_that_is_not_there(store: ShardedOffloader) -> None:
-    fill(store)
-    assert "no" not in store
-    with pytest.raises(NotFoundError, match="'no'"):
-        store.stat("no")
-    for future in (store.read("no"), store.readv([*TENSORS, "no"]), store.delete("no")):
-        error = failure(future)
-        assert isinstance(error, NotFoundError)
-        assert "'no'" in str(error)
-    assert isinstance(failure(store.deletev([*TENSORS, "no"])), NotFoundError)
-    assert store.keys() == []  # those that were there are gone
-
-
 def test_the_error_of_a_shard_elsewhere_is_the_same_object_and_says_whose(store: ShardedOffloader, far: Far) -> None:
     (key, *_) = of(store, "far")
     far.error = StorageError("the disk has failed")

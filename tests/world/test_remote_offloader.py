@@ -45,42 +45,6 @@ def numbered(size: int, seed: int = 0) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + seed
 
 
-SIZES = [0, 1, 1000, 1 << 18, (1 << 20) // 4 + 1, PIECE // 4, PIECE // 4 + 1, 5 * PIECE // 8 + 3]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_comes_back(remote: RemoteOffloader, size: int) -> None:
-    tensor = numbered(size)
-    assert remote.write("x", tensor).wait(timeout=PATIENCE) == 4 * size
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
-    out = torch.full_like(tensor, -1)
-    assert remote.read("x", out).wait(timeout=PATIENCE) is out
-    assert torch.equal(out, tensor)
-    entry = remote.stat("x")
-    assert (entry.key, entry.dtype, entry.shape, entry.nbytes) == ("x", torch.float32, (size,), 4 * size)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(3.0),
-        torch.empty(0, 3),
-        torch.randn(4, 5).t(),
-        torch.ones(3, dtype=torch.bfloat16),
-        torch.tensor([True, False]),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.ones(2, 2, requires_grad=True),
-        torch.randn(100)[3:50:7],
-    ],
-    ids=["scalar", "empty", "transposed", "bfloat16", "bool", "conjugate", "leaf", "strided"],
-)
-def test_dtype_and_shape_are_kept(remote: RemoteOffloader, tensor: torch.Tensor) -> None:
-    remote.write("x", tensor).wait(timeout=PATIENCE)
-    back = remote.read("x").wait(timeout=PATIENCE)
-    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(back, tensor)
-
-
 def test_many_come_back_in_few_requests(remote: RemoteOffloader, service: OffloadService) -> None:
     tensors = {f"{i}": numbered(4000 + i, i) for i in range(500)}
     assert remote.writev(tensors).wait(timeout=PATIENCE) == sum(t.nbytes for t in tensors.values())
@@ -207,39 +171,11 @@ def test_what_has_come_lies_in_memory_that_is_used_again(remote: RemoteOffloader
     assert _memory._pieces.kept() == min(kept + 1, _memory._KEPT)
 
 
-def test_a_key_that_is_not_there(remote: RemoteOffloader) -> None:
-    remote.write("there", numbered(1)).wait(timeout=PATIENCE)
-    asked = (
-        lambda: remote.read("no"),
-        lambda: remote.readv(["there", "no"]),
-        lambda: remote.delete("no"),
-        lambda: remote.deletev(["there", "no"]),
-    )
-    for call in asked:
-        error = call().exception(timeout=PATIENCE)
-        assert isinstance(error, NotFoundError)
-        assert "'no'" in str(error)
-    with pytest.raises(NotFoundError, match="'no'"):
-        remote.stat("no")
-    assert "no" not in remote
-    assert remote.keys() == []
-
-
 def test_errors_name_worker_and_key(remote: RemoteOffloader) -> None:
     error = remote.read("weights").exception(timeout=PATIENCE)
     assert error is not None
     if hasattr(error, "__notes__"):
         assert any(f"read weights on worker '{ME}'" in note for note in error.__notes__)
-
-
-def test_another_dtype_or_shape_is_refused(remote: RemoteOffloader) -> None:
-    remote.write("x", numbered(6)).wait(timeout=PATIENCE)
-    for out in (torch.empty(6, dtype=torch.float64), torch.empty(2, 3), torch.empty(5)):
-        assert isinstance(remote.read("x", out).exception(timeout=PATIENCE), ValueError)
-    with pytest.raises(ValueError, match="device"):
-        remote.read("x", torch.empty(6), "cpu")
-    with pytest.raises(ValueError, match="2 keys, and 1"):
-        remote.readv(["x", "y"], [torch.empty(6)])
 
 
 def test_private_keys_go_with_their_client_and_shared_ones_stay(service: OffloadService) -> None:
@@ -321,18 +257,6 @@ def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(serv
     assert last.done()
     with RemoteOffloader(ME, namespace="shared") as remote:
         assert remote.keys() == ["x", "y"]
-
-
-@pytest.mark.parametrize("size", [3, PIECE // 4 + 1], ids=["small", "pieces"])
-def test_the_memory_is_released_when_it_is_not_needed(remote: RemoteOffloader, size: int) -> None:
-    tensor = numbered(size)
-    write = remote.write("x", tensor)
-    assert write.released is not None
-    write.released.wait(timeout=PATIENCE)
-    tensor.zero_()
-    write.wait(timeout=PATIENCE)
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
-    assert remote.read("x").released is None
 
 
 def test_a_write_that_fails_releases_its_memory(service: OffloadService, remote: RemoteOffloader) -> None:
@@ -504,11 +428,20 @@ def test_any_name_is_just_a_name(remote: RemoteOffloader, tmp_path: Path, key: s
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("key", ["", "a\0b", "k" * (LONGEST_KEY + 1), "\ud800"])
-def test_what_is_no_name_is_refused(remote: RemoteOffloader, key: str) -> None:
-    for call in (lambda: remote.write(key, numbered(1)), lambda: remote.read(key), lambda: remote.delete(key)):
-        with pytest.raises(ValueError, match=r"key has|NUL|surrogates"):
-            call()
+def test_keys_are_found_and_files_trimmed_for_clients_only(remote: RemoteOffloader, service: OffloadService) -> None:
+    token = remote._token
+    refused = service.statistics().refused
+    block = pack_wanted([Wanted("x")])
+    for arguments in (("offload", b"x" * len(token), block), ("offload", None, block)):
+        with pytest.raises(AuthenticationError):
+            rpc_sync(ME, calls.find_keys, arguments)
+        with pytest.raises(AuthenticationError):
+            rpc_sync(ME, calls.trim, arguments[:2])
+    for wrong in (b"", block[:-1], block + b"x", "x", None):
+        with pytest.raises(ValueError, match=r"block|headers|cut off"):
+            rpc_sync(ME, calls.find_keys, ("offload", token, wrong))
+    assert service.statistics().refused == refused + 9
+    assert rpc_sync(ME, calls.find_keys, ("offload", token, block)) == [None]
 
 
 def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteOffloader, service: OffloadService) -> None:
