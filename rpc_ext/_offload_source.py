@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from cudafuture import CUDAFuture, copy, executors, pool_stream
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import ChecksumError, InvalidStateError
+from cudafuture.storage import digest
 from rpc_ext._C import alone
 from rpc_ext._offload_wire import PIECE, Header, code_of, pieces_of
 
@@ -68,13 +69,17 @@ def expect_memory(tensor: torch.Tensor) -> None:
             raise ValueError(f"the memory of the tensor has {there} bytes, and its elements lie in {wanted}")
 
 
-def source_of(tensor: torch.Tensor, priority: int) -> tuple[Source, CUDAFuture[None]]:
+def source_of(tensor: torch.Tensor, priority: int, expected: int | None = None) -> tuple[Source, CUDAFuture[None]]:
     """Return the source that a tensor is, and the future of when it may be overwritten.
+
+    Where a digest is expected that its bytes do not have, its pieces fail with ChecksumError.
 
     Raises:
         ValueError: it is on a device that has no streams.
     """
     released: CUDAFuture[None] = CUDAFuture(name="released", executor=_THREAD)
+    if expected is not None:
+        return _CheckedSource(tensor, released, priority, expected), released
     if tensor.is_cpu:
         return _HostSource(tensor, released), released
     pool_stream(tensor.device, priority)  # refuses what has none
@@ -119,6 +124,32 @@ class _DeviceSource:
 
         copying = self._bytes.then_async(begin, priority=self._priority, executor=executors.inline)
         return copying.then(copied, executor=_THREAD, non_blocking=False)
+
+    def release(self) -> None:
+        _complete(self._released)
+
+
+class _CheckedSource:
+    """Memory whose digest is taken before the first piece goes; that of a device is copied to the host first."""
+
+    bytes = None
+
+    def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None], priority: int, expected: int) -> None:
+        self._released = released
+        host = CUDAFuture.completed(tensor) if tensor.is_cpu else copy(tensor.detach(), "cpu", priority=priority)
+
+        def check(done: CUDAFuture[torch.Tensor]) -> _HostSource:
+            whole = done.value()
+            if whole is not tensor:
+                self.release()
+            if digest(whole) != expected:
+                raise ChecksumError("the bytes that were to be written do not have the digest that they must have")
+            return _HostSource(whole, released)
+
+        self._source = host.then(check, executor=executors.default_executor(), non_blocking=False)
+
+    def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
+        return self._source.then_async(lambda done: done.value().piece(at, length), executor=executors.inline)
 
     def release(self) -> None:
         _complete(self._released)

@@ -21,10 +21,16 @@ class Tally:
     Args:
         count: how many there are.
         named: says of an error which one it is of.
+        succeeded: called for each that has ended without an error, before the future is done.
     """
 
-    def __init__(self, count: int, named: Callable[[int, BaseException], BaseException]) -> None:
-        self._named = named
+    def __init__(
+        self,
+        count: int,
+        named: Callable[[int, BaseException], BaseException],
+        succeeded: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._named, self._succeeded = named, succeeded
         self.future: CUDAFuture[list[Any]] = CUDAFuture(executor=executors.inline)
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._values: list[Any] = [None] * count
@@ -45,6 +51,8 @@ class Tally:
         """Note how one has ended."""
         if error is not None and self._error is None:
             error = self._named(i, error)
+        if error is None:
+            self._succeeded(i)
         with self._lock:
             self._values[i] = value
             self._error = self._error or error

@@ -39,6 +39,8 @@ class Target:
     """
 
     is_on_device = False
+    wants_digest = False  # of the bytes that come
+    digest = 0  # when they have come: of a tensor in one piece always, of another one where it is wanted
 
     def __init__(self, out: torch.Tensor | None) -> None:
         self.out = out

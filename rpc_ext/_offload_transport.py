@@ -22,7 +22,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
-from cudafuture.storage import digest
+from cudafuture.storage import Digest, digest
 from rpc_ext import _offload_calls
 from rpc_ext._memory import carried
 from rpc_ext._offload_calls import Answer, Terms
@@ -89,9 +89,15 @@ class Transport:
 
     # ---- there
 
-    def writev(self, headers: Sequence[Header], sources: Sequence[Source], deadline: Deadline) -> CUDAFuture[int]:
+    def writev(
+        self,
+        headers: Sequence[Header],
+        sources: Sequence[Source],
+        deadline: Deadline,
+        succeeded: Callable[[int], None],
+    ) -> CUDAFuture[int]:
         """Write tensors. When all have ended it gives how many bytes they have, or the first that failed its error."""
-        tally = Tally(len(headers), lambda i, error: named(error, f"write {headers[i].key}", self._worker))
+        tally = Tally(len(headers), lambda i, e: named(e, f"write {headers[i].key}", self._worker), succeeded)
         small = []
         for i, (header, source) in enumerate(zip(headers, sources, strict=True)):
             if header.nbytes >= _SMALL:
@@ -202,6 +208,7 @@ class Transport:
                 raise NotFoundError(f"key {key!r}: one of its pieces is not there")
             target.expect(header)
             if header.pieces == 1:
+                target.digest = header.checksum
                 return target.whole(header, data)
             return self._read_on(header, data, target, deadline)
 
@@ -234,6 +241,7 @@ class Transport:
     ) -> None:
         try:
             target.expect(header)
+            target.digest = header.checksum
             whole = target.whole(header, data) if header.pieces == 1 else self._read_on(header, data, target, deadline)
         except Exception as e:
             tally.ended(i, None, e)
@@ -245,9 +253,14 @@ class Transport:
     ) -> CUDAFuture[torch.Tensor]:
         """Fetch the other pieces; from the first one on again where the key was written again meanwhile."""
         assembly = target.assemble(header)
+        total = Digest(header.nbytes) if target.wants_digest else None
+        if total is not None:
+            total.add(0, data)
 
         def fill(done: CUDAFuture[tuple[Header, torch.Tensor]]) -> CUDAFuture[object]:
             piece, data = done.value()
+            if total is not None:
+                total.add(piece.piece * PIECE, data)
             return assembly.fill(piece.piece * PIECE, data)
 
         def ended(done: CUDAFuture[list[CUDAFuture[object]]]) -> CUDAFuture[torch.Tensor]:
@@ -256,6 +269,8 @@ class Transport:
                 return self.read(header.key, target, deadline, header.upload)
             if errors:
                 raise errors[0]
+            if total is not None:
+                target.digest = total.value()
             return assembly.finish()
 
         parts = [assembly.fill(0, data)]

@@ -13,6 +13,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import InvalidStateError
+from cudafuture.storage.store import expect_one_for_each, expected_digests
 from rpc_ext import _offload_calls as calls
 from rpc_ext import _offload_ends as _ends
 from rpc_ext._offload_calls import Answer
@@ -107,28 +108,49 @@ class RemoteOffloader(RemoteKeys):
         """
         return self.writev({key: tensor}, priority=priority)
 
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+    def writev(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
+    ) -> CUDAFuture[int]:
         """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does it.
 
-        The future is done when all have ended, and has the error of the first that failed, with its key.
+        The future is done when all have ended, and has the error of the first that failed, with its key. A digest is
+        compared here, before anything is sent; it costs a pass over the bytes. `written` is False also where it is not
+        known whether a key was written.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
+        expected = expected_digests(tensors, digests)
+        expect_one_for_each(written, torch.bool, len(tensors), "outcomes")
         if not tensors:
             return CUDAFuture.completed(0)
         for key in tensors:
             expect_key(key)
         headers = [header_of(key, tensor) for key, tensor in tensors.items()]
-        sources, parts = zip(*(source_of(tensor, priority) for tensor in tensors.values()), strict=True)
+        made = [source_of(tensor, priority, due) for tensor, due in zip(tensors.values(), expected, strict=True)]
+        sources, parts = zip(*made, strict=True)
         released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=executors.inline)
+        if written is not None:
+            written.fill_(False)
+
+        def succeeded(i: int) -> None:
+            if written is not None:
+                written[i] = True
+
+        def send(deadline: Deadline) -> CUDAFuture[int]:
+            return self._transport.writev(headers, sources, deadline, succeeded)
 
         def write(deadline: Deadline) -> CUDAFuture[int]:
-            written = self._turns.take(list(tensors), lambda: self._transport.writev(headers, sources, deadline))
-            written.add_done_callback(lambda _: [source.release() for source in sources], executor=executors.inline)
-            return written
+            done = self._turns.take(list(tensors), lambda: send(deadline))
+            done.add_done_callback(lambda _: [source.release() for source in sources], executor=executors.inline)
+            return done
 
         return self._begin("write", _told(list(tensors)), write, priority, released)
 
@@ -168,6 +190,7 @@ class RemoteOffloader(RemoteKeys):
         device: torch.device | str | int | None = None,
         *,
         priority: int = 0,
+        digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Get many tensors, in the order of the keys; see ``Offloader.readv``.
 
@@ -185,7 +208,20 @@ class RemoteOffloader(RemoteKeys):
         for key in names:
             expect_key(key)
         targets = [target_of(out, device, priority) for out in ([None] * len(names) if outs is None else outs)]
-        return self._begin("read", _told(names), lambda deadline: self._readv(names, targets, deadline), priority)
+        expect_one_for_each(digests, torch.uint64, len(names), "digests")
+        for target in targets:
+            target.wants_digest = digests is not None
+
+        def told(done: CUDAFuture[list[torch.Tensor]]) -> list[torch.Tensor]:
+            tensors = done.value()
+            if digests is not None:
+                digests.copy_(torch.tensor([target.digest for target in targets], dtype=torch.uint64, device="cpu"))
+            return tensors
+
+        def read(deadline: Deadline) -> CUDAFuture[list[torch.Tensor]]:
+            return self._readv(names, targets, deadline).then(told, executor=executors.inline)
+
+        return self._begin("read", _told(names), read, priority)
 
     def _readv(
         self, keys: Sequence[str], targets: Sequence[Target], deadline: Deadline

@@ -1,6 +1,6 @@
 """Tensors on disk, past Python and the GIL, with futures: ``Engine`` and ``File``, and by name: ``Offloader``."""
 
-from cudafuture.storage._digests import digest, digests
+from cudafuture.storage._digests import Digest, digest, digests
 from cudafuture.storage.async_file_writer import AsyncFileWriter
 from cudafuture.storage.backends import get_backends, probe_backend
 from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncFileWriter",
     "Buffer",
     "BufferPool",
+    "Digest",
     "DiskOffloader",
     "Engine",
     "EngineStatistics",

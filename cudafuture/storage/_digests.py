@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from cudafuture import _C
+from cudafuture.errors import InvalidStateError
 from cudafuture.storage import _xxhash
 
-__all__ = ["digest", "digests"]
+__all__ = ["Digest", "digest", "digests"]
+
+_LEAF = 1 << 16  # bytes
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -48,3 +51,49 @@ def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]]) -> list[int]
     """
     _xxhash.install()
     return _C.digests_of(tensor, list(parts))
+
+
+class Digest:
+    """The digest of a tensor whose bytes come in pieces, in any order; the same as ``digest()`` of all of them.
+
+    >>> import torch
+    >>> tensor = torch.arange(100_000).to(torch.uint8)
+    >>> parts = Digest(100_000)
+    >>> parts.add(65536, tensor[65536:])
+    >>> parts.add(0, tensor[:65536])
+    >>> parts.value() == digest(tensor)
+    True
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        _xxhash.install()
+        self._nbytes, self._left = nbytes, nbytes
+        self._native = _C.Checksum(nbytes)
+
+    def add(self, at: int, piece: torch.Tensor) -> None:
+        """Take a contiguous piece on the host into account, whose bytes begin at `at`. Each byte is added once.
+
+        Raises:
+            TypeError: it is no such tensor.
+            ValueError: it begins at no multiple of 64 KiB, or ends neither there nor with the tensor.
+
+        >>> Digest(3).add(0, torch.zeros(3, dtype=torch.uint8))
+        """
+        end = at + piece.nbytes
+        if at % _LEAF or not 0 <= at <= end <= self._nbytes or (end % _LEAF and end < self._nbytes):
+            raise ValueError(f"bytes {at} to {end} of {self._nbytes} are no multiple of 64 KiB, nor the last ones")
+        self._native.take(at, piece)
+        self._left -= piece.nbytes
+
+    def value(self) -> int:
+        """Return the digest.
+
+        Raises:
+            InvalidStateError: some bytes are missing.
+
+        >>> Digest(0).value() == digest(torch.empty(0))
+        True
+        """
+        if self._left:
+            raise InvalidStateError(f"{self._left} of {self._nbytes} bytes were not added")
+        return self._native.digest()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
+from cudafuture.executors import callback_thread
 from cudafuture.storage.store import Store
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "in_order",
     "named",
     "nothing",
+    "part_of",
     "the_one",
     "total",
 ]
@@ -109,6 +113,26 @@ def the_one(values: list[T], places: list[list[int]]) -> T:
     """Return what the only shard has given."""
     (value,) = values
     return value
+
+
+def part_of(
+    tensor: torch.Tensor | None, places: Sequence[int]
+) -> tuple[torch.Tensor | None, Callable[[CUDAFuture[T]], CUDAFuture[T]]]:
+    """Return what a shard fills of a tensor with an element for each key, and what is to be done with its future."""
+    if tensor is None or len(places) == tensor.numel():  # then they are in order
+        return tensor, lambda future: future
+    part = torch.zeros(len(places), dtype=tensor.dtype, device="cpu")
+
+    def gather(future: CUDAFuture[T]) -> CUDAFuture[T]:
+        def put(_: object) -> None:
+            numbers = torch.int64 if part.dtype == torch.uint64 else part.dtype  # torch cannot index the other
+            whole, some = (each.detach().view(numbers) for each in (tensor, part))
+            whole.index_copy_(0, torch.tensor(places, device="cpu"), some)
+
+        future.add_done_callback(put, executor=callback_thread)  # before what joins the shards, which comes later
+        return future
+
+    return part, gather
 
 
 def total(values: list[int], places: list[list[int]]) -> int:

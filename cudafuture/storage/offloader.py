@@ -19,7 +19,7 @@ from cudafuture.storage._home import DurableHome, EphemeralHome, durable_home, i
 from cudafuture.storage._offloader_keys import OffloaderKeys
 from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
-from cudafuture.storage.store import OffloaderStatistics
+from cudafuture.storage.store import OffloaderStatistics, expected_digests
 
 if TYPE_CHECKING:
     from cudafuture.storage.salvage import SalvagedStore
@@ -202,9 +202,7 @@ class Offloader(OffloaderKeys):
         48
         """
         keys, values = list(tensors.keys()), list(tensors.values())
-        if digests is not None and (unknown := digests.keys() - tensors.keys()):
-            raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
-        expected = None if digests is None else [digests.get(key) for key in keys]
+        expected = None if digests is None else expected_digests(tensors, digests)
         return self._native.write(keys, values, priority, expected, written, atomic)
 
     def read(

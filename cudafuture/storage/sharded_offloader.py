@@ -17,15 +17,16 @@ from cudafuture.storage import _shard
 from cudafuture.storage._inventory import Inventory, Verb
 from cudafuture.storage._rendezvous import Rendezvous
 from cudafuture.storage._shard import Failure, Share, blamed, named
+from cudafuture.storage._sharded_keys import ShardedKeys
 from cudafuture.storage.offloader import Offloader
-from cudafuture.storage.store import Entry, Store
+from cudafuture.storage.store import Store, expect_one_for_each, expected_digests
 
 __all__ = ["ShardedOffloader"]
 
 T = TypeVar("T")
 
 
-class ShardedOffloader:
+class ShardedOffloader(ShardedKeys):
     """Several stores that are used as one: each key lies on one of them, its shard. The interface is ``Offloader``'s.
 
     The names of the key and of the shards alone decide which shard that is, by rendezvous hashing: it is the one with
@@ -119,7 +120,14 @@ class ShardedOffloader:
             "write", [key], lambda shard, _: shard.write(key, tensor, priority=priority), _shard.the_one, priority
         )
 
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+    def writev(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
+    ) -> CUDAFuture[int]:
         """Put many tensors under their keys; see ``Offloader.writev``. A shard refuses its share alone.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
@@ -127,9 +135,16 @@ class ShardedOffloader:
         48
         """
         items = list(tensors.items())
+        expected_digests(tensors, digests)
+        expect_one_for_each(written, torch.bool, len(items), "outcomes")
+        if written is not None:
+            written.fill_(False)
 
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[int]:
-            return shard.writev(dict(items[i] for i in places), priority=priority)
+            some = dict(items[i] for i in places)
+            sums = None if digests is None else {key: digests[key] for key in some if key in digests}
+            part, gather = _shard.part_of(written, places)
+            return gather(shard.writev(some, priority=priority, digests=sums, written=part))
 
         return self._ask("write", [key for key, _ in items], begin, _shard.total, priority)
 
@@ -160,6 +175,7 @@ class ShardedOffloader:
         device: torch.device | str | int | None = None,
         *,
         priority: int = 0,
+        digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Get many tensors, in the order of the keys; see ``Offloader.readv``.
 
@@ -174,10 +190,12 @@ class ShardedOffloader:
             raise ValueError("a tensor to be filled is where it is: give it, or a device")
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+        expect_one_for_each(digests, torch.uint64, len(names), "digests")
 
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[list[torch.Tensor]]:
             into = None if outs is None else [outs[i] for i in places]
-            return shard.readv([names[i] for i in places], into, device, priority=priority)
+            part, gather = _shard.part_of(digests, places)
+            return gather(shard.readv([names[i] for i in places], into, device, priority=priority, digests=part))
 
         return self._ask("read", names, begin, _shard.in_order, priority)
 
@@ -211,92 +229,6 @@ class ShardedOffloader:
         self._expect_open()
         shares = [Share(name, (), _shard.begun(shard.flush)) for name, shard in self._shards.items()]
         return self._joined("flush", shares, _shard.nothing)
-
-    # ---- at once
-
-    def keys(self) -> list[str]:
-        """Return all keys: of one shard after the other, in the order of their names, each as the shard lists its own.
-
-        Asks every shard, and waits. It never leaves out the keys of one that does not answer: those of the others are
-        to be had through ``shards``.
-
-        Raises:
-            WorkerLostError: a shard is gone; the error names it.
-
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).keys()
-        []
-        """
-        found: list[str] = []
-        for name in self._shards:
-            with self._asking(name) as shard:
-                here = [key for key in shard.keys() if self.where(key) == name]  # noqa: SIM118
-            self._inventory.found(name, here)
-            found += here
-        return found
-
-    def __contains__(self, key: str) -> bool:
-        name = self.where(key)
-        with self._asking(name, key) as shard:
-            found = key in shard
-        self._inventory.found(name, [key] if found else [])
-        return found
-
-    def __len__(self) -> int:
-        return len(self.keys())
-
-    def stat(self, key: str) -> Entry:
-        """Return what is known of a key. Asks its shard, and waits.
-
-        Raises:
-            NotFoundError: there is no such key.
-            WorkerLostError: its shard is gone.
-
-        >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
-        >>> store.write("weight", torch.eye(3)).wait()
-        36
-        >>> store.stat("weight")
-        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
-        """
-        name = self.where(key)
-        with self._asking(name, key) as shard:
-            entry = shard.stat(key)
-        self._inventory.found(name, [key])
-        return entry
-
-    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
-        """Return a future of what is known of each key, None where there is no such key.
-
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
-        [None]
-        """
-        names = list(keys)
-        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), _shard.in_order)
-
-    def list_keys(self) -> CUDAFuture[list[str]]:
-        """Return a future of ``keys()``, in the same order.
-
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).list_keys().wait()
-        []
-        """
-        self._expect_open()
-        shares = [Share(name, (), _shard.begun(shard.list_keys)) for name, shard in self._shards.items()]
-
-        def merged(found: list[list[str]]) -> list[str]:
-            return [k for name, here in zip(self._shards, found, strict=True) for k in here if self.where(k) == name]
-
-        return self._joined("list keys", shares, merged)
-
-    def trim(self) -> int:
-        """Remove the files in which nothing is, of all shards; return their bytes.
-
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()
-        0
-        """
-        removed = 0
-        for name in self._shards:
-            with self._asking(name) as shard:
-                removed += shard.trim()
-        return removed
 
     def close(self) -> None:
         """Close all shards, also when one of them fails to.

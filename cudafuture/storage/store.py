@@ -51,6 +51,30 @@ class OffloaderStatistics:
     """calls that have not ended"""
 
 
+def expected_digests(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int] | None) -> list[int | None]:
+    """Return what the bytes of each tensor must have, as ``Store.writev`` is told.
+
+    Raises:
+        ValueError: a digest is of none of the keys.
+    """
+    digests = digests or {}
+    if unknown := digests.keys() - tensors.keys():
+        raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
+    return [digests.get(key) for key in tensors]
+
+
+def expect_one_for_each(tensor: torch.Tensor | None, dtype: torch.dtype, keys: int, what: str) -> None:
+    """See that a tensor can take what comes of each key.
+
+    Raises:
+        ValueError: it has another dtype or size, is on a device, or its elements are not one after the other.
+    """
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tensor.numel() != keys or not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(f"{what} go into a tensor of {dtype} on the host with an element for each key")
+
+
 class Store(Protocol):
     """The methods of a store of tensors by name, for type annotations.
 
@@ -72,7 +96,14 @@ class Store(Protocol):
         """Write a tensor under a key; the future has its bytes."""
         ...
 
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
+    def writev(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
+    ) -> CUDAFuture[int]:
         """Write many tensors under their keys; the future has their bytes."""
         ...
 
@@ -94,6 +125,7 @@ class Store(Protocol):
         device: torch.device | str | int | None = None,
         *,
         priority: int = 0,
+        digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
         """Read the tensors of many keys, in their order."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import struct
 from collections.abc import Callable
@@ -12,10 +13,10 @@ import pytest
 import torch
 import xxhash
 
-from cudafuture.errors import ChecksumError, NotFoundError, QuotaError
-from cudafuture.storage import Engine, Offloader, digest, digests
+from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from cudafuture.storage import Digest, Engine, Offloader, digest, digests
 from unit.child import Child
-from unit.storing import LARGE, PATIENCE, get, numbered
+from unit.storing import LARGE, PATIENCE, contents, get, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -52,6 +53,28 @@ def test_parts_have_their_own() -> None:
     data = numbered(60_000).view(torch.uint8)
     parts = [(0, 0), (0, data.numel()), (5, 100), (7, LEAF + 1), (data.numel(), 0)]
     assert digests(data, parts) == [digest(data[at : at + length]) for at, length in parts]
+
+
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 1_000_000])
+def test_pieces_in_any_order_have_the_digest_of_the_whole(size: int) -> None:
+    tensor = contents(size)
+    begins = random.Random(size).sample(range(0, size, 3 * 65536), len(range(0, size, 3 * 65536)))
+    total = Digest(size)
+    for begin in begins:
+        if size:
+            with pytest.raises(InvalidStateError, match="were not added"):
+                total.value()
+        total.add(begin, tensor[begin : begin + 3 * 65536])
+    assert total.value() == digest(tensor)
+
+
+def test_a_piece_has_whole_leaves() -> None:
+    total = Digest(200_000)
+    for at, size in ((1, 65536), (0, 65535), (65536, 134_465), (-65536, 65536), (131_072, 1000)):
+        with pytest.raises(ValueError, match="no multiple of 64 KiB"):
+            total.add(at, contents(size))
+    total.add(0, contents(200_000))
+    assert total.value() == digest(contents(200_000))
 
 
 @pytest.mark.parametrize(

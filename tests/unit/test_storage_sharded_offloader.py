@@ -54,8 +54,8 @@ class Far:
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
         return self._future("write", 1, lambda: self.store.write(key, tensor, priority=priority))
 
-    def writev(self, tensors: Mapping[str, torch.Tensor], *, priority: int = 0) -> CUDAFuture[int]:
-        return self._future("writev", len(tensors), lambda: self.store.writev(tensors, priority=priority))
+    def writev(self, tensors: Mapping[str, torch.Tensor], **options: Any) -> CUDAFuture[int]:
+        return self._future("writev", len(tensors), lambda: self.store.writev(tensors, **options))
 
     def read(
         self,
@@ -72,11 +72,10 @@ class Far:
         keys: Iterable[str],
         outs: Sequence[torch.Tensor] | None = None,
         device: torch.device | str | int | None = None,
-        *,
-        priority: int = 0,
+        **options: Any,
     ) -> CUDAFuture[list[torch.Tensor]]:
         names = list(keys)
-        return self._future("readv", len(names), lambda: self.store.readv(names, outs, device, priority=priority))
+        return self._future("readv", len(names), lambda: self.store.readv(names, outs, device, **options))
 
     def delete(self, key: str) -> CUDAFuture[None]:
         return self._future("delete", 1, lambda: self.store.delete(key))

@@ -12,8 +12,8 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.errors import InvalidStateError, NotFoundError
-from cudafuture.storage import Entry, Offloader, ShardedOffloader, Store
+from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError
+from cudafuture.storage import Entry, Offloader, ShardedOffloader, Store, digest
 from rpc_ext import RemoteOffloader, serve_offload
 from unit.storing import BACKENDS, KINDS, LARGE, SMALL, engine_on, numbered
 from world.rpc_callees import ME, PATIENCE, alone
@@ -177,6 +177,51 @@ def test_the_memory_is_released_when_it_is_not_needed(store: Store, size: int) -
     write.wait(timeout=PATIENCE)
     assert torch.equal(get(store, "tensor"), numbered(size))
     assert store.read("tensor").released is None
+
+
+# ---- digests and outcomes
+
+
+def test_a_tensor_is_written_only_with_the_digest_that_it_must_have(store: Store) -> None:
+    sizes = [0, 1, 1000, LARGE, PIECE // 4 + 1]
+    tensors = {f"{i}": numbered(sizes[i % 5], i) for i in range(15)}
+    expected = {key: digest(tensor) for key, tensor in tensors.items()}
+    written = torch.zeros(15, dtype=torch.bool)
+    store.writev(tensors, digests=expected, written=written).wait(timeout=PATIENCE)
+    assert written.all()
+    others = {key: tensor + 1 for key, tensor in tensors.items()}
+    sums = {key: digest(others[key]) for key in ("0", "5", "7")} | {key: expected[key] for key in ("2", "3", "4")}
+    failed = store.writev(others, digests=sums, written=written)
+    assert isinstance(failed.exception(timeout=PATIENCE), ChecksumError)
+    assert failed.released is not None
+    failed.released.wait(timeout=PATIENCE)
+    assert written.tolist() == [i not in (2, 3, 4) for i in range(15)]
+    for i, (key, tensor) in enumerate(tensors.items()):
+        assert torch.equal(get(store, key), tensor if i in (2, 3, 4) else others[key]), key
+
+
+def test_of_what_is_read_digests_are_told(store: Store) -> None:
+    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 1, 1000, LARGE, PIECE // 4 + 1] * 2)}
+    store.writev(tensors).wait(timeout=PATIENCE)
+    keys = sorted(tensors, reverse=True)
+    for outs in (None, [torch.zeros_like(tensors[key]) for key in keys]):
+        told = torch.zeros(len(keys), dtype=torch.uint64)
+        store.readv(keys, outs, digests=told).wait(timeout=PATIENCE)
+        assert told.tolist() == [digest(tensors[key]) for key in keys]
+
+
+def test_tensors_for_digests_and_outcomes_have_to_fit(store: Store) -> None:
+    tensors = {"a": numbered(1), "b": numbered(2)}
+    with pytest.raises(ValueError, match="not written: 'c'"):
+        store.writev(tensors, digests={"c": 1})
+    for written in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
+        with pytest.raises(ValueError, match=r"outcomes go into a tensor of .*ool"):
+            store.writev(tensors, written=written)
+    assert len(store) == 0
+    store.writev(tensors).wait(timeout=PATIENCE)
+    for told in (torch.zeros(1, dtype=torch.uint64), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"digests go into a tensor of .*(UInt64|uint64)"):
+            store.readv(["a", "b"], digests=told)
 
 
 # ---- keys

@@ -133,6 +133,7 @@ void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);
 void bind_edges(nb::module_& m);
 void bind_storage(nb::module_& m);
+void bind_digests(nb::module_& m);
 void bind_store(nb::module_& m);
 
 }  // namespace cudafuture::bind

@@ -234,26 +234,6 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   return result;
 }
 
-// The digests of parts of a tensor's bytes: each from a place on, of a length.
-std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
-  const at::Tensor tensor = take_on_host(object);
-  const std::size_t size = tensor.nbytes();
-  std::vector<std::pair<std::size_t, std::size_t>> places(nb::len(parts));
-  for (std::size_t i = 0; i < places.size(); ++i) {
-    auto& [at, length] = places[i];
-    if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
-      const std::string what = nb::repr(parts[i]).c_str();
-      throw nb::value_error(
-          (what + " is no place and length in a tensor of " + std::to_string(size) + " bytes").c_str());
-    }
-  }
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  std::vector<std::uint64_t> digests;
-  const WithoutGil released;
-  for (const auto& [at, length] : places) digests.push_back(storage::digest_of(data + at, length));
-  return digests;
-}
-
 nb::object link(const StorePtr& self, nb::list keys, nb::list to) {
   const Entry entry;
   refuse_after_fork();
@@ -326,10 +306,6 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
 }  // namespace
 
 void bind_store(nb::module_& m) {
-  m.def(
-      "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
-      nb::arg("function"));
-  m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
   nb::class_<Store>(m, "Store")
       .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none(),
            nb::arg("written").none(), nb::arg("atomic"))

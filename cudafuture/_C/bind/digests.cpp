@@ -1,0 +1,67 @@
+// Digests of tensors on the host.
+#include <ATen/core/Tensor.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/future.h"
+#include "bind/tensors.h"
+#include "storage/checksum.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using storage::Checksum;
+
+// The digests of parts of a tensor's bytes: each from a place on, of a length.
+std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
+  const at::Tensor tensor = take_on_host(object);
+  const std::size_t size = tensor.nbytes();
+  std::vector<std::pair<std::size_t, std::size_t>> places(nb::len(parts));
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    auto& [at, length] = places[i];
+    if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
+      const std::string what = nb::repr(parts[i]).c_str();
+      throw nb::value_error(
+          (what + " is no place and length in a tensor of " + std::to_string(size) + " bytes").c_str());
+    }
+  }
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  std::vector<std::uint64_t> digests;
+  const WithoutGil released;
+  for (const auto& [at, length] : places) digests.push_back(storage::digest_of(data + at, length));
+  return digests;
+}
+
+// The bytes of a tensor from `at` on. Other ones may be taken in other threads.
+void take(Checksum& self, std::size_t at, nb::handle object) {
+  const at::Tensor tensor = take_on_host(object);
+  const iovec bytes = {const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};
+  const WithoutGil released;
+  self.take(at, &bytes, 1);
+}
+
+}  // namespace
+
+void bind_digests(nb::module_& m) {
+  m.def(
+      "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
+      nb::arg("function"));
+  m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
+  nb::class_<Checksum>(m, "Checksum")
+      .def(
+          "__init__",
+          [](Checksum* self, std::size_t size) {
+            new (self) Checksum();
+            self->add(0, size);
+          },
+          nb::arg("size"))
+      .def("take", take, nb::arg("at"), nb::arg("bytes"))
+      .def("digest", [](const Checksum& self) { return self.digest(0); });
+}
+
+}  // namespace cudafuture::bind

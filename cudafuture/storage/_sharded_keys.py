@@ -1,0 +1,119 @@
+"""What is done with the keys of a sharded store, and not with its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from cudafuture._C import CUDAFuture
+from cudafuture.storage import _shard
+from cudafuture.storage._inventory import Inventory
+from cudafuture.storage._shard import Share
+from cudafuture.storage.store import Entry, Store
+
+__all__ = ["ShardedKeys"]
+
+T = TypeVar("T")
+
+
+class ShardedKeys:
+    """The methods of ``ShardedOffloader`` that find and list keys."""
+
+    _shards: dict[str, Store]
+    _inventory: Inventory
+    where: Callable[[str], str]
+    _expect_open: Callable[[], None]
+    _asking: Callable[..., AbstractContextManager[Store]]
+    _ask: Callable[..., CUDAFuture[Any]]
+    _joined: Callable[..., CUDAFuture[Any]]
+
+    def keys(self) -> list[str]:
+        """Return all keys: of one shard after the other, in the order of their names, each as the shard lists its own.
+
+        Asks every shard, and waits. It never leaves out the keys of one that does not answer: those of the others are
+        to be had through ``shards``.
+
+        Raises:
+            WorkerLostError: a shard is gone; the error names it.
+
+        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).keys()
+        []
+        """
+        found: list[str] = []
+        for name in self._shards:
+            with self._asking(name) as shard:
+                here = [key for key in shard.keys() if self.where(key) == name]  # noqa: SIM118
+            self._inventory.found(name, here)
+            found += here
+        return found
+
+    def __contains__(self, key: str) -> bool:
+        name = self.where(key)
+        with self._asking(name, key) as shard:
+            found = key in shard
+        self._inventory.found(name, [key] if found else [])
+        return found
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def stat(self, key: str) -> Entry:
+        """Return what is known of a key. Asks its shard, and waits.
+
+        Raises:
+            NotFoundError: there is no such key.
+            WorkerLostError: its shard is gone.
+
+        >>> import torch
+        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
+        """
+        name = self.where(key)
+        with self._asking(name, key) as shard:
+            entry = shard.stat(key)
+        self._inventory.found(name, [key])
+        return entry
+
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of what is known of each key, None where there is no such key.
+
+        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
+        [None]
+        """
+        names = list(keys)
+        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), _shard.in_order)
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``, in the same order.
+
+        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).list_keys().wait()
+        []
+        """
+        self._expect_open()
+        shares = [Share(name, (), _shard.begun(shard.list_keys)) for name, shard in self._shards.items()]
+
+        def merged(found: list[list[str]]) -> list[str]:
+            return [k for name, here in zip(self._shards, found, strict=True) for k in here if self.where(k) == name]
+
+        return self._joined("list keys", shares, merged)
+
+    def trim(self) -> int:
+        """Remove the files in which nothing is, of all shards; return their bytes.
+
+        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()
+        0
+        """
+        removed = 0
+        for name in self._shards:
+            with self._asking(name) as shard:
+                removed += shard.trim()
+        return removed
