@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from cudafuture import _C, CUDAFuture, copy, gather
+from cudafuture.errors import ChecksumError
+from cudafuture.storage import digest
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
 from rpc_ext import RemoteOffloader, _offload_source, _offload_target, serve_offload
@@ -66,6 +68,22 @@ def many_at_once(remote: RemoteOffloader, size: int) -> None:
     assert [only(out) for out in outs] == [0.0, 1.0, 2.0, 3.0]
 
 
+def has_the_digests_of_its_bytes(remote: RemoteOffloader, size: int) -> None:
+    due = {"x": digest(torch.full((size,), 4.0, device="cpu")), "y": 1}
+    tensors = {key: filled(4.0, size=size) for key in due}
+    written = torch.zeros(2, dtype=torch.bool, device="cpu")
+    write = remote.writev(tensors, digests=due, written=written)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    assert isinstance(write.exception(timeout=LONG), ChecksumError)
+    assert (written.tolist(), remote.keys()) == ([True, False], ["x"])
+    told = torch.zeros(1, dtype=torch.uint64, device="cpu")
+    (back,) = remote.readv(["x"], [torch.empty(size, device="sim:1")], digests=told).wait(timeout=LONG)
+    assert (only(back), told.tolist()) == (4.0, [due["x"]])
+
+
 def many_in_one_call(remote: RemoteOffloader, size: int) -> None:
     tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
     write = remote.writev(tensors)
@@ -106,6 +124,7 @@ SCENARIOS = [
     fills_what_the_device_was_writing,
     may_be_overwritten_when_it_is_released,
     many_at_once,
+    has_the_digests_of_its_bytes,
     many_in_one_call,
     transposed,
 ]
