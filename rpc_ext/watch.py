@@ -27,6 +27,9 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     it has not answered for `patience` seconds: its process is stopped, its machine is unreachable, or all threads of
     its agent are busy for that long. The error of a silent worker has a TimeoutError as its ``__cause__``.
 
+    Callbacks run on the library's callback thread, unless they are given an executor. An inline one must not block: all
+    watches of the process share its thread.
+
     The future completes with None when RPC ends in this process. ``cancel()`` ends the watch.
 
     Args:

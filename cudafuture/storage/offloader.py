@@ -128,7 +128,7 @@ class Offloader(OffloaderKeys):
 
     @property
     def read_only(self) -> bool:
-        """Whether writes and deletions are refused."""
+        """Whether the store refuses writes, links and deletions."""
         return self._read_only
 
     @staticmethod

@@ -14,7 +14,7 @@ _AT_ONCE = 64 << 20  # bytes that are read at a time
 
 
 class SalvagedStore(Offloader):
-    """What is left of a damaged durable store; see ``Offloader.salvage()``. It is read-only.
+    """The keys of a damaged durable store that can be verified, read-only; see ``Offloader.salvage()``.
 
     Its keys are those whose records are valid, and whose bytes match their checksums.
 

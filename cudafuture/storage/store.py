@@ -17,7 +17,7 @@ __all__ = ["Entry", "OffloaderStatistics", "Store"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store knows of a key; see ``Offloader.stat()``."""
+    """Dtype, shape and size of the tensor of a key; see ``Offloader.stat()``."""
 
     key: str
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class OffloaderStatistics:
-    """What a store has, and what it has done so far; see ``Offloader.statistics()``."""
+    """Counts of a store since it was opened, and its sizes now; see ``Offloader.statistics()``."""
 
     keys: int
     bytes: int
@@ -89,7 +89,7 @@ class Store(Protocol):
 
     @property
     def durable(self) -> bool:
-        """Whether its tensors outlive the process that keeps them."""
+        """Whether the tensors survive the end of the process that keeps them."""
         ...
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:

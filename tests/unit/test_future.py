@@ -100,6 +100,12 @@ def test_wait_times_out_and_the_future_stays_usable():
     assert future.wait(timeout=0) == 1
 
 
+@pytest.mark.parametrize("seconds", [5, 0.5, None, True])
+def test_a_timeout_that_is_not_named_is_told(seconds: object) -> None:
+    with pytest.raises(TypeError, match=r"(?s)wait\(self, \*, .*timeout: .*Invoked with types: .*CUDAFuture, "):
+        CUDAFuture.completed(1).wait(seconds)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), -float("inf")])
 def test_a_negative_timeout_is_refused_even_when_done(timeout):
     with pytest.raises(ValueError, match="timeout is None"):

@@ -27,7 +27,6 @@ Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::si
     entry.digest = checksum->digest(part, entry.seed);
   }
   auto known = std::make_shared<const Entry>(std::move(entry));
-  // The call hears of the release, too.
   return {write.call, std::move(write.key), write.turn, std::move(known), write.written};
 }
 

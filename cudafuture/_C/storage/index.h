@@ -2,7 +2,7 @@
 //
 // What is written or deleted has a turn, given when it is asked for; the latest turn wins, whatever ends first.
 //
-// Of a durable store a key has two entries: what readers see, and what the journal says. A place is free when neither
+// Of a durable store a key has two entries: that of readers, and that of the journal. A place is free when neither
 // has it: so nothing is written over that a crash could bring back.
 //
 // Lock: mutex_ guards everything; nothing is taken under it, and no entry is dropped.
@@ -67,7 +67,7 @@ class Index {
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // all at one time
   bool try_find(const std::string& key, EntryPtr& entry) const;            // false: it would have to wait
   std::vector<std::string> keys() const;                                   // in the order of their turns
-  std::vector<Record> records() const;                                     // what the journal says
+  std::vector<Record> records() const;                                     // of the durable entries
   Statistics statistics() const;
 
  private:

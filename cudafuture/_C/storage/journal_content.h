@@ -35,7 +35,7 @@ std::optional<JournalHeader> newer_header(std::string_view content, bool& has_lo
 
 enum class Damage : std::uint8_t { refuse, skip };
 
-// What reading a journal found besides the records of whole batches.
+// Damage and torn batches found in a journal.
 struct Findings {
   struct Gap {
     std::uint64_t offset;
