@@ -156,7 +156,9 @@ class BufferPool:
         """The bytes that no buffer has; they need not lie together."""
         self._go_on()
         with self._lock:
-            return sum(self._free.values())
+            free = sum(self._free.values())
+        self._go_on()  # somebody may have come while the lock was held
+        return free
 
     @property
     def is_pinned(self) -> bool:
