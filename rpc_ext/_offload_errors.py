@@ -24,7 +24,7 @@ def for_client(key: str, error: BaseException, nbytes: int | None = None) -> Bas
         told.args = (_SIZE.sub(f"no room for {nbytes} bytes", str(error)),)
         told.wanted = nbytes
     elif isinstance(told, ChecksumError):
-        told.args = (_KEY.sub(f"key {key!r}", str(error)),)
+        told.args = (_KEY.sub(lambda _: f"key {key!r}", str(error)),)
     return told
 
 

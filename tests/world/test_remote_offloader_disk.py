@@ -102,16 +102,16 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("size", [1000, LARGE])
 def test_bytes_that_have_changed_on_the_disk_are_told_with_the_names_of_the_client(tmp_path: Path, size: int) -> None:
-    content = contents(size)
+    content, key = contents(size), "'it' \x01 \\1"
     with serve_offload(tmp_path / "served", durable=True) as service, RemoteOffloader(ME) as remote:
-        remote.write("'it' s", content).wait(timeout=PATIENCE)
+        remote.write(key, content).wait(timeout=PATIENCE)
         found = {slab: slab.read_bytes().find(content[-500:].numpy().tobytes()) for slab in slabs(tmp_path / "served")}
         ((slab, offset),) = ((slab, offset) for slab, offset in found.items() if offset >= 0)
         flip(slab, offset)
-        for read in (remote.read("'it' s"), remote.readv(["'it' s"])):
+        for read in (remote.read(key), remote.readv([key])):
             error = read.exception(timeout=PATIENCE)
             assert isinstance(error, ChecksumError)
-            assert str(error).startswith("key \"'it' s\": its ")
+            assert str(error).startswith(f"key {key!r}: its ")
             said = [str(error), *getattr(error, "__notes__", [])]
             assert not any(name in text for name in service.store.keys() for text in said)  # noqa: SIM118
         assert service.statistics().refused == 0

@@ -55,13 +55,13 @@ std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint
 // Whether bytes that are no whole batch cannot be one torn batch, which a crash leaves at the end of the file: other
 // bytes follow its end, or a header of a later batch does.
 bool is_more_than_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
-  constexpr std::uint64_t kMostBatches = std::uint64_t{1} << 32;  // a text in a key has a greater number
   BatchHeader header;
   for (std::uint64_t next = at; next + sizeof header <= content.size(); ++next) {
     if (!batch_magic_at(content, next)) continue;
     std::memcpy(&header, content.data() + next, sizeof header);
     if (next == at && header.number == number && header.size < content.size() - at - sizeof header) return true;
-    if (next != at && header.number > number && header.number < kMostBatches) return true;
+    const std::uint64_t most = number + (next - at) / sizeof header;  // a text in a key mostly has a greater number
+    if (next != at && header.number > number && header.number <= most) return true;
   }
   return false;
 }

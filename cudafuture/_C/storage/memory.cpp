@@ -74,20 +74,22 @@ void gather_together(Together& together, const at::Tensor& into) {
 void scatter_together(Together& together, const at::Tensor& from) {
   if (together.empty()) return;
   const at::Tensor place = place_of(together, from);
+  at::Tensor all;
+  if (together.size() > 1) {
+    try {
+      all = at::empty(place.sizes(), together.front().bytes.options());
+    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
+    }
+  }
+  if (!all.defined()) {
+    for (const OnDevice& part : together) part.bytes.copy_(slice(from, part.at, part.bytes.nbytes()), true);
+    return together.clear();
+  }
+  all.copy_(place, /*non_blocking=*/true);
   std::vector<at::Tensor> parts, sources;
   for (const OnDevice& part : together) {
     parts.push_back(part.bytes);
-    sources.push_back(slice(from, part.at, part.bytes.nbytes()));
-  }
-  if (together.size() > 1) {
-    try {
-      const at::Tensor all = at::empty(place.sizes(), parts.front().options());
-      all.copy_(place, /*non_blocking=*/true);
-      for (std::size_t i = 0; i < parts.size(); ++i) {
-        sources[i] = slice(all, together[i].at - together.front().at, parts[i].nbytes());
-      }
-    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
-    }
+    sources.push_back(slice(all, part.at - together.front().at, part.bytes.nbytes()));
   }
   at::_foreach_copy_(parts, sources, /*non_blocking=*/true);
   together.clear();

@@ -133,7 +133,8 @@ std::optional<Record> take_record(std::string_view& bytes) {
   Frame frame;
   std::memcpy(&frame.hash, bytes.data(), sizeof frame.hash);
   std::memcpy(&frame.size, bytes.data() + sizeof frame.hash, sizeof frame.size);
-  if (frame.size > bytes.size() - kFrame) return std::nullopt;
+  const std::size_t least = size_of_deletion({}) - kFrame;  // of a body
+  if (frame.size < least || frame.size > bytes.size() - kFrame) return std::nullopt;
   const std::string_view body = bytes.substr(kFrame, frame.size);
   try {  // the fields first: that is faster than a hash where there is no record
     Reader reader(body);
