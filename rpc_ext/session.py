@@ -215,7 +215,7 @@ def init_rpc(
         init_method: where the workers meet, as for ``torch.distributed.init_process_group``; default: "env://".
         max_in_flight: calls that may be under way to one worker; default: 4,096.
         max_bytes_in_flight: bytes of them; default: 1 GiB.
-        start_timeout: seconds in which all workers have to come; default: 300.
+        start_timeout: seconds in which all workers have to come; default: 300. inf: no limit.
         transports: ways that messages may go, of TensorPipe's: "shm" (memory shared within a machine), "uv" (sockets),
             "ibv" (InfiniBand). Default: the best that both ends have. "shm" has the least latency, and takes a core of
             each process, which polls without a pause; where cores are few, ``["uv"]`` leaves them to the program.
@@ -257,6 +257,7 @@ def init_rpc(
             )
         _beginning = os.getpid(), threading.get_ident()
         try:
+            start_patience = _limit(start_timeout) or LONGEST_TIMEOUT
             options = Options(
                 num_worker_threads=num_worker_threads,
                 rpc_timeout=_limit(rpc_timeout),
@@ -264,13 +265,13 @@ def init_rpc(
                 secret=read_secret(secret),
                 seal=seal,
                 device_maps=device_maps,
-                start_timeout=start_timeout,
+                start_timeout=start_patience,
                 transports=transports,
                 server=Server(name, num_worker_threads, _limit(rpc_timeout)),
             )
             if options.secret is None:
                 _listeners.warn_unless_loopback()
-            store = session_store(options.init_method, rank, world_size, start_timeout)
+            store = session_store(options.init_method, rank, world_size, start_patience)
             _engine.init_distributed_autograd(rank)
             with warnings.catch_warnings(), backend() as ours:
                 warnings.simplefilter("ignore", category=FutureWarning)
@@ -301,7 +302,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: a worker has not answered all calls, or has not come, in time; RPC has ended here nonetheless.
         WorkerLostError: the same, of the worker that held the store where they meet.
-        ValueError: a negative timeout, or nan.
+        ValueError: a timeout of 0, a negative one, or nan.
         InvalidStateError: it has not begun; or a function that another worker has called wants to end it; or torch's
             own ``shutdown`` has ended it already, in which case what was left of it is ended here.
 

@@ -88,9 +88,12 @@ class DurableHome:
                 with contextlib.suppress(PermissionError):  # a folder of others, which was there
                     _sync(folder.parent)
             self.lock = _lock_or_fail(dir, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
-            if not _is_writable(dir):
+            try:
+                if not _is_writable(dir):
+                    raise PermissionError(errno.EACCES, "no right to write to the folder, its journal or a slab")
+            except BaseException:
                 _close(self.lock)
-                raise PermissionError(errno.EACCES, "no right to write to the folder or its journal")
+                raise
             with contextlib.suppress(OSError):  # on a full disk: then others do not hear who it is
                 os.pwrite(self.lock, f"{os.getpid():<20}".encode(), 0)
 
@@ -126,7 +129,7 @@ def _lock_or_fail(dir: str, flags: int, kind: int) -> int:
 
 
 def _is_writable(dir: str) -> bool:
-    paths = [path for path in (Path(dir), Path(dir, "journal")) if path.exists()]
+    paths = [Path(dir), *Path(dir).glob("journal*"), *Path(dir).glob("slab-*")]
     return all(os.access(path, os.W_OK, effective_ids=True) for path in paths)
 
 

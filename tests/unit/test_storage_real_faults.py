@@ -361,7 +361,7 @@ def folder_of_all() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protected", ["the folder", "the journal", "the folder above"])
+@pytest.mark.parametrize("protected", ["the folder", "the journal", "a slab", "the folder above"])
 def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, folder_of_all: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
@@ -374,6 +374,8 @@ def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected:
         folder.chmod(0o555)
     elif protected == "the journal":
         (folder / "journal").chmod(0o444)
+    elif protected == "a slab":
+        next(folder.glob("slab-*")).chmod(0o444)
     else:
         folder.parent.chmod(0o111)  # it cannot be opened, nor synced
     with Child(OPEN_AS_NOBODY, str(folder)) as child:

@@ -165,6 +165,15 @@ def test_a_time_for_shutdown_that_is_none_ends_nothing(tmp_path: Path, timeout: 
         assert rpc_sync("me", same, (1,)) == 1
 
 
+@pytest.mark.parametrize("what", ["start_timeout", "rpc_timeout"])
+@pytest.mark.parametrize("timeout", [0, -1, math.nan])
+def test_a_session_without_time_does_not_begin(tmp_path: Path, what: str, timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"math\.inf for no limit"), alone(tmp_path / "store", **{what: timeout}):
+        pass
+    with alone(tmp_path / "store", **{what: math.inf}):
+        assert rpc_sync("me", same, (1,)) == 1
+
+
 def call_over_sockets(rank: int, store: str) -> int:
     begin(rank, 2, store, transports=["uv"] if rank else None)  # they use what both have
     answer: int = rpc_sync(1 - rank, same, (rank,))
