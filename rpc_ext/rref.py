@@ -133,6 +133,7 @@ class RRef(Generic[T]):
         >>> remote("me", divmod, (7, 2)).to_here()
         (3, 1)
         """
+        current().timeout(timeout)  # raises here what get_future() would raise
         if self.is_owner() and (made := self._made()) is not None and made.done():
             return made.wait()
         with expect_free_thread("RRef.to_here()"):

@@ -345,6 +345,7 @@ def test_no_limit_and_a_very_long_one_are_none(timeout: float, gate: Gate) -> No
 def test_a_call_is_given_some_time(timeout: float) -> None:
     """For torch's RPC 0 is no limit, and for a wait no time at all."""
     rref = remote(ME, add, (1, 2))
+    assert rref.to_here(timeout=math.inf) == 3  # also of a value that is there
     calls: list[Callable[[], Any]] = [
         lambda: rpc_async(ME, add, (1, 2), timeout=timeout),
         lambda: remote(ME, add, (1, 2), timeout=timeout),
