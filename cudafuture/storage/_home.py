@@ -168,7 +168,7 @@ def log_recovery(dir: str, read_only: bool, found: dict[str, Any]) -> None:
     """Warn of damage and of a torn batch that opening a durable store has found, and say what it has removed."""
     if found["has_lost_header"]:
         _logger.warning("%s/journal: one of its two headers is damaged; the other one is used", dir)
-    if found["removed"] and not found["set_aside"]:
+    if found["removed"]:
         _logger.info("%s: removed %s, which no key had, as after a crash", dir, ", ".join(found["removed"]))
     if found["torn_bytes"]:
         if read_only:

@@ -171,11 +171,11 @@ def test_a_torn_link_is_not_there(engine: Engine, tmp_path: Path) -> None:
         store.link({"c": "a", "b": "a"}).wait(timeout=PATIENCE)
         shutil.copytree(tmp_path / "lives", tmp_path / "store")
     journal = tmp_path / "store" / "journal"
-    for offset in range(before, journal.stat().st_size, 5):
-        flip(journal, offset)
+    content = journal.read_bytes()
+    for size in range(before, len(content), 5):
+        journal.write_bytes(content[:size])
         with Offloader(tmp_path / "store", engine=engine, durable=True, read_only=True) as store:
             expect_all(store, {"a": contents(1000, 1), "b": contents(1000, 2)}, 2000)
-        flip(journal, offset)
 
 
 # ---- mapped tensors

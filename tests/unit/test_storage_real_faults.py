@@ -216,12 +216,12 @@ def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: P
         assert store.keys() == []
 
 
-def test_a_torn_batch_is_dropped_on_a_disk_without_room_for_a_copy(
+def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch(
     engine: Engine, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Offloader(tmp_path / "lives", engine=engine, durable=True) as store:
         store.write("key", contents(1000)).wait(timeout=PATIENCE)
-        store.write(LONG, contents(1000)).wait(timeout=PATIENCE)
+        store.write(LONG, contents(20 * MIB)).wait(timeout=PATIENCE)
         shutil.copytree(tmp_path / "lives", disk / "store")
     journal = disk / "store" / "journal"
     os.truncate(journal, journal.stat().st_size - 1)
@@ -230,7 +230,13 @@ def test_a_torn_batch_is_dropped_on_a_disk_without_room_for_a_copy(
         expect(store, {"key": contents(1000)})
         store.delete("key").wait(timeout=PATIENCE)
     assert "and were dropped; the disk had no room for a copy of them; keys in them: none" in caplog.text
-    assert not (disk / "store" / "set-aside").exists()
+    for _ in range(2):
+        (kept,) = (disk / "store").glob("set-aside.*")
+        assert kept.name.endswith("slab-00000001")
+        got = torch.frombuffer(bytearray(kept.read_bytes()[: 20 * MIB]), dtype=torch.uint8)
+        assert torch.equal(got, contents(20 * MIB))
+        with Offloader(disk / "store", engine=engine, durable=True) as store:
+            assert store.keys() == []
 
 
 def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:

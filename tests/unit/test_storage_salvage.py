@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_a_torn_journal_is_read_and_kept(engine: Engine, tmp_path: Path, caplog:
             store.write(key, contents(1000, ord(key))).wait(timeout=PATIENCE)
         shutil.copytree(tmp_path / "lives", tmp_path / "store")
     journal = tmp_path / "store" / "journal"
-    flip(journal, journal.stat().st_size - 1)
+    os.truncate(journal, journal.stat().st_size - 1)
     before = files_of(tmp_path / "store")
     with Offloader(tmp_path / "store", engine=engine, durable=True, read_only=True) as store:
         expect(store, {key: contents(1000, ord(key)) for key in "ab"})

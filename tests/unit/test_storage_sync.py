@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ static int fails(int fd) {
   close(file);
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   if (readlink(link, path, sizeof path - 1) <= 0 || !strstr(path, wanted)) return 0;
-  errno = EIO;
+  errno = getenv("ERRNO") ? atoi(getenv("ERRNO")) : EIO;
   return 1;
 }
 int fdatasync(int fd) { return fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
@@ -98,4 +99,47 @@ def test_a_sync_that_has_failed_is_never_tried_again(
         assert child.hear() == "tensor([1., 1., 1.])"
         assert child.hear() in ("['before']", "['before', 'meanwhile']")  # what failed may be there: as a whole
         assert child.hear() == "12"
+        assert (child.end(), child.errors()) == (0, "")
+
+
+FULL = """
+import os, sys, torch
+from pathlib import Path
+from cudafuture.storage import Offloader
+fails = Path(os.environ["FAILS"])
+
+def outcome(future):
+    error = future.exception()
+    return f"{type(error).__name__} {error.errno} {error}" if error else "done"
+
+with Offloader(sys.argv[1], durable=True) as store:
+    store.writev({"first": torch.ones(3), "second": torch.ones(3)}).wait()
+    fails.write_text("slab-")
+    say(outcome(store.writev({"first": torch.zeros(3), "meanwhile": torch.ones(3)}, atomic=True)))
+    say(outcome(store.delete("second")))
+    fails.unlink()
+    say(store.statistics().slabs)
+    say(outcome(store.write("after", torch.full((3,), 2.0))))
+    say(store.statistics().slabs)
+    say(f"{store.keys()} {store.readv(store.keys()).wait()}")
+with Offloader(sys.argv[1], durable=True) as store:
+    say(f"{store.keys()} {store.readv(store.keys()).wait()}")
+"""
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_slab_that_a_full_disk_does_not_sync_fails_its_writes_and_gets_no_more(
+    code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where blocks are promised and not there: thin volumes, network file systems."""
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
+    monkeypatch.setenv("ERRNO", f"{code}")
+    with Child(FULL, str(tmp_path / "store")) as child:
+        error = child.hear()
+        assert error.startswith(f"StorageError {code} cannot sync ")
+        assert "slab-" in error
+        assert [child.hear() for _ in range(4)] == ["done", "1", "done", "2"]
+        for _ in range(2):
+            assert child.hear() == "['first', 'after'] [tensor([1., 1., 1.]), tensor([2., 2., 2.])]"
         assert (child.end(), child.errors()) == (0, "")

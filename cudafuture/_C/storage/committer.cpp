@@ -70,18 +70,22 @@ void Committer::close() noexcept {
 
 void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
   const auto is_deletion = [](const Change& change) { return change.entry == nullptr; };
-  const bool has_writes = !std::all_of(changes.begin(), changes.end(), is_deletion);
   std::vector<Record> records = records_of(changes);
-  if (!has_writes) {
+  std::exception_ptr full;
+  if (std::all_of(changes.begin(), changes.end(), is_deletion)) {
     journal_->reserve_if_possible();  // deletions have blocks already
-  } else if (const std::exception_ptr full = make_room(records)) {
+  } else {
+    full = make_room(records);
+    if (full == nullptr && !records.empty()) full = sync_slabs(changes);
+  }
+  if (full != nullptr) {
     const auto first = std::stable_partition(changes.begin(), changes.end(), is_deletion);
     std::vector<Change> writes(std::make_move_iterator(first), std::make_move_iterator(changes.end()));
     changes.erase(first, changes.end());
     store_.install(writes, full);
     records = records_of(changes);
   }
-  store_.install(changes, make_durable(changes, records));
+  store_.install(changes, append(changes, records));
 }
 
 std::vector<Record> Committer::records_of(const std::vector<Change>& changes) const {
@@ -118,23 +122,30 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
   }
 }
 
-std::exception_ptr Committer::make_durable(const std::vector<Change>& changes,
-                                           const std::vector<Record>& records) noexcept {
-  if (std::exception_ptr error = broken()) return error;
-  if (records.empty()) return nullptr;
-  std::set<std::shared_ptr<File>> files;
+// Returns why a full disk takes no writes of this batch; null: it does. What else goes wrong breaks the store.
+std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noexcept {
+  std::set<const Slab*> slabs;
   for (const Change& change : changes) {
-    if (change.entry != nullptr && change.entry->own) files.insert(change.entry->own.slab().file);
+    if (change.entry != nullptr && change.entry->own) slabs.insert(&change.entry->own.slab());
   }
-  try {
-    for (const std::shared_ptr<File>& file : files) file->sync();
-  } catch (...) {
-    return note_broken(std::current_exception());
+  std::exception_ptr full;
+  for (const Slab* slab : slabs) {
+    if (broken() != nullptr) break;
+    try {
+      if (const std::exception_ptr failure = store_.slabs_->failure_of(*slab)) std::rethrow_exception(failure);
+      slab->file->sync();
+    } catch (const Failure& failure) {
+      full = std::current_exception();
+      if (!is_full(failure)) note_broken(full);
+      store_.slabs_->retire(*slab, full);
+    }
   }
-  return append(changes, records);
+  return broken() != nullptr ? nullptr : full;
 }
 
 std::exception_ptr Committer::append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept {
+  if (std::exception_ptr error = broken()) return error;
+  if (records.empty()) return nullptr;
   try {
     try {
       journal_->append(records);

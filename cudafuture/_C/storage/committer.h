@@ -4,7 +4,7 @@
 //
 // Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again, as what failed may
 // count as written then: the store takes no more changes. A disk that is full fails the writes of the batch, and no
-// more: the journal has blocks for deletions.
+// more: the journal has blocks for deletions, and a slab that could not be synced gets no more writes.
 //
 // Lock: mutex_ guards the changes, the task and the failure; nothing is taken under it.
 #pragma once
@@ -49,7 +49,7 @@ class Committer final : private ThreadCache::Task {
   void commit_batch(std::vector<Change>&& changes) noexcept;
   std::vector<Record> records_of(const std::vector<Change>& changes) const;
   std::exception_ptr make_room(const std::vector<Record>& records) noexcept;
-  std::exception_ptr make_durable(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept;
+  std::exception_ptr sync_slabs(const std::vector<Change>& changes) noexcept;
   std::exception_ptr append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept;
   std::exception_ptr note_broken(std::exception_ptr error) noexcept;
   void compact();

@@ -20,19 +20,6 @@ void sync_folder(const std::string& path) {
   if (code != 0) throw Failure("cannot sync " + path + ": " + std::generic_category().message(code), code, path);
 }
 
-std::string make_folder(const std::string& path) {
-  for (int number = 1;; ++number) {
-    const std::string tried = number == 1 ? path : path + "-" + std::to_string(number);
-    if (::mkdir(tried.c_str(), 0777) == 0) return tried;
-    if (errno != EEXIST) throw_errno("cannot make the folder", tried, errno);
-  }
-}
-
-void remove_folder(const std::string& path) noexcept {
-  std::error_code ignored;
-  std::filesystem::remove_all(path, ignored);
-}
-
 void write_file(const std::string& path, const std::string& content) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) throw_errno("cannot open", path, errno);

@@ -9,11 +9,6 @@ namespace cudafuture::storage {
 // Has the names in a folder survive a crash. Throws Failure.
 void sync_folder(const std::string& path);
 
-// Makes a folder of that path, or of the path with the first number that is free; returns its path. Throws Failure.
-std::string make_folder(const std::string& path);
-
-void remove_folder(const std::string& path) noexcept;  // and what is in it
-
 void write_file(const std::string& path, const std::string& content);  // a new one, synced; throws Failure
 
 std::vector<std::string> names_in(const std::string& path);  // of what is in a folder; throws Failure

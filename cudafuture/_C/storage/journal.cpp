@@ -191,8 +191,10 @@ void Journal::append(const std::vector<Record>& records) {
   const std::string bytes = batch_of(records, batches_);
   try {
     write_all(file_, bytes, size_, path());
-  } catch (...) {
-    is_broken_ = ::ftruncate(file_, static_cast<off_t>(size_)) != 0;
+    write_header(file_, generation_ + 1, size_, snapshot_, path());
+    ++generation_;
+  } catch (...) {  // and what is cut off must not come to stand beside what is written there next
+    is_broken_ = ::ftruncate(file_, static_cast<off_t>(size_)) != 0 || ::fdatasync(file_) != 0;
     allocated_ = 0;  // the blocks beyond the end went, too
     reserve_if_possible();
     throw;

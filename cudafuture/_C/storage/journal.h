@@ -3,10 +3,11 @@
 //     pages 0 and 1   a header in each; the newer one says how many bytes of the file a crash cannot have torn
 //     then            batches, each with a header, a hash and its records
 //
-// A batch is written at once and synced before the next one, so a crash can tear only the last. What follows the last
-// whole batch is dropped, if the newer header allows it; damage anywhere else is an error. close() marks all of the
-// file as whole: so damage to a journal that was closed is never taken for a torn batch. (Two headers, as LMDB has two
-// meta pages: a crash can tear the one that is being written.)
+// A batch is written at once and synced before the next one, so a crash can tear only the last. With each batch a
+// header is written that marks what precedes the batch as whole, and close() marks all of the file. What follows that
+// mark and looks torn is dropped; anything else that is not valid is an error. So of a journal that was closed no
+// damage is taken for a torn batch; of one that was not, only that to the last batch which leaves a sector with zeros,
+// or cuts the file off. (Two headers, as LMDB has two meta pages: a crash can tear the one that is being written.)
 //
 // The journal and the file that will replace it have blocks beyond their ends, for the deletion of every key: a full
 // disk refuses writes, but neither deletions nor a replacement.

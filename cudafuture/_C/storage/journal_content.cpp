@@ -10,6 +10,7 @@
 namespace cudafuture::storage {
 namespace {
 
+constexpr std::uint64_t kSector = 512;                 // bytes that a disk writes at once or not at all, at least
 constexpr std::uint64_t kBatch = 0x68637461'42664443;  // how a batch begins: "CDfBatch"
 
 struct BatchHeader {
@@ -38,30 +39,50 @@ std::optional<Batch> batch_at(std::string_view content, std::uint64_t at) {
   return Batch{header.number, records};
 }
 
-bool batch_magic_at(std::string_view content, std::uint64_t at) {
-  return content.substr(at, sizeof kBatch) == std::string_view(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
-}
+const std::string_view kMagic(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
+
+bool batch_magic_at(std::string_view content, std::uint64_t at) { return content.substr(at, kMagic.size()) == kMagic; }
 
 // The offset of the next whole batch that is not older than `number`; the end if there is none.
 std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint64_t number) {
-  const std::string_view magic(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
-  for (std::size_t at = content.find(magic, from); at != std::string_view::npos; at = content.find(magic, at + 1)) {
+  for (std::size_t at = content.find(kMagic, from); at != std::string_view::npos; at = content.find(kMagic, at + 1)) {
     const std::optional<Batch> batch = batch_at(content, at);
     if (batch && batch->number >= number) return at;
   }
   return content.size();
 }
 
-// Whether bytes that are no whole batch cannot be one torn batch, which a crash leaves at the end of the file: other
-// bytes follow its end, or a header of a later batch does.
-bool is_more_than_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
+// Whether the header of a batch after `number` follows somewhere.
+bool has_later_batch(std::string_view content, std::uint64_t at, std::uint64_t number) {
   BatchHeader header;
-  for (std::uint64_t next = at; next + sizeof header <= content.size(); ++next) {
-    if (!batch_magic_at(content, next)) continue;
+  for (std::size_t next = content.find(kMagic, at + 1); next != std::string_view::npos;
+       next = content.find(kMagic, next + 1)) {
+    if (content.size() - next < sizeof header) return false;
     std::memcpy(&header, content.data() + next, sizeof header);
-    if (next == at && header.number == number && header.size < content.size() - at - sizeof header) return true;
     const std::uint64_t most = number + (next - at) / sizeof header;  // a text in a key mostly has a greater number
-    if (next != at && header.number > number && header.number <= most) return true;
+    if (header.number > number && header.number <= most) return true;
+  }
+  return false;
+}
+
+// Whether a crash can have left the end of the file so, from where batch `number` should begin: the batch is cut off,
+// or one of its sectors was not written, and has zeros.
+bool is_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
+  if (has_later_batch(content, at, number)) return false;
+  const std::string_view end = content.substr(at);
+  BatchHeader header = {};
+  std::memcpy(&header, end.data(), std::min(sizeof header, end.size()));
+  const bool has_magic = end.starts_with(kMagic.substr(0, end.size()));
+  if (end.size() < sizeof header && has_magic) return true;
+  const std::string_view records = end.substr(std::min(sizeof header, end.size()));
+  if (has_magic && header.number == number) {
+    if (header.size < records.size()) return false;  // other bytes follow it
+    const bool is_size_wrong = hash_of(records.data(), records.size(), number) == header.hash;
+    if (header.size > records.size() && !is_size_wrong) return true;
+  }
+  for (std::uint64_t begin = at, next; begin < content.size(); begin = next) {
+    next = begin / kSector * kSector + kSector;
+    if (content.substr(begin, next - begin).find_first_not_of('\0') == std::string_view::npos) return true;
   }
   return false;
 }
@@ -162,7 +183,7 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
       at = next;
       continue;
     }
-    if (next != content.size() || at < header->whole || is_more_than_torn(content, at, found.batches)) {
+    if (next != content.size() || at < header->whole || !is_torn(content, at, found.batches)) {
       throw damaged(path, at, " at byte " + std::to_string(at) + ", where no crash can have torn it");
     }
     found.gaps.push_back({at, content.size() - at});

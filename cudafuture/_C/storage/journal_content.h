@@ -18,7 +18,7 @@ namespace cudafuture::storage {
 struct JournalHeader {
   std::array<char, 24> text = {"cudafuture store 2\n"};
   std::uint64_t generation = 0;  // the greater one is the newer one
-  std::uint64_t whole = 0;       // bytes of the file that a crash cannot have torn
+  std::uint64_t whole = 0;       // bytes of the file that were synced before this header was written
   std::uint64_t snapshot = 0;    // the end of the first batch, which has each key once
   std::uint64_t hash = 0;        // of what precedes
 

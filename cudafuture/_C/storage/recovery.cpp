@@ -1,5 +1,7 @@
 #include "storage/recovery.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <optional>
 #include <unordered_map>
@@ -15,19 +17,27 @@ void adopt_slabs(Index& index, Slabs& slabs) {
   index.finish_replay([&slabs](const Record& record) { return slabs.adopt(record.slab, record.offset, record.size); });
 }
 
-// Copies the torn end of the journal to a new folder, and returns that: it may be damaged, and not torn. Returns
-// nothing where a full disk has no room.
-std::string set_aside(const std::string& folder, const std::string& torn_end) {
-  std::string path;
-  try {
-    path = make_folder(folder + "/set-aside");
-    write_file(path + "/journal-end", torn_end);
-    return path;
-  } catch (const Failure& failure) {
-    if (!path.empty()) remove_folder(path);
-    if (failure.code() != ENOSPC && failure.code() != EDQUOT) throw;
-    return {};
+constexpr char kSetAside[] = "set-aside.";  // so begin the names of files that no store reads
+
+// Keeps the torn end of the journal, which may be damaged and not torn, and the slabs that no key has. What was kept of
+// another torn end goes; a crash may have interrupted this for the same one. Notes the file with the torn end, unless a
+// full disk has no room for it.
+void set_aside(const std::string& folder, const Journal& journal, Slabs& slabs, Recovery& recovery) {
+  const std::string prefix = kSetAside + std::to_string(journal.findings().end) + ".";
+  for (const std::string& name : names_in(folder)) {
+    if (name.starts_with(kSetAside) && !name.starts_with(prefix)) ::unlink((folder + "/" + name).c_str());
   }
+  slabs.remove_orphans(prefix);
+  const std::string path = folder + "/" + prefix + "journal-end";
+  ::unlink(path.c_str());
+  try {
+    write_file(path, journal.torn_end());
+    recovery.set_aside = path;
+  } catch (const Failure& failure) {
+    ::unlink(path.c_str());
+    if (failure.code() != ENOSPC && failure.code() != EDQUOT) throw;
+  }
+  sync_folder(folder);
 }
 
 Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs) {
@@ -36,17 +46,14 @@ Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs)
       std::make_unique<Journal>(folder, [&index](Record&& record, std::uint64_t) { index.replay(std::move(record)); });
   adopt_slabs(index, slabs);
   Journal& journal = *recovery.journal;
-  const std::string& torn_end = journal.torn_end();
-  recovery.torn_bytes = torn_end.size();
+  recovery.torn_bytes = journal.torn_end().size();
   recovery.torn_keys = journal.findings().keys;
   recovery.has_lost_header = journal.findings().has_lost_header;
   slabs.finish_adoption();
-  if (torn_end.empty()) {
+  if (recovery.torn_bytes == 0) {
     recovery.removed = slabs.remove_orphans(std::nullopt);
-  } else if (!(recovery.set_aside = set_aside(folder, torn_end)).empty()) {
-    slabs.remove_orphans(recovery.set_aside);
-    sync_folder(recovery.set_aside);
-    sync_folder(folder);
+  } else {
+    set_aside(folder, journal, slabs, recovery);
   }
   journal.drop_torn_end();
   return recovery;

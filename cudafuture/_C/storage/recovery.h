@@ -20,7 +20,7 @@ struct Recovery {
   std::uint64_t torn_bytes = 0;        // at the end of the journal, which were dropped
   std::vector<std::string> torn_keys;  // keys of the valid records in them
   std::vector<std::string> removed;    // slabs that no key had
-  std::string set_aside;               // the folder that has them now, and the slabs that no key has; empty: none
+  std::string set_aside;               // the file that has them now; empty: the disk had no room
   bool has_lost_header = false;        // one of the two headers of the journal is damaged
   // ---- with Opening::salvage
   std::vector<Findings::Gap> gaps;     // damaged bytes of the journal

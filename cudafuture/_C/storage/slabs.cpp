@@ -91,7 +91,7 @@ std::vector<Place> Slabs::try_take(const std::vector<std::uint64_t>& sizes) {
   const Layout layout = layout_of(sizes);
   std::lock_guard lock(mutex_);
   for (const SlabPtr& slab : slabs_) {
-    if (slab->file == nullptr) continue;
+    if (slab->file == nullptr || slab->failure != nullptr) continue;
     if (const auto begin = slab->extents.take(layout.size)) return places_in(slab, *begin, layout, sizes);
   }
   return {};
@@ -248,7 +248,7 @@ void Slabs::finish_adoption() {
   for (const SlabPtr& slab : slabs_) std::erase_if(slab->shared, [](const auto& page) { return page.second == 1; });
 }
 
-std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>& set_aside) {
+std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>& rename_with) {
   std::lock_guard lock(mutex_);
   std::vector<std::string> orphans;
   for (const std::string& name : names_in(options_.folder)) {
@@ -256,10 +256,10 @@ std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>&
     const auto is_it = [number](const SlabPtr& slab) { return slab->number == *number; };
     if (!number || std::any_of(slabs_.begin(), slabs_.end(), is_it)) continue;
     const std::string path = options_.folder + "/" + name;
-    if (!set_aside) {
+    if (!rename_with) {
       ::unlink(path.c_str());
-    } else if (::rename(path.c_str(), (*set_aside + "/" + name).c_str()) != 0) {
-      throw_errno("cannot move", path, errno);
+    } else if (::rename(path.c_str(), (options_.folder + "/" + *rename_with + name).c_str()) != 0) {
+      throw_errno("cannot rename", path, errno);
     }
     orphans.push_back(name);
   }
@@ -290,6 +290,18 @@ void Slabs::give_back(const Place& place) noexcept {
   if (keeps_last) --pages.last;
   if (pages.first > pages.last) return;
   slab.extents.give_back(pages.first * kPage, (pages.last - pages.first + 1) * kPage);
+}
+
+void Slabs::retire(const Slab& slab, const std::exception_ptr& failure) noexcept {
+  std::lock_guard lock(mutex_);
+  for (const SlabPtr& known : slabs_) {
+    if (known.get() == &slab) known->failure = failure;
+  }
+}
+
+std::exception_ptr Slabs::failure_of(const Slab& slab) const noexcept {
+  std::lock_guard lock(mutex_);
+  return slab.failure;
 }
 
 std::uint64_t Slabs::trim() noexcept {

@@ -35,7 +35,7 @@ struct Slab {
   std::weak_ptr<Slabs> owner;
   std::uint64_t number;
   std::shared_ptr<File> file;  // null: it could not be opened
-  std::exception_ptr failure;  // then, why
+  std::exception_ptr failure;  // why it could not be opened, or takes no more places
   Extents extents;
   std::unordered_map<std::uint64_t, std::uint32_t>
       shared;  // pages, and how many places touch them when that is not one
@@ -106,8 +106,14 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
   Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
   void finish_adoption();
-  // Removes the slabs that no key has, or moves them to a folder; returns their names.
-  std::vector<std::string> remove_orphans(const std::optional<std::string>& set_aside);
+  // Removes the slabs that no key has, or renames them, which takes no room on the disk: slabs with a prefix are none.
+  // Returns their names before.
+  std::vector<std::string> remove_orphans(const std::optional<std::string>& rename_with);
+
+  // Has a slab take no more places: a disk that is full did not sync it, so what was written there and is in no journal
+  // may be lost, though a later sync succeeds.
+  void retire(const Slab& slab, const std::exception_ptr& failure) noexcept;
+  std::exception_ptr failure_of(const Slab& slab) const noexcept;
 
   std::uint64_t trim() noexcept;  // returns bytes
   bool has_files() const;         // in the folder, from before
