@@ -317,6 +317,25 @@ def links(rounds: int) -> Row:
     return Row("link", what, "ms", ns / 1e6, others / 1e6, "writing them", "x", ns / others, 0.01, *same)
 
 
+def atomic(rounds: int) -> Row:
+    """256 tensors of 64 KiB in a call of a durable store: all of them or none, and each by itself."""
+    tensors = {str(i): torch.ones(64 * 1024, dtype=torch.uint8) for i in range(256)}
+    with folder() as place, Offloader(place / "ours", direct=True, durable=True) as offloader:
+
+        def write(is_atomic: bool) -> float:
+            start = now()
+            for _ in range(8):
+                offloader.writev(tensors, atomic=is_atomic).wait()
+            return now() - start
+
+        write(True)
+        together, each, again = by_turns(rounds, partial(write, True), partial(write, False), partial(write, False))
+    ns, others = statistics.median(together), statistics.median(each)
+    same = control("each / each", [a / b for a, b in zip(again, each, strict=True)])
+    what = "8 durable calls of 256 x 64 KiB, atomic"
+    return Row("atomic", what, "ms", ns / 1e6, others / 1e6, "not atomic", "x", ns / others, 1.1, *same)
+
+
 def memory(name: str, _rounds: int) -> Row:
     """The peak of the resident set over the tensors, in a process of its own."""
     with folder() as place:
@@ -342,7 +361,7 @@ def limits() -> dict[str, Callable[[int], Row]]:
         rows |= {f"cached-{direction}-{name}": partial(cached, direction, name) for name in SHAPES}
     return (
         rows
-        | {"latency": read_latency, "urgent": urgent, "link": links}
+        | {"latency": read_latency, "urgent": urgent, "link": links, "atomic": atomic}
         | {f"memory-{name}": partial(memory, name) for name in SHAPES}
     )
 

@@ -48,7 +48,6 @@ void release_all(Waiter* waiters) noexcept {
 
 // What most futures do not have.
 struct Future::Rare {
-  std::string name;
   std::unique_ptr<std::vector<c10::Device>> bounding_set;  // null: it is not bounded
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
@@ -56,8 +55,6 @@ struct Future::Rare {
   AsyncErrors async_errors;
   std::exception_ptr late_error;
   FuturePtr released;
-  bool releases = false;
-  bool is_released = false;
   std::unique_ptr<std::vector<at::Tensor>> named_tensors;  // null: none
 };
 
@@ -110,11 +107,10 @@ Future::Rare& Future::rare() {
 
 const std::string& Future::name() const noexcept {
   static const std::string none;
-  const Rare* rare = find_rare();
-  return rare == nullptr ? none : rare->name;
+  return name_ == nullptr ? none : *name_;
 }
 
-void Future::set_name(std::string name) { rare().name = std::move(name); }
+void Future::set_name(std::string name) { name_ = std::make_unique<const std::string>(std::move(name)); }
 
 bool Future::is_bounded() const noexcept {
   const Rare* rare = find_rare();
@@ -161,24 +157,22 @@ FuturePtr Future::released() {
   bool is_over;
   {
     std::lock_guard lock(mutex_);
-    Rare* const rare = find_rare();
-    if (rare == nullptr) return nullptr;
-    if (rare->releases && rare->released == nullptr) rare->released = c10::make_intrusive<Future>(priority_);
-    released = rare->released;
-    is_over = rare->is_released;
+    if (find_rare() == nullptr && !releases_) return nullptr;
+    if (releases_ && rare().released == nullptr) rare().released = c10::make_intrusive<Future>(priority_);
+    released = rare().released;
+    is_over = is_released_;
   }
   if (is_over) released->complete(Value());
   return released;
 }
 void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
-void Future::promise_release() { rare().releases = true; }
+void Future::promise_release() { releases_ = true; }
 void Future::release() noexcept {
   FuturePtr released;
   {
     std::lock_guard lock(mutex_);
-    Rare* const rare = find_rare();
-    if (rare == nullptr || !rare->releases || std::exchange(rare->is_released, true)) return;
-    released = rare->released;
+    if (!releases_ || std::exchange(is_released_, true)) return;
+    if (Rare* const rare = find_rare()) released = rare->released;
   }
   if (released != nullptr) released->complete(Value());
 }

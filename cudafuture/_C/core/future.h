@@ -174,6 +174,8 @@ class Future final : public c10::intrusive_ptr_target {
   std::atomic<bool> seen_{false};
   std::atomic<bool> has_late_error_{false};
   bool started_ = false;
+  bool releases_ = false;  // there is a promise to call release()
+  bool is_released_ = false;
   Lifetime lifetime_;
   std::int32_t priority_;
   ContinuationList continuations_;
@@ -182,6 +184,7 @@ class Future final : public c10::intrusive_ptr_target {
   Waiter* waiters_ = nullptr;
   Value value_;
   EventSet events_;
+  std::unique_ptr<const std::string> name_;  // null: it has none
   std::atomic<Rare*> rare_{nullptr};  // owned; made when it is first needed, under the lock once others see the future
   std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
 };
