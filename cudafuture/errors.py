@@ -16,6 +16,7 @@ The tree::
     |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
     |   |-- ChecksumError                                    bytes are not those that were written, or sent
     |   `-- QuotaError                                       the store is full
+    |-- SwapError                                            optimizer state that cannot be read or written
     `-- NotFoundError       (KeyError)                       no such key in the store
 
 Timeouts are the builtin ``TimeoutError``, wrong arguments are ``TypeError`` and ``ValueError``, and an exception
@@ -42,6 +43,7 @@ __all__ = [
     "QuotaError",
     "RemoteError",
     "StorageError",
+    "SwapError",
     "TensorSearchError",
     "WorkerLostError",
 ]
@@ -193,6 +195,18 @@ class ChecksumError(StorageError):
 
 class QuotaError(StorageError):
     """The store's capacity does not hold the write; nothing was changed. Delete keys or raise ``capacity``."""
+
+
+class SwapError(CUDAFutureError):
+    """The optimizer state of a parameter cannot be read or written; the message names the parameter.
+
+    ``parameter`` is the parameter, ``__cause__`` the error of the store. Each parameter has its old value with its old
+    state, or its new value with its new state. Mend the cause, and call ``step()`` again.
+    """
+
+    def __init__(self, message: str, *, parameter: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class NotFoundError(CUDAFutureError, KeyError):

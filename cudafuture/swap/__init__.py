@@ -1,0 +1,7 @@
+"""Optimizer state in a store: training of models whose optimizer does not fit into memory."""
+
+from cudafuture.swap._offload import offload
+from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
+from cudafuture.swap.statistics import SwapStatistics
+
+__all__ = ["OffloadedOptimizer", "SwapStatistics", "offload"]

@@ -1,0 +1,222 @@
+"""Checkpoints of optimizer state in a store: links to the tensors, and a manifest.
+
+    <name>/checkpoints/<checkpoint>           the manifest: groups, values in memory, and the chunks of each tensor
+    <name>/saved/<number>/<key of a chunk>    the tensors of one call of save()
+
+The manifest is written last and replaces an older one at once, so a checkpoint is complete whenever its name is there.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from cudafuture.errors import NotFoundError
+from cudafuture.storage import Offloader, Store
+from cudafuture.swap._swapper import Swapper
+
+__all__ = ["Checkpoints"]
+
+_FORMAT = 1
+
+
+class Checkpoints(ABC):
+    """The methods of an offloaded optimizer that save and load checkpoints."""
+
+    _store: Store
+    _name: str
+    _lock: threading.RLock
+    param_groups: list[dict[str, Any]]
+
+    @property
+    @abstractmethod
+    def _swap(self) -> Swapper: ...
+
+    @abstractmethod
+    def _forget_reads(self) -> None: ...
+
+    def save(self, checkpoint: str) -> None:
+        """Keep the state of all parameters, and the options of their groups, under a name in the store.
+
+        In an ``Offloader`` a checkpoint is links to the tensors, so it copies none of them: later steps write new ones.
+        Other stores copy. A checkpoint of the same name is replaced when the new one is complete. Values of parameters
+        are not in it, unless they have master weights.
+
+        Raises:
+            SwapError: state of a step before cannot be written.
+            StorageError: the checkpoint cannot be written; an older one of the name is as it was.
+            ValueError: the name is empty, or has a "/".
+
+        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.checkpoints()
+        ['epoch 1']
+        >>> optimizer.load("epoch 1")
+        """
+        with self._lock, torch.no_grad():
+            self._swap.pipeline.drain()
+            _save(self._store, self._name, checkpoint, self.param_groups, self._swap)
+
+    def load(self, checkpoint: str) -> None:
+        """Take over the state and the groups' options of a checkpoint, whatever its chunks were.
+
+        Raises:
+            NotFoundError: there is no checkpoint of that name.
+            ValueError: its groups, or the shapes of its parameters, are others than the optimizer's.
+
+        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.load("epoch 1")
+        """
+        with self._lock, torch.no_grad():
+            self._forget_reads()
+            _load(self._store, self._name, checkpoint, self.param_groups, self._swap)
+
+    def checkpoints(self) -> list[str]:
+        """Return the names of the checkpoints in the store, sorted.
+
+        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer.checkpoints()
+        []
+        """
+        return _names(self._store, self._name)
+
+    def delete_checkpoint(self, checkpoint: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            NotFoundError: there is no checkpoint of that name.
+
+        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.delete_checkpoint("epoch 1")
+        """
+        _delete(self._store, self._name, checkpoint)
+
+
+def _names(store: Store, name: str) -> list[str]:
+    """Return the names of the checkpoints of an optimizer, sorted."""
+    prefix = f"{name}/checkpoints/"
+    return sorted(key[len(prefix) :] for key in store.list_keys().wait() if key.startswith(prefix))
+
+
+def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: Swapper) -> None:
+    """Save the state of all parameters, no write of which is in flight."""
+    if not checkpoint or "/" in checkpoint:
+        raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is empty or has a '/'")
+    saved = f"{name}/saved/"
+    keys = store.list_keys().wait()
+    numbers = [int(key[len(saved) :].split("/")[0]) for key in keys if key.startswith(saved)]
+    place = f"{saved}{max(numbers, default=0) + 1}/"
+    parameters: list[list[dict[str, Any]]] = []
+    links: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for group in groups:
+        parameters.append([])
+        for parameter in group["params"]:
+            state = swapper.state(parameter)
+            places: dict[str, tuple[torch.dtype, tuple[int, ...], list[str]]] = {}
+            for tensor_name, stored in state.stored.items():
+                here = [chunk.key(place, tensor_name, 0) for chunk in state.chunks()]
+                for key, chunk in zip(here, state.chunks(), strict=True):
+                    unwritten = chunk.unwritten()
+                    if unwritten is None:
+                        links[key] = swapper.key(chunk, tensor_name)
+                    else:
+                        tensors[key] = unwritten[tensor_name]
+                places[tensor_name] = (stored.dtype, tuple(stored.shape), here)
+            shape = tuple(parameter.shape)
+            parameters[-1].append({"shape": shape, "values": state.values, "bounds": state.bounds, "tensors": places})
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    manifest = io.BytesIO()
+    torch.save({"format": _FORMAT, "place": place, "groups": options, "parameters": parameters}, manifest)
+    try:
+        _copy(store, links)
+        store.writev(tensors).wait()
+        older = _place_of(store, name, checkpoint) if checkpoint in _names(store, name) else None
+        store.write(_key(name, checkpoint), torch.frombuffer(manifest.getbuffer(), dtype=torch.uint8)).wait()
+    except BaseException:
+        store.deletev([*links, *tensors]).exception()
+        raise
+    if older is not None:
+        _delete_place(store, older)
+
+
+def _copy(store: Store, links: dict[str, str]) -> None:
+    if isinstance(store, Offloader):
+        store.link(links).wait()
+        return
+    for new, old in links.items():
+        store.write(new, store.read(old).wait()).wait()
+
+
+def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: Swapper) -> None:
+    """Load the state of all parameters."""
+    manifest = _manifest(store, name, checkpoint)
+    found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
+    wanted = [[tuple(parameter.shape) for parameter in group["params"]] for group in groups]
+    if found != wanted:
+        raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
+    for group, options, entries in zip(groups, manifest["groups"], manifest["parameters"], strict=True):
+        group.update(options)
+        for parameter, entry in zip(group["params"], entries, strict=True):
+            swapper.write_state(parameter, {**entry["values"], **_tensors_of(store, entry)})
+
+
+def _tensors_of(store: Store, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for tensor_name, (dtype, shape, keys) in entry["tensors"].items():
+        whole = torch.empty(shape, dtype=dtype, device="cpu")
+        parts = [whole.view(-1)[begin:end] for begin, end in entry["bounds"]] if len(keys) > 1 else [whole]
+        store.readv(keys, parts).wait()
+        tensors[tensor_name] = whole
+    return tensors
+
+
+def _delete(store: Store, name: str, checkpoint: str) -> None:
+    """Delete a checkpoint: its name first, so that what is left of it is never loaded."""
+    place = _place_of(store, name, checkpoint)
+    store.delete(_key(name, checkpoint)).wait()
+    _delete_place(store, place)
+
+
+def _delete_place(store: Store, place: str) -> None:
+    store.deletev([key for key in store.list_keys().wait() if key.startswith(place)]).wait()
+
+
+def _place_of(store: Store, name: str, checkpoint: str) -> str:
+    place = _manifest(store, name, checkpoint)["place"]
+    assert isinstance(place, str)
+    return place
+
+
+def _manifest(store: Store, name: str, checkpoint: str) -> dict[str, Any]:
+    try:
+        content = store.read(_key(name, checkpoint)).wait()
+    except NotFoundError:
+        known = ", ".join(map(repr, _names(store, name))) or "none"
+        raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}") from None
+    manifest = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"checkpoint {checkpoint!r} has format {manifest['format']}; this version reads {_FORMAT}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _key(name: str, checkpoint: str) -> str:
+    return f"{name}/checkpoints/{checkpoint}"

@@ -1,0 +1,126 @@
+"""The optimizer state of one parameter: scalars in memory, tensors in a store, cut into chunks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Chunk", "ParameterState", "StoredTensor", "chunks_of"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """The dtype and shape of a state tensor that is in the store."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """The state of one parameter.
+
+    A parameter with several chunks has two versions of its keys: an update writes the one that is not current, and the
+    version changes when the last chunk was updated. Until then the old state is whole.
+    """
+
+    number: int
+    """of the parameter, in the order in which the optimizer got them; part of every key"""
+    parameter: torch.Tensor
+    bounds: tuple[tuple[int, int], ...]
+    """the first element of each chunk and the first one after it"""
+    values: dict[str, Any]
+    """scalars and small tensors by name, which stay in memory"""
+    stored: dict[str, StoredTensor]
+    """tensors in the store by name"""
+    is_resident: bool
+    """whether all of the state stays in memory, in ``values``"""
+    version: int = 0
+    unwritten: dict[int, dict[str, torch.Tensor]] | None = None
+    """tensors of chunks that could not be written, and are in memory until they can be: by chunk, then by name"""
+    applied: tuple[weakref.ref[torch.Tensor], int] | None = None
+    """the gradient that the last update used, and its version"""
+
+    @property
+    def is_chunked(self) -> bool:
+        return len(self.bounds) > 1
+
+    def chunks(self) -> list[Chunk]:
+        return [Chunk(self, i) for i in range(len(self.bounds))]
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys of the state in the store."""
+        return [chunk.key(prefix, name, self.version) for chunk in self.chunks() for name in self.stored]
+
+    def has_applied(self, gradient: torch.Tensor) -> bool:
+        """Return whether the last update used this gradient, and nothing has changed it since."""
+        return self.applied is not None and self.applied[0]() is gradient and self.applied[1] == gradient._version
+
+    def note_applied(self, gradient: torch.Tensor) -> None:
+        self.applied = (weakref.ref(gradient), gradient._version)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a parameter's elements, and the state of those."""
+
+    state: ParameterState
+    index: int
+
+    @property
+    def begin(self) -> int:
+        return self.state.bounds[self.index][0]
+
+    @property
+    def end(self) -> int:
+        return self.state.bounds[self.index][1]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.state.bounds) - 1
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the chunk's elements of a tensor like the parameter: a flat view, or the tensor of one chunk."""
+        if not self.state.is_chunked:
+            return tensor
+        if not tensor.is_contiguous():
+            raise RuntimeError("a parameter was contiguous when its optimizer was offloaded, and is not any more")
+        return tensor.view(-1)[self.begin : self.end]
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the chunk's part of each tensor in the store."""
+        if not self.state.is_chunked:
+            return self.state.stored
+        shape = torch.Size([self.end - self.begin])
+        return {name: StoredTensor(tensor.dtype, shape) for name, tensor in self.state.stored.items()}
+
+    def unwritten(self) -> dict[str, torch.Tensor] | None:
+        return (self.state.unwritten or {}).get(self.index)
+
+    def key(self, prefix: str, name: str, version: int) -> str:
+        """Return the key of the chunk's part of a state tensor."""
+        return f"{prefix}{self.state.number}/{name}/{self.index}.{version}"
+
+
+def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int], ...]:
+    """Return the bounds of chunks of at most so many elements; one chunk where `most` is None.
+
+    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory.
+    """
+    count = parameter.numel()
+    if most is None or count <= most or not parameter.is_contiguous():
+        return ((0, count),)
+    return tuple(_ranges(count, most))
+
+
+def _ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, count, most):
+        yield begin, min(begin + most, count)

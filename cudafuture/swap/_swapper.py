@@ -1,0 +1,381 @@
+"""The optimizer states of parameters in a store: read, updated and written back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from cudafuture.storage import Store
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of
+from cudafuture.swap._pipeline import UNDO, Pipeline, Unit, size_of
+from cudafuture.swap._update import Update
+
+__all__ = ["SwapOptions", "Swapper"]
+
+_UNIT = 32 << 20  # bytes of state that are read together, where one parameter or chunk needs no more
+_MASTER = "master"
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SwapOptions:
+    """The options of ``offload()`` that say which state is in the store, and how it is moved."""
+
+    min_bytes: int
+    memory: int
+    prefetch: int
+    chunk_bytes: int
+    buffer_bytes: int | None
+    compute: Literal["parameter", "cpu"]
+    master_weights: bool
+
+    def __post_init__(self) -> None:
+        for name in ("min_bytes", "memory", "prefetch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is negative")
+        if self.chunk_bytes < 1 << 16:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes!r} is less than 64 KiB")
+        if self.compute not in ("parameter", "cpu"):
+            raise ValueError(f"compute={self.compute!r} is neither 'parameter' nor 'cpu'")
+
+
+class Swapper:
+    """The states of an optimizer's parameters, which an update brings into memory for as long as it needs them.
+
+    One thread at a time calls it, without gradient mode.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        update: Update,
+        options: SwapOptions,
+        parameters: Sequence[tuple[torch.Tensor, Group]],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> None:
+        self._store, self._prefix, self._update, self._options = store, prefix, update, options
+        self._states: dict[torch.Tensor, ParameterState] = {}
+        self._groups: dict[ParameterState, Group] = {}
+        self._half_updated: dict[Chunk, torch.Tensor | None] = {}  # the chunks of one parameter: their old values
+        self._unwritten_before: dict[ParameterState, dict[int, dict[str, torch.Tensor]] | None] = {}
+        self.resident_bytes = 0
+        least = self._least_buffer(parameters)
+        units = options.prefetch + 2  # that are read, computed or written at one time
+        self.buffer_bytes = units * max(_UNIT, least) if options.buffer_bytes is None else options.buffer_bytes
+        self.expect_buffer(parameters)
+        self._unit_bytes = max(least, min(_UNIT, self.buffer_bytes // units))
+        self.pipeline = Pipeline(
+            store, prefix, self.buffer_bytes, options.prefetch, lambda c: name_of(c.state.parameter)
+        )
+
+    def key(self, chunk: Chunk, name: str) -> str:
+        """Return the key of the chunk's part of a state tensor in the store."""
+        return chunk.key(self._prefix, name, chunk.state.version)
+
+    def known(self) -> list[ParameterState]:
+        """Return the states that are not empty."""
+        return [state for state in self._states.values() if state.values or state.stored]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether parameters of less than 32 bits have master weights."""
+        return self._options.master_weights
+
+    # ---- updates
+
+    def update(self, work: Iterable[tuple[torch.Tensor, Group]]) -> None:
+        """Update parameters from their gradients, with the options of their groups.
+
+        Raises:
+            SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
+                state, or its new ones.
+        """
+        swapped: list[ParameterState] = []
+        for parameter, group in work:
+            state = self.state(parameter)
+            self._groups[state] = group
+            if state.is_resident:
+                self._update_resident(state)
+            else:
+                swapped.append(state)
+        if swapped:
+            self.pipeline.drop_reads()
+        try:
+            self.pipeline.run(self._units(swapped), self._compute_unit)
+        except BaseException:
+            self._roll_back()
+            raise
+        self.pipeline.drain()
+
+    def update_now(self, parameter: torch.Tensor, group: Group) -> None:
+        """Update one parameter; its state was perhaps read ahead. Its writes are in flight when this returns.
+
+        Raises:
+            SwapError: the state cannot be read; the parameter is as it was.
+        """
+        state = self.state(parameter)
+        self._groups[state] = group
+        if state.is_resident:
+            self._update_resident(state)
+            return
+        try:
+            if not self.pipeline.is_next(state):
+                self.pipeline.drop_reads()
+                self.start_read(parameter)
+            while self.pipeline.is_next(state):
+                self.pipeline.compute_next(self._compute_unit)
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def start_read(self, parameter: torch.Tensor) -> None:
+        """Read the state of a parameter that will be updated after those that are being read."""
+        state = self.state(parameter)
+        if not state.is_resident:
+            for unit in self._units([state]):
+                self.pipeline.start_read(unit)
+
+    def _update_resident(self, state: ParameterState) -> None:
+        (chunk,) = state.chunks()
+        self._keep(chunk, self._compute_chunk(chunk, state.values))
+
+    def _compute_unit(self, unit: Unit) -> None:
+        """Update the chunks of a unit, and start to write their new state."""
+        written: list[dict[str, torch.Tensor]] = []
+        versions: list[int] = []
+        for chunk, tensors, undo in zip(unit.chunks, unit.tensors, unit.undo, strict=True):
+            state = chunk.state
+            versions.append(state.version)
+            if state.is_chunked:
+                versions[-1] = 1 - state.version
+                if not chunk.is_last:
+                    part = chunk.part_of(state.parameter.detach())
+                    self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
+            values = copied(state.values) if state.is_chunked else state.values
+            new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}))
+            if chunk in self._half_updated:
+                new[UNDO] = self._half_updated[chunk]  # type: ignore[assignment]
+            if chunk.is_last:
+                self._half_updated.clear()
+            written.append(new)
+        self.pipeline.start_write(unit, written, versions)
+        self._half_updated = dict.fromkeys(self._half_updated)
+
+    def _roll_back(self) -> None:
+        """After an error: finish what is in flight, and give a parameter that was updated in part its old values."""
+        self.pipeline.drop_reads()
+        self.pipeline.settle()
+        half_updated, self._half_updated = self._half_updated, {}
+        for chunk, old in half_updated.items():
+            part = chunk.part_of(chunk.state.parameter.detach())
+            part.copy_(self.pipeline.undo_of(chunk, 1 - chunk.state.version) if old is None else old)
+        for state in {chunk.state for chunk in half_updated}:
+            self.pipeline.forget(state, 1 - state.version)
+            state.unwritten = self._unwritten_before.get(state)
+
+    def _compute_chunk(self, chunk: Chunk, state: dict[str, Any]) -> dict[str, Any]:
+        """Update the elements of a chunk from their gradients; return their new state."""
+        parameter = chunk.state.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if chunk.state.is_chunked:
+            gradient = gradient.contiguous()
+        part, gradient = chunk.part_of(parameter.detach()), chunk.part_of(gradient)
+        device = self.device_of(parameter)
+        leaf = part
+        if self._has_master(parameter):
+            leaf = state.pop(_MASTER) if _MASTER in state else part.to(device, torch.float32)
+        elif part.device != device:
+            leaf = part.to(device)
+        leaf.grad = gradient.to(device, leaf.dtype)
+        new = self._update(self._groups[chunk.state], leaf, state)
+        leaf.grad = None
+        if leaf is not part:
+            part.copy_(leaf)
+        if self._has_master(parameter):
+            new[_MASTER] = leaf
+        if chunk.is_last and parameter.grad is not None:
+            chunk.state.note_applied(parameter.grad)
+        return new
+
+    def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
+        state = chunk.state
+        if chunk.index == 0:
+            self._unwritten_before = {state: state.unwritten}
+        shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.parameter.shape
+        tensors = {name: value for name, value in new.items() if self._is_swappable(value, shape, state)}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if not state.is_chunked and not state.stored and nbytes:
+            if not state.is_resident and self.resident_bytes + nbytes <= self._options.memory:
+                state.is_resident = True
+                self.resident_bytes += nbytes
+            if state.is_resident:
+                tensors = {}
+        if not chunk.is_last:
+            return tensors
+        whole = state.parameter.shape
+        old = {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
+        state.values = {name: value for name, value in new.items() if name not in tensors}
+        state.stored = {
+            name: StoredTensor(tensor.dtype, whole if tensor.shape == shape else tensor.shape)
+            for name, tensor in tensors.items()
+        }
+        if state.is_chunked:
+            state.version = 1 - state.version
+            old |= {chunk.key(self._prefix, UNDO, state.version) for chunk in state.chunks() if not chunk.is_last}
+        old -= {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
+        self.pipeline.delete_later(sorted(old))
+        return tensors
+
+    def _is_swappable(self, value: object, shape: torch.Size, state: ParameterState) -> bool:
+        if not isinstance(value, torch.Tensor) or value.numel() < 2:
+            return False
+        return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
+
+    def _units(self, states: Iterable[ParameterState]) -> Iterator[Unit]:
+        """Divide the chunks of parameters into units, which have the same device and at most `unit_bytes` each."""
+        chunks: list[Chunk] = []
+        size = 0
+        for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
+            nbytes = size_of([chunk])
+            if not chunk.state.stored:  # it is made in this step
+                nbytes = (chunk.end - chunk.begin) * self._bytes_of_element(
+                    chunk.state.parameter, self._groups[chunk.state]
+                )
+            device = self.device_of(chunk.state.parameter)
+            if chunks and (size + nbytes > self._unit_bytes or device != self.device_of(chunks[0].state.parameter)):
+                yield Unit(chunks, self.device_of(chunks[0].state.parameter))
+                chunks, size = [], 0
+            chunks.append(chunk)
+            size += nbytes
+        if chunks:
+            yield Unit(chunks, self.device_of(chunks[0].state.parameter))
+
+    def state(self, parameter: torch.Tensor) -> ParameterState:
+        """Return the state of a parameter; an empty one where it has none yet."""
+        state = self._states.get(parameter)
+        if state is None:
+            bounds = chunks_of(parameter, self._longest_chunk(parameter))
+            state = ParameterState(len(self._states), parameter, bounds, {}, {}, is_resident=False)
+            self._states[parameter] = state
+        return state
+
+    def _longest_chunk(self, parameter: torch.Tensor) -> int | None:
+        """Return the elements of a chunk; None: the parameter is updated as a whole.
+
+        torch rounds the last elements of a float16 or bfloat16 tensor otherwise than those that fill a vector register,
+        so there the update of chunks would not be that of the whole.
+        """
+        is_half = parameter.element_size() < 4 and not self._has_master(parameter)
+        if not self._update.is_elementwise or is_half:
+            return None
+        return self._options.chunk_bytes // parameter.element_size()
+
+    def _has_master(self, parameter: torch.Tensor) -> bool:
+        return self._options.master_weights and parameter.is_floating_point() and parameter.element_size() < 4
+
+    def device_of(self, parameter: torch.Tensor) -> torch.device:
+        """Return the device on which a parameter is updated."""
+        return torch.device("cpu") if self._options.compute == "cpu" else parameter.device
+
+    # ---- access
+
+    def read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
+        """Return a copy of the state of a parameter; with `mapped`, tensors whose pages are read when they are touched.
+
+        Raises:
+            SwapError: the state cannot be read.
+        """
+        state = self.state(parameter)
+        self.pipeline.drop_reads()
+        self.pipeline.settle()
+        found = copied(state.values)
+        for name, stored in state.stored.items():
+            found[name] = self.pipeline.read_whole(state, name, stored, self.device_of(parameter), mapped)
+        return found
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter.
+
+        Raises:
+            SwapError: the state cannot be written.
+        """
+        known = self.state(parameter)
+        self.pipeline.drop_reads()
+        self.pipeline.settle()
+        known.applied = None
+        device = self.device_of(parameter)
+        for chunk in known.chunks():
+            self._write_chunk(chunk, {name: self._part_of(chunk, value, device) for name, value in state.items()})
+        self.pipeline.drain()
+
+    def make_state(
+        self, parameter: torch.Tensor, group: Group, make: Callable[[list[Any]], torch.optim.Optimizer]
+    ) -> bool:
+        """Store the state that an optimizer allocates for a parameter when it is made; return whether there is any."""
+        state = self.state(parameter)
+        device = self.device_of(parameter)
+        for chunk in state.chunks():
+            dtype = torch.float32 if self._has_master(parameter) else parameter.dtype
+            leaf = chunk.part_of(parameter.detach()).to(device, dtype).requires_grad_(parameter.requires_grad)
+            made = make([{**group, "params": [leaf]}]).state.get(leaf, {})
+            if not made:
+                return False
+            self._write_chunk(chunk, made)
+        self.pipeline.drain()
+        return True
+
+    def _write_chunk(self, chunk: Chunk, new: dict[str, Any]) -> None:
+        version = 1 - chunk.state.version if chunk.state.is_chunked else chunk.state.version
+        tensors = self._keep(chunk, new)
+        self.pipeline.start_write(Unit([chunk], self.device_of(chunk.state.parameter)), [tensors], [version])
+
+    def _part_of(self, chunk: Chunk, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape == chunk.state.parameter.shape and value.numel() > 1:
+            value = value.contiguous() if chunk.state.is_chunked else value
+            return chunk.part_of(value).to(device, copy=not chunk.state.is_chunked)
+        return value.clone()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and delete all states."""
+        self.pipeline.drop_reads()
+        self.pipeline.settle()
+        keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
+        self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
+
+    # ---- sizes
+
+    def _bytes_of_element(self, parameter: torch.Tensor, group: Group) -> int:
+        """Return the bytes of state for each element of a parameter, and of its old value."""
+        has_master = self._has_master(parameter)
+        count = self._update.count_tensors(group)
+        size = 4 if has_master else parameter.element_size()
+        return (count + has_master) * size + parameter.element_size()
+
+    def _least_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> int:
+        """Return the bytes that the largest parameter or chunk needs."""
+        least = 4096
+        for parameter, group in parameters:
+            most = max(end - begin for begin, end in self.state(parameter).bounds)
+            least = max(least, most * self._bytes_of_element(parameter, group) + 8 * 4096)  # each begins at a page
+        return least
+
+    def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> None:
+        """Raise ValueError if the buffers have no room for the state of each of the parameters."""
+        least = self._least_buffer(parameters)
+        if self.buffer_bytes < least:
+            raise ValueError(f"buffer_bytes={self.buffer_bytes} is less than one parameter or chunk needs: {least}")
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary with copies of the tensors."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

@@ -1,0 +1,83 @@
+"""The update of a parameter, or of a chunk of one, by an optimizer of torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+__all__ = ["Update"]
+
+_ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+class Update:
+    """The step of an optimizer, applied to one tensor at a time.
+
+    The optimizer's own groups and state are empty between updates. Hooks do not run: they belong to the whole step.
+
+    Raises:
+        ValueError: the optimizer updates all parameters together, so its state cannot be split by parameter.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS keeps the history of all parameters in one flat vector, which cannot be swapped")
+        self._optimizer = optimizer
+        self._made = max((_like(parameter, state) for parameter, state in optimizer.state.items()), default=0)
+        self._counts: dict[tuple[object, ...], int] = {}
+        # Subclasses of torch's optimizers may override the update.
+        self.is_elementwise = type(optimizer) in _ELEMENTWISE
+        """whether the update of an element depends on its own parameter, gradient and state alone"""
+        step: Any = type(optimizer).step
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
+
+    def __call__(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Update a parameter from its `grad`, with the options of a group; return its new state."""
+        single = {"foreach": False} if "foreach" in group else {}
+        optimizer = self._optimizer
+        optimizer.param_groups = [{**group, "params": [parameter], **single}]
+        optimizer.state = defaultdict(dict)
+        if state:
+            optimizer.state[parameter] = state
+        try:
+            self._step(optimizer)
+            return dict(optimizer.state[parameter])
+        finally:
+            optimizer.param_groups = []
+            optimizer.state = defaultdict(dict)
+
+    def count_tensors(self, group: dict[str, Any]) -> int:
+        """Return how many state tensors of a parameter's shape the optimizer keeps, with the options of a group."""
+        options = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, int, float, str)))
+        if options not in self._counts:
+            self._counts[options] = max(self._count(group, (2,)), self._count(group, (2, 2)))
+        return self._counts[options]
+
+    def _count(self, group: dict[str, Any], shape: tuple[int, ...]) -> int:
+        tried = torch.zeros(shape)
+        tried.grad = torch.zeros(shape)
+        try:
+            with torch.no_grad():
+                state = self({**group, "fused": None, "capturable": False}, tried, {})
+        except Exception:  # the optimizer is not for such parameters, or has its state already
+            return self._made
+        return _like(tried, state)
+
+
+def _like(parameter: torch.Tensor, state: dict[str, Any]) -> int:
+    """Return how many tensors of a state have the shape of the parameter."""
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())

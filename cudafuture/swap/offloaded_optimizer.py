@@ -1,0 +1,374 @@
+"""An optimizer of torch whose state is in a store, on a disk or on another worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from cudafuture.errors import InvalidStateError
+from cudafuture.storage import Offloader, Store
+from cudafuture.swap._applied_gradient import AppliedGradient
+from cudafuture.swap._checkpoints import Checkpoints
+from cudafuture.swap._namespace import release, reserve
+from cudafuture.swap._state_mapping import StateMapping
+from cudafuture.swap._swapper import SwapOptions, Swapper
+from cudafuture.swap._update import Update
+from cudafuture.swap.statistics import SwapStatistics
+
+__all__ = ["OffloadedOptimizer"]
+
+
+class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose state is in a store; ``offload()`` makes it.
+
+    ``state`` reads as usual: a mapping from parameters to their states, each of which is read from the store when it is
+    asked for. ``state_of`` and ``set_state`` say the same in words.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        make: Callable[[list[Any]], torch.optim.Optimizer] | None,
+        store: Store | str | os.PathLike[str],
+        name: str,
+        when: Literal["step", "backward"],
+        options: SwapOptions,
+    ) -> None:
+        if when not in ("step", "backward"):
+            raise ValueError(f"when={when!r} is neither 'step' nor 'backward'")
+        if not name or "/" in name:
+            raise ValueError(f"name={name!r} is empty or has a '/'")
+        update = Update(optimizer)
+        self._make, self._when, self._prefetch = make, when, options.prefetch
+        self._steps = 0
+        self._lock = threading.RLock()  # backward runs in a thread of its own for each device
+        self._updated: list[torch.Tensor] = []  # by the hooks of this backward
+        self._order: list[torch.Tensor] = []  # in which the last backward updated the parameters
+        self._read_ahead = 0  # how many of those this backward has read or is reading
+        self._swapper: Swapper | None = None
+        given_state = dict(optimizer.state)
+        super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
+        self.state = StateMapping(self)  # type: ignore[assignment]
+        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
+        self._store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
+        try:
+            self._name = reserve(self._store, name, self)
+            prefix = f"{name}/state/"
+            keys = self._store.list_keys().wait()
+            if stale := [key for key in keys if key.startswith(prefix)]:  # of a process that has ended
+                self._store.deletev(stale).wait()
+            self._swapper = Swapper(self._store, prefix, update, options, list(self._parameters()), self._name_of)
+            for parameter, state in given_state.items():
+                if state and parameter.numel():
+                    self.set_state(parameter, state)
+            optimizer.state.clear()
+            for parameter, group in self._parameters():
+                self._make_state(parameter, group)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _swap(self) -> Swapper:
+        if self._swapper is None:
+            raise InvalidStateError("the offloaded optimizer is closed")
+        return self._swapper
+
+    def _make_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if self._make is not None:
+            self._swap.make_state(parameter, group, self._make)
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group
+
+    # ---- the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; return the closure's loss, or None.
+
+        A parameter whose gradient has not changed since an update used it is not updated again. So after an error the
+        step can be repeated: it updates the parameters that are left.
+
+        Raises:
+            SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
+                state, or its new ones. State that cannot be written stays in memory until a later step has written it.
+            RuntimeError: a gradient is sparse.
+            InvalidStateError: the optimizer is closed.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.9990, 0.9990, 0.9990], requires_grad=True)
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock, torch.no_grad():
+            swap = self._swap
+            self._steps += 1
+            due = [(parameter, group) for parameter, group in self._parameters() if self._is_due(parameter)]
+            if self._when == "backward":
+                self._end_backward(due)
+            else:
+                swap.update(due)
+        return loss
+
+    def _is_due(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, AppliedGradient):
+            return False
+        if gradient.is_sparse:
+            raise RuntimeError(f"the gradient of {self._name_of(parameter)} is sparse; its state is read as a whole")
+        return not self._swap.state(parameter).has_applied(gradient)
+
+    # ---- updates during backward
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Update a parameter whose gradient is complete, and start to read the state of the next ones."""
+        with self._lock, torch.no_grad():
+            if not self._is_due(parameter):
+                return
+            position = len(self._updated)
+            if position >= len(self._order) or self._order[position] is not parameter:
+                self._read_ahead = len(self._order)  # backward takes another order than the last time
+            self._swap.update_now(parameter, self._group_of(parameter))
+            self._updated.append(parameter)
+            parameter.grad = AppliedGradient(parameter)
+            self._start_reads()
+
+    def _forget_reads(self) -> None:
+        """Read nothing more ahead in this backward; what is being read is dropped by who asks for another read."""
+        self._read_ahead = len(self._order)
+
+    def _start_reads(self) -> None:
+        while self._read_ahead < min(len(self._order), len(self._updated) + self._prefetch):
+            self._swap.start_read(self._order[self._read_ahead])
+            self._read_ahead += 1
+
+    def _end_backward(self, left: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Update what the hooks have not, and read ahead for the next backward. Writes stay in flight."""
+        if left:
+            self._swap.update(left)
+        if self._updated:
+            self._order, self._updated = self._updated, []
+        self._read_ahead = 0
+        self._swap.pipeline.drop_reads()
+        self._start_reads()
+        self._swap.pipeline.reap()
+
+    # ---- parameters and gradients
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as for every optimizer of torch.
+
+        Raises:
+            ValueError: one of them needs larger buffers than the optimizer has.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.1})
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        added = [(parameter, group) for parameter in group["params"]]
+        if self._swapper is not None:
+            try:
+                self._swapper.expect_buffer(added)
+            except ValueError:
+                self.param_groups.pop()
+                raise
+            for parameter, _ in added:
+                self._make_state(parameter, group)
+        if self._when == "backward":
+            this = weakref.ref(self)
+
+            def hook(parameter: torch.Tensor) -> None:
+                optimizer = this()
+                if optimizer is not None and optimizer._swapper is not None:
+                    optimizer._on_gradient(parameter)
+
+            for parameter, _ in added:
+                if parameter.requires_grad:
+                    weakref.finalize(self, parameter.register_post_accumulate_grad_hook(hook).remove)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or clear the gradients, as every optimizer of torch does.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> weight.sum().backward()
+        >>> optimizer.zero_grad()
+        >>> weight.grad is None
+        True
+        """
+        self._drop_applied()
+        super().zero_grad(set_to_none)
+
+    def _drop_applied(self) -> None:
+        for parameter, _ in self._parameters():
+            if isinstance(parameter.grad, AppliedGradient):
+                parameter.grad = None
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        for known, group in self._parameters():
+            if known is parameter:
+                return group
+        raise KeyError("the optimizer has no such parameter")
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        """Return the parameter's name, if torch was told it; else its place in the groups."""
+        for i, group in enumerate(self.param_groups):
+            for j, known in enumerate(group["params"]):
+                if known is parameter:
+                    names = group.get("param_names")
+                    return f"parameter {names[j]!r}" if names else f"parameter {j} of group {i}"
+        return "a parameter"
+
+    # ---- the state
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a copy of the state of a parameter; empty if it was never updated.
+
+        Raises:
+            SwapError: the state cannot be read.
+            KeyError: the optimizer has no such parameter.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> optimizer.state_of(weight)
+        {}
+        """
+        return self._read_state(parameter, mapped=False)
+
+    def _read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
+        self._group_of(parameter)
+        with self._lock, torch.no_grad():
+            self._forget_reads()
+            return self._swap.read_state(parameter, mapped)
+
+    def set_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter.
+
+        Raises:
+            SwapError: the state cannot be written.
+            KeyError: the optimizer has no such parameter.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+        >>> optimizer.set_state(weight, state)
+        >>> optimizer.state_of(weight)["step"]
+        tensor(1.)
+        """
+        self._group_of(parameter)
+        with self._lock, torch.no_grad():
+            self._forget_reads()
+            self._swap.write_state(parameter, state)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("the state of this optimizer is in a store: take state_dict(), or call save()")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # what load_state_dict calls at its end
+        states = state.pop("state")
+        self.__dict__.update(state)
+        for parameter, _ in self._parameters():
+            self.set_state(parameter, states.get(parameter, {}))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the groups and the state of an optimizer of the same kind, offloaded or not.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> plain = torch.optim.Adam([weight])
+        >>> optimizer.load_state_dict(plain.state_dict())
+        """
+        if not self._swap.has_masters:
+            super().load_state_dict(state_dict)
+            return
+        super().load_state_dict({**state_dict, "state": {}})  # torch would round float32 to the parameter's dtype
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (parameter, _) in zip(numbers, self._parameters(), strict=True):
+            self.set_state(parameter, state_dict["state"].get(number, {}))
+
+    # ---- counts, and the end
+
+    def statistics(self) -> SwapStatistics:
+        """Return counts and times since the optimizer was made.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> optimizer.statistics().steps
+        0
+        """
+        with self._lock:
+            counters, states = self._swap.pipeline.counters, self._swap.known()
+            return SwapStatistics(
+                self._steps,
+                counters.bytes_read,
+                counters.bytes_written,
+                counters.compute_seconds,
+                counters.read_wait_seconds,
+                counters.write_wait_seconds,
+                sum(tensor.nbytes for state in states for tensor in state.stored.values()),
+                self._swap.resident_bytes,
+            )
+
+    def flush(self) -> None:
+        """Wait until all state was written.
+
+        Raises:
+            SwapError: some state cannot be written; it stays in memory.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> optimizer.flush()
+        """
+        with self._lock:
+            self._swap.pipeline.drain()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and delete the state from the store; checkpoints stay. Close an own store.
+
+        The optimizer cannot be used any more. Further calls do nothing.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
+        >>> optimizer.close()
+        """
+        with self._lock:
+            swapper, self._swapper = self._swapper, None
+            self._drop_applied()
+            try:
+                if swapper is not None:
+                    swapper.close()
+            finally:
+                release(self._store, self)
+                if self._own_store is not None:
+                    self._own_store.close()
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,121 @@
+"""I/O that fails in a step: each parameter is old or new as a whole, and the step can be called again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture.errors import QuotaError, StorageError, SwapError
+from cudafuture.storage import Offloader
+from cudafuture.testing import FaultyEngine
+from swap.training import OPTIMIZERS, Pair, same
+
+SHAPES = ((400, 420), (256, 255), (400, 424))  # three chunks, one, and three
+CHUNK = 1 << 18  # bytes: a block of the engine, so that each read and write of a tensor is one I/O
+STEPS = 2  # before the step that fails
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(store: Offloader, **options: Any) -> Pair:
+    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, **options)
+    for _ in range(STEPS):
+        pair.step()
+    return pair
+
+
+def ios_of_a_step(folder: Path, memory: int) -> range:
+    """Return the numbers of the I/Os of the third step."""
+    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(folder, engine=engine) as store:
+        pair = trained(store, memory=memory)
+        before = engine.statistics().blocks
+        pair.step()
+        return range(before + 1, engine.statistics().blocks + 1)
+
+
+def expect_whole(pair: Pair, old: list[torch.Tensor], old_states: list[dict[str, Any]]) -> int:
+    """Expect of each parameter that it and its state are old, or that both are new; return how many are new."""
+    new = 0
+    for i, (plain, swapped) in enumerate(zip(pair.plain, pair.swapped, strict=True)):
+        is_new = not same(swapped, old[i])
+        new += is_new
+        assert same(swapped, plain if is_new else old[i])
+        expected = pair.optimizer.state[plain] if is_new else old_states[i]
+        found = pair.offloaded.state_of(swapped)
+        assert all(same(value, found[name]) for name, value in expected.items()), (i, is_new)
+    return new
+
+
+@pytest.mark.parametrize("memory", [0, 2 * 4 * 256 * 255], ids=["swapped", "one in memory"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(code: int, memory: int, tmp_path: Path) -> None:
+    failed = 0
+    numbers = ios_of_a_step(tmp_path / "count", memory)
+    for number in numbers:
+        engine = FaultyEngine("threads", at={number: code}, block_size=CHUNK)
+        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+            pair = trained(store, memory=memory)
+            old = [parameter.detach().clone() for parameter in pair.swapped]
+            old_states = [copy.deepcopy(pair.optimizer.state[parameter]) for parameter in pair.plain]
+            pair.give_gradients()
+            pair.optimizer.step()
+            try:
+                pair.offloaded.step()
+            except SwapError as e:
+                failed += 1
+                assert "group 0" in str(e)  # noqa: PT017 (it need not fail: the numbers are not those of every run)
+                assert isinstance(e.__cause__, StorageError)  # noqa: PT017
+                assert e.__cause__.errno == code  # noqa: PT017
+                assert any(e.parameter is parameter for parameter in pair.swapped)  # noqa: PT017
+                expect_whole(pair, old, old_states)
+                pair.offloaded.step()
+            pair.expect_same()
+            pair.step()
+            pair.expect_same()
+    assert failed == len(numbers) >= 24
+
+
+def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
+    needed = 4 * 2 * sum(a * b for a, b in SHAPES)
+    with Offloader(tmp_path, capacity=8 * needed // 5) as store:  # a tensor that is written again needs room for both
+        pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK)
+        pair.step()
+        others = []
+        while store.write(f"other {len(others)}", torch.zeros(8192)).exception() is None:
+            others.append(f"other {len(others)}")
+        for _ in range(3):
+            pair.give_gradients()
+            pair.optimizer.step()
+            with pytest.raises(SwapError, match="cannot be written") as caught:
+                pair.offloaded.step()
+            assert isinstance(caught.value.__cause__, QuotaError)
+            pair.expect_same()
+        store.deletev(others).wait()
+        for _ in range(3):
+            pair.give_gradients()
+            pair.optimizer.step()
+            with contextlib.suppress(SwapError):
+                pair.offloaded.step()
+            pair.expect_same()
+
+
+def test_a_repeated_step_updates_no_parameter_twice(store: Offloader) -> None:
+    pair = trained(store)
+    pair.give_gradients()
+    pair.optimizer.step()
+    for _ in range(3):
+        pair.offloaded.step()
+    pair.expect_same()
+    with torch.no_grad():
+        for parameter in (*pair.plain, *pair.swapped):
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)  # another gradient in the same tensor
+    pair.optimizer.step()
+    pair.offloaded.step()
+    pair.expect_same()
