@@ -1,0 +1,82 @@
+"""Optimizers whose state is in a store, with parameters on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture.storage import Engine, Offloader
+from cudafuture.swap import offload
+from device.harness import Device
+from swap.training import OPTIMIZERS, Pair
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"chunk_bytes": 1 << 16},
+    "in memory": {"memory": 1 << 30},
+    "backward": {"when": "backward", "chunk_bytes": 1 << 16},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Offloader]:
+    with (
+        Engine(queue_depth=4, block_size=1 << 18, threads=2) as engine,
+        Offloader(tmp_path, engine=engine) as store,
+    ):
+        yield store
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["Adam", "SGD, momentum", "Adafactor"])
+def test_steps_on_a_device_are_those_of_the_plain_optimizer(
+    accelerator: Device, store: Offloader, name: str, options: dict[str, Any]
+) -> None:
+    with accelerator.on(accelerator.stream()):
+        pair = Pair(OPTIMIZERS[name], store, ((200, 201), (64, 50), (3,)), device=str(accelerator.at()), **options)
+        for step in range(4):
+            pair.step(missing=[step])
+        pair.expect_same()
+    pair.offloaded.close()
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: Offloader, when: str) -> None:
+    """As for a copy of the parameters on the host."""
+    host = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (64, 50)), name="host")
+    pair = Pair(
+        OPTIMIZERS["Adam"],
+        store,
+        ((200, 201), (64, 50)),
+        device=str(accelerator.at()),
+        compute="cpu",
+        when=when,
+        chunk_bytes=1 << 16,
+        name="device",
+    )
+    for _ in range(4):
+        host.step()
+        pair.step()
+    for a, b in zip(host.plain, pair.swapped, strict=True):
+        assert torch.equal(a.detach(), b.detach().cpu())
+        assert pair.offloaded.state_of(b)["exp_avg"].device.type == "cpu"
+
+
+def test_parameters_of_several_devices_are_updated_in_one_step(accelerator: Device, store: Offloader) -> None:
+    pair = Pair(OPTIMIZERS["Adam"], store, ((64, 50), (64, 51)))
+    devices = [accelerator.at(i) for i in accelerator.indices()]
+    parameters = [[p.detach().to(devices[i % len(devices)]) for i, p in enumerate(pair.plain)] for _ in range(2)]
+    pair.offloaded.close()
+    plain = [torch.nn.Parameter(p.clone()) for p in parameters[0]]
+    swapped = [torch.nn.Parameter(p.clone()) for p in parameters[1]]
+    pair.plain, pair.swapped = plain, swapped
+    pair.optimizer = OPTIMIZERS["Adam"](plain)
+    pair.offloaded = offload(OPTIMIZERS["Adam"](swapped), store, min_bytes=0)
+    for _ in range(4):
+        pair.step()
+    pair.expect_same()
+
