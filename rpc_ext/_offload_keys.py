@@ -29,6 +29,7 @@ class RemoteKeys:
     _token: bytes
     _timeout: float
     _closed: bool
+    _asked: set[CUDAFuture[Any]]  # what close() waits for, beside reads and writes
 
     def keys(self) -> list[str]:
         """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
@@ -38,6 +39,7 @@ class RemoteKeys:
         ...     remote.keys()
         []
         """
+        self._expect_open()
         return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout or math.inf)
 
     def __contains__(self, key: str) -> bool:
@@ -63,6 +65,7 @@ class RemoteKeys:
         Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
         expect_key(key)
+        self._expect_open()
         dtype, shape, nbytes = rpc_sync(
             self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf
         )
@@ -77,6 +80,7 @@ class RemoteKeys:
         ...     [entry and entry.nbytes for entry in remote.find(["weight", "bias"]).wait()]
         [36, None]
         """
+        self._expect_open()
         names = list(keys)
         blocks = [
             pack_wanted([Wanted(key) for key in names[i : i + MOST_HEADERS]])
@@ -111,12 +115,12 @@ class RemoteKeys:
         ...     remote.trim()
         0
         """
+        self._expect_open()
         return rpc_sync(self._worker, calls.trim, (self._name, self._token), timeout=self._timeout or math.inf)
 
     def _ask(self, what: str, fn: Callable[..., T], *args: Any) -> CUDAFuture[T]:
         """Ask the service for what concerns no tensor."""
-        if self._closed:
-            raise InvalidStateError("the offloader is closed")
+        self._expect_open()
 
         def answer(done: CUDAFuture[T]) -> T:
             if (error := done.exception()) is not None:
@@ -124,4 +128,11 @@ class RemoteKeys:
             return done.value()
 
         asked = rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=self._timeout or math.inf)
-        return asked.then(answer)
+        told = asked.then(answer)
+        self._asked.add(told)
+        told.add_done_callback(self._asked.discard, executor=executors.inline)
+        return told
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the offloader is closed")

@@ -52,7 +52,10 @@ class Tally:
         if error is not None and self._error is None:
             error = self._named(i, error)
         if error is None:
-            self._succeeded(i)
+            try:
+                self._succeeded(i)
+            except Exception as e:  # the caller's function: its error is that of the call, which has to end
+                error = e
         with self._lock:
             self._values[i] = value
             self._error = self._error or error

@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture, copy, executors, gather, pool_stream, use_str
 from rpc_ext._offload_source import expect_memory
 from rpc_ext._offload_wire import Header
 
-__all__ = ["Assembly", "Target", "target_of"]
+__all__ = ["Assembly", "Target", "filled", "target_of"]
 
 
 class Assembly(Protocol):
@@ -67,7 +67,7 @@ class Target:
         """Bring a tensor there of which all bytes have come."""
         tensor = _shaped(header, data)
         if self.out is not None:
-            return CUDAFuture.completed(_filled(self.out, tensor))
+            return CUDAFuture.completed(filled(self.out, tensor))
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()  # not to keep what it has come with
         return CUDAFuture.completed(tensor)
@@ -87,7 +87,7 @@ class _HostAssembly:
         self._bytes = self._whole.detach().reshape(-1).view(torch.uint8)
 
     def fill(self, at: int, data: torch.Tensor) -> CUDAFuture[object]:
-        _filled(self._bytes[at : at + data.numel()], data)
+        filled(self._bytes[at : at + data.numel()], data)
         return CUDAFuture.completed(None)
 
     def finish(self) -> CUDAFuture[torch.Tensor]:
@@ -123,7 +123,7 @@ class _DeviceTarget(Target):
 
         def fill(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
             arrived, place = done.value()
-            return _filled(place, arrived)
+            return filled(place, arrived)
 
         arrived = copy(tensor, self._device, priority=self._priority)
         return gather(arrived, place).then(fill, priority=self._priority, executor=executors.inline)
@@ -158,7 +158,7 @@ class _DeviceAssembly:
 
 def _copied(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
     tensor, out = done.value()
-    return _filled(out, tensor)
+    return filled(out, tensor)
 
 
 def target_of(out: torch.Tensor | None, device: torch.device | str | int | None, priority: int) -> Target:
@@ -178,7 +178,7 @@ def target_of(out: torch.Tensor | None, device: torch.device | str | int | None,
     return _DeviceTarget(out, where, priority)
 
 
-def _filled(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def filled(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Fill a tensor, whatever mode the thread is in that does so."""
     if torch.is_inference_mode_enabled() == place.is_inference():  # the other guard takes longer than a small copy
         with torch.no_grad():

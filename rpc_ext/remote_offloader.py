@@ -23,7 +23,7 @@ from rpc_ext._offload_operations import Operations
 from rpc_ext._offload_pack import Deadline
 from rpc_ext._offload_source import header_of, source_of
 from rpc_ext._offload_statistics import RemoteOffloaderStatistics
-from rpc_ext._offload_target import Target, target_of
+from rpc_ext._offload_target import Target, filled, target_of
 from rpc_ext._offload_transport import Transport
 from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
 from rpc_ext._turns import Turns, outcome
@@ -74,6 +74,7 @@ class RemoteOffloader(RemoteKeys):
         self._turns = Turns()
         self._operations = Operations()
         self._closed = False
+        self._asked = set()
         self._end = weakref.finalize(self, _ends.note, self._worker, name, self._token)
         self._end.atexit = False
 
@@ -138,11 +139,13 @@ class RemoteOffloader(RemoteKeys):
         sources, parts = zip(*made, strict=True)
         released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=executors.inline)
         if written is not None:
-            written.fill_(False)
+            with torch.inference_mode(written.is_inference()), torch.no_grad():
+                written.fill_(False)
 
         def succeeded(i: int) -> None:
             if written is not None:
-                written[i] = True
+                with torch.inference_mode(written.is_inference()), torch.no_grad():
+                    written[i] = True
 
         def send(deadline: Deadline) -> CUDAFuture[int]:
             return self._transport.writev(headers, sources, deadline, succeeded)
@@ -215,7 +218,7 @@ class RemoteOffloader(RemoteKeys):
         def told(done: CUDAFuture[list[torch.Tensor]]) -> list[torch.Tensor]:
             tensors = done.value()
             if digests is not None:
-                digests.copy_(torch.tensor([target.digest for target in targets], dtype=torch.uint64, device="cpu"))
+                filled(digests, torch.tensor([t.digest for t in targets], dtype=torch.uint64, device="cpu"))
             return tensors
 
         def read(deadline: Deadline) -> CUDAFuture[list[torch.Tensor]]:
@@ -302,6 +305,8 @@ class RemoteOffloader(RemoteKeys):
             return
         self._closed = True
         self._operations.wait()
+        for future in list(self._asked):
+            future.exception()
         if self._end.detach() is not None:
             _ends.end(self._worker, self._name, self._token, self._timeout)
 

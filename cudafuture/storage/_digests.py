@@ -68,6 +68,7 @@ class Digest:
     def __init__(self, nbytes: int) -> None:
         _xxhash.install()
         self._nbytes, self._left = nbytes, nbytes
+        self._added: set[int] = set()  # the multiples of 64 KiB at which added bytes begin
         self._native = _C.Checksum(nbytes)
 
     def add(self, at: int, piece: torch.Tensor) -> None:
@@ -75,14 +76,21 @@ class Digest:
 
         Raises:
             TypeError: it is no such tensor.
-            ValueError: it begins at no multiple of 64 KiB, or ends neither there nor with the tensor.
+            ValueError: it begins at no multiple of 64 KiB, or ends neither there nor with the tensor; or some of its
+                bytes were added before.
 
         >>> Digest(3).add(0, torch.zeros(3, dtype=torch.uint8))
         """
+        if not isinstance(piece, torch.Tensor):
+            raise TypeError(f"{type(piece).__name__} is no tensor")
         end = at + piece.nbytes
         if at % _LEAF or not 0 <= at <= end <= self._nbytes or (end % _LEAF and end < self._nbytes):
             raise ValueError(f"bytes {at} to {end} of {self._nbytes} are no multiple of 64 KiB, nor the last ones")
+        leaves = range(at, end, _LEAF)
+        if not self._added.isdisjoint(leaves):
+            raise ValueError(f"some of the bytes {at} to {end} were added before")
         self._native.take(at, piece)
+        self._added.update(leaves)
         self._left -= piece.nbytes
 
     def value(self) -> int:

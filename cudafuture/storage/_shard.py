@@ -126,8 +126,9 @@ def part_of(
     def gather(future: CUDAFuture[T]) -> CUDAFuture[T]:
         def put(_: object) -> None:
             numbers = torch.int64 if part.dtype == torch.uint64 else part.dtype  # torch cannot index the other
-            whole, some = (each.detach().view(numbers) for each in (tensor, part))
-            whole.index_copy_(0, torch.tensor(places, device="cpu"), some)
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                whole, some = (each.detach().view(numbers) for each in (tensor, part))
+                whole.index_copy_(0, torch.tensor(places, device="cpu"), some)
 
         future.add_done_callback(put, executor=callback_thread)  # before what joins the shards, which comes later
         return future

@@ -88,7 +88,15 @@ class ShardedKeys:
         [None]
         """
         names = list(keys)
-        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), _shard.in_order)
+
+        def merged(found: list[list[Entry | None]], places: list[list[int]]) -> list[Entry | None]:
+            entries = _shard.in_order(found, places)
+            for entry in entries:
+                if entry is not None:
+                    self._inventory.found(self.where(entry.key), [entry.key])
+            return entries
+
+        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), merged)
 
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, in the same order.
@@ -101,7 +109,12 @@ class ShardedKeys:
         shares = [Share(name, (), _shard.begun(shard.list_keys)) for name, shard in self._shards.items()]
 
         def merged(found: list[list[str]]) -> list[str]:
-            return [k for name, here in zip(self._shards, found, strict=True) for k in here if self.where(k) == name]
+            keys = []
+            for name, listed in zip(self._shards, found, strict=True):
+                here = [key for key in listed if self.where(key) == name]
+                self._inventory.found(name, here)
+                keys += here
+            return keys
 
         return self._joined("list keys", shares, merged)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import operator
 import threading
 import weakref
 from collections import deque
@@ -37,9 +38,7 @@ def empty(size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.
     >>> states.shape, states.dtype, states.data_ptr() % 4096
     (torch.Size([2, 3]), torch.bfloat16, 0)
     """
-    shape = (size,) if isinstance(size, int) else tuple(size)
-    if any(each < 0 for each in shape):
-        raise ValueError(f"no tensor is of shape {list(shape)}")
+    shape = _shape(size)
     dtype = dtype or torch.get_default_dtype()
     return _C.aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
@@ -75,7 +74,7 @@ class Buffer:
         >>> BufferPool(1 << 20).take(100).wait().view((5, 5)).shape
         torch.Size([5, 5])
         """
-        shape = (size,) if isinstance(size, int) else tuple(size)
+        shape = _shape(size)
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.tensor.numel():
@@ -109,6 +108,10 @@ class BufferPool:
     does not end it. Requests are served in their order, so a large one is not passed by smaller ones for ever. A task
     that needs two buffers takes them in one request: with one each, two tasks could wait for each other.
 
+    A copy between a device and pinned memory that a program starts by itself (``to(device, non_blocking=True)``) goes
+    on after the call. The program keeps the buffer until the copy has finished: the pool does not know of it. Reads
+    and writes of the library hold the memory until they have finished.
+
     The memory is allocated when the pool is made, and freed when the pool was closed or dropped and its last buffer is
     gone.
 
@@ -131,6 +134,7 @@ class BufferPool:
     """
 
     def __init__(self, nbytes: int, pin: Literal["auto"] | bool = "auto") -> None:
+        nbytes = operator.index(nbytes)
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes!r} is not positive")
         if pin not in ("auto", True, False):
@@ -178,6 +182,7 @@ class BufferPool:
         >>> BufferPool(1 << 20).take(100).wait().tensor.shape
         torch.Size([100])
         """
+        nbytes = operator.index(nbytes)
         if not 0 <= nbytes <= self._nbytes:
             raise ValueError(f"{nbytes} bytes of a pool of {self._nbytes}")
         future: CUDAFuture[Buffer] = CUDAFuture(name=f"take {nbytes} bytes", executor=executors.callback_thread)
@@ -186,6 +191,15 @@ class BufferPool:
                 raise InvalidStateError("the pool is closed")
             self._waiting.append((nbytes, future))
         self._hear(0, 0)
+        if not future.done():  # when it is cancelled, those behind it may be served
+            reference = weakref.ref(self)
+
+            def ended(done: CUDAFuture[Buffer]) -> None:
+                pool = reference()
+                if pool is not None and done.cancelled():
+                    pool._hear(0, 0)
+
+            future.add_done_callback(ended, executor=executors.inline)
         return future
 
     def close(self) -> None:
@@ -273,6 +287,13 @@ class BufferPool:
         # Until nobody has a tensor of that memory any more the pool lives, too.
         weakref.finalize(part, self._hear, place, _pages(nbytes)).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
+
+
+def _shape(size: int | Sequence[int]) -> tuple[int, ...]:
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    if any(each < 0 for each in shape):
+        raise ValueError(f"no tensor is of shape {list(shape)}")
+    return shape
 
 
 def _pages(nbytes: int) -> int:

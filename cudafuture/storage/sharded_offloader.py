@@ -138,7 +138,8 @@ class ShardedOffloader(ShardedKeys):
         expected_digests(tensors, digests)
         expect_one_for_each(written, torch.bool, len(items), "outcomes")
         if written is not None:
-            written.fill_(False)
+            with torch.inference_mode(written.is_inference()), torch.no_grad():
+                written.fill_(False)
 
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[int]:
             some = dict(items[i] for i in places)
@@ -322,7 +323,12 @@ class ShardedOffloader(ShardedKeys):
 
     @contextlib.contextmanager
     def _asking(self, name: str, *keys: str) -> Iterator[Store]:
-        """Give a shard, and have its error say which one it is."""
+        """Give a shard, and have its error say which one it is.
+
+        Raises:
+            InvalidStateError: the store is closed.
+        """
+        self._expect_open()
         try:
             yield self._shards[name]
         except (WorkerLostError, TimeoutError) as error:

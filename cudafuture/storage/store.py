@@ -55,24 +55,24 @@ def expected_digests(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, 
     """Return what the bytes of each tensor must have, as ``Store.writev`` is told.
 
     Raises:
-        ValueError: a digest is of none of the keys.
+        ValueError: a digest is of none of the keys, or no integer of 64 bits without a sign.
     """
     digests = digests or {}
+    for key, digest in digests.items():
+        if not isinstance(digest, int) or not 0 <= digest < 1 << 64:
+            raise ValueError(f"key {key!r}: a digest is a number of 64 bits, not {digest!r}")
     if unknown := digests.keys() - tensors.keys():
         raise ValueError(f"digests of keys that are not written: {', '.join(sorted(map(repr, unknown)))}")
     return [digests.get(key) for key in tensors]
 
 
 def expect_one_for_each(tensor: torch.Tensor | None, dtype: torch.dtype, keys: int, what: str) -> None:
-    """See that a tensor can take what comes of each key.
-
-    Raises:
-        ValueError: it has another dtype or size, is on a device, or its elements are not one after the other.
-    """
+    """Raise ValueError unless a tensor is one-dimensional, contiguous and on the host, with an element for each key."""
     if tensor is None:
         return
-    if tensor.dtype != dtype or tensor.numel() != keys or not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"{what} go into a tensor of {dtype} on the host with an element for each key")
+    is_list = tensor.dim() == 1 and tensor.numel() == keys and tensor.is_cpu and tensor.is_contiguous()
+    if tensor.dtype != dtype or not is_list:
+        raise ValueError(f"{what} go into a tensor of {dtype} on the host with one dimension, an element for each key")
 
 
 class Store(Protocol):

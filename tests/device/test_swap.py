@@ -79,4 +79,3 @@ def test_parameters_of_several_devices_are_updated_in_one_step(accelerator: Devi
     for _ in range(4):
         pair.step()
     pair.expect_same()
-

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,32 @@ def test_where_there_is_a_device_the_memory_is_pinned() -> None:
         there = host.to("sim", non_blocking=True)  # would wait for ever, were it not pinned
     assert there.cpu().eq(3).all()
     assert not BufferPool(MIB, pin=False).is_pinned
+
+
+def test_a_cancelled_request_no_longer_keeps_others_waiting() -> None:
+    pool = BufferPool(MIB, pin=False)
+    held = pool.take(MIB // 2).wait()
+    large, small = pool.take(MIB), pool.take(1000)
+    assert not small.done()
+    assert large.cancel()
+    small.wait(timeout=PATIENCE).release()
+    held.release()
+    assert pool.free == MIB
+
+
+@pytest.mark.parametrize("wrong", [100.5, "100", None])
+def test_a_size_that_is_no_integer_changes_nothing(wrong: Any) -> None:
+    pool = BufferPool(MIB, pin=False)
+    with pytest.raises(TypeError):
+        pool.take(wrong)
+    with pytest.raises(TypeError):
+        BufferPool(wrong)
+    pool.take(MIB).wait(timeout=PATIENCE).release()
+    assert pool.free == MIB
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -1), (-2, -3)])
+def test_a_negative_size_is_no_shape_of_a_view(shape: Any) -> None:
+    buffer = BufferPool(MIB, pin=False).take(400).wait(timeout=PATIENCE)
+    with pytest.raises(ValueError, match="shape"):
+        buffer.view(shape)

@@ -292,3 +292,16 @@ def test_a_key_that_is_not_there_has_none(store: Offloader) -> None:
     with pytest.raises(NotFoundError):
         store.readv(["x"], digests=told).wait(timeout=PATIENCE)
     assert told.tolist() == [0]
+
+
+def test_bytes_are_added_to_a_digest_once() -> None:
+    tensor = contents(3 << 16)
+    parts = Digest(tensor.nbytes)
+    parts.add(0, tensor[: 2 << 16])
+    for begin, end in ((0, 1), (1, 2), (1, 3)):
+        with pytest.raises(ValueError, match="added before"):
+            parts.add(begin << 16, tensor[begin << 16 : end << 16])
+    with pytest.raises(TypeError, match="no tensor"):
+        parts.add(2 << 16, [1])  # type: ignore[arg-type]
+    parts.add(2 << 16, tensor[2 << 16 :])
+    assert parts.value() == digest(tensor)

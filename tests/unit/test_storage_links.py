@@ -11,6 +11,7 @@ import torch
 
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
+from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, error_number, flip, get, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -230,3 +231,38 @@ def test_of_a_store_that_is_only_read_tensors_are_mapped_and_not_linked(engine: 
         with pytest.raises(StorageError) as caught:
             store.map("large")
         assert caught.value.errno == errno.ENOENT
+
+
+def test_a_store_closes_while_threads_map(engine: Engine, tmp_path: Path) -> None:
+    """In a process of its own: what goes wrong there ends the process."""
+    with Child(MAPS_AND_CLOSES, str(tmp_path)) as child:
+        assert child.hear() == "closed"
+        assert (child.end(), child.errors()) == (0, "")
+
+
+MAPS_AND_CLOSES = """
+import sys, threading, torch
+from cudafuture.errors import InvalidStateError, StorageError
+from cudafuture.storage import Offloader
+for number in range(100):
+    store = Offloader(sys.argv[1])
+    store.write("key", torch.ones(1 << 16)).wait()
+    mapping = threading.Barrier(5)
+
+    def maps():
+        mapping.wait()
+        try:
+            while True:
+                store.map("key", verify=number % 2 == 0)
+        except (InvalidStateError, StorageError):
+            pass
+
+    threads = [threading.Thread(target=maps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    mapping.wait()
+    store.close()
+    for thread in threads:
+        thread.join()
+say("closed")
+"""

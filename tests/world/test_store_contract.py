@@ -214,7 +214,7 @@ def test_tensors_for_digests_and_outcomes_have_to_fit(store: Store) -> None:
     tensors = {"a": numbered(1), "b": numbered(2)}
     with pytest.raises(ValueError, match="not written: 'c'"):
         store.writev(tensors, digests={"c": 1})
-    for written in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
+    for written in (torch.zeros(3, dtype=torch.bool), torch.zeros(2), torch.zeros((2, 1), dtype=torch.bool)):
         with pytest.raises(ValueError, match=r"outcomes go into a tensor of .*ool"):
             store.writev(tensors, written=written)
     assert len(store) == 0
@@ -337,6 +337,25 @@ def test_flush_waits_for_what_was_asked_before_it(store: Store) -> None:
     writes = [store.write(f"{i}", numbered(LARGE, i)) for i in range(10)]
     store.flush().wait(timeout=PATIENCE)
     assert all(write.done() for write in writes)
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 1 << 64, 1.5, "7"], ids=str)
+def test_a_digest_that_is_no_number_of_64_bits_is_refused(store: Store, wrong: Any) -> None:
+    tensors = {"a": numbered(3), "b": numbered(4)}
+    with pytest.raises(ValueError, match="'b'"):
+        store.writev(tensors, digests={"a": digest(tensors["a"]), "b": wrong})
+    assert store.list_keys().wait(timeout=PATIENCE) == []
+
+
+def test_outcomes_and_digests_go_into_inference_tensors(store: Store) -> None:
+    tensors = {f"{i}": numbered(100 * i + 1, i) for i in range(6)} | {"large": numbered(LARGE)}
+    with torch.inference_mode():
+        written = torch.zeros(len(tensors), dtype=torch.bool)
+        found = torch.zeros(len(tensors), dtype=torch.uint64)
+    store.writev(tensors, written=written).wait(timeout=PATIENCE)
+    assert written.all()
+    store.readv(tensors, digests=found).wait(timeout=PATIENCE)
+    assert found.tolist() == [digest(tensor) for tensor in tensors.values()]
 
 
 def test_a_closed_store_takes_nothing_more(store: Store) -> None:

@@ -97,9 +97,10 @@ std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const
 std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what) {
   if (object.is_none()) return std::nullopt;
   at::Tensor tensor = take_on_host(object);
-  if (tensor.scalar_type() == dtype && static_cast<std::size_t>(tensor.numel()) == count) return tensor;
+  const bool has_count = tensor.dim() == 1 && static_cast<std::size_t>(tensor.numel()) == count;
+  if (tensor.scalar_type() == dtype && has_count) return tensor;
   const std::string wanted = std::string(what) + " go into a tensor of " + c10::toString(dtype);
-  throw nb::value_error((wanted + " with an element for each key").c_str());
+  throw nb::value_error((wanted + " with one dimension, an element for each key").c_str());
 }
 
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,

@@ -323,6 +323,13 @@ std::uint64_t Slabs::trim() noexcept {
   return bytes;
 }
 
+std::shared_ptr<File> Slabs::file_of(const Slab& slab) {
+  const std::shared_ptr<Slabs> slabs = slab.owner.lock();
+  if (slabs == nullptr) return nullptr;
+  std::lock_guard lock(slabs->mutex_);
+  return slab.file;
+}
+
 void Slabs::close(Files files) noexcept {
   if (is_forked_child()) return;
   std::lock_guard lock(mutex_);

@@ -119,6 +119,8 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   bool has_files() const;         // in the folder, from before
   enum class Files : std::uint8_t { stay, go };
   void close(Files files) noexcept;  // when nothing is read or written any more
+  // The file of a slab, which perhaps is closing meanwhile; null: it could not be opened, or the store is closed.
+  static std::shared_ptr<File> file_of(const Slab& slab);
   Statistics statistics() const;
 
  private:

@@ -1,0 +1,193 @@
+"""What a step costs whose optimizer state is on a disk, beside its own bounds and DeepSpeed's pipelined swapper.
+
+    python benchmarks/swap.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+
+The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 12 GiB and a file system with O_DIRECT. All contenders
+update the same bfloat16 parameters with Adam, from float32 master weights: a step reads and writes three float32
+tensors of each parameter. "bound" is the larger of the same updates in memory and the same reads and writes by our
+store alone. A round runs each once, in a shuffled order. DeepSpeed is left out where it is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _rows import Row, by_turns, control, run
+from _swap_peers import DeepSpeedSwapper, missing_deepspeed
+from cudafuture import CUDAFuture, wait_all
+from cudafuture.storage import Offloader, empty
+from cudafuture.swap import offload
+
+now = time.perf_counter_ns
+MIB = 1 << 20
+ROUNDS = 5
+WIDTH = 768
+
+
+def gpt() -> list[int]:
+    """Return the sizes of the parameters of a GPT of 124 million: 12 layers of width 768, 50,257 tokens."""
+    layer = [3 * WIDTH * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH]
+    return [50_257 * WIDTH, 1024 * WIDTH, *(layer + [WIDTH] * 5) * 12, WIDTH, WIDTH]
+
+
+SETS: dict[str, list[int]] = {"64x16MiB": [4 * MIB] * 64, "512x1MiB": [MIB // 4] * 512, "gpt": gpt()}
+FASTER = {"64x16MiB": 1.5, "512x1MiB": 3.0, "gpt": 1.0}  # than DeepSpeed, at least
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """Give a folder on the disk that is measured."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", ".")) as path:
+        yield Path(path)
+
+
+def timed(call: Callable[[], Any]) -> Callable[[], float]:
+    """Return a function that returns the nanoseconds of a call."""
+
+    def measured() -> float:
+        start = now()
+        call()
+        return now() - start
+
+    return measured
+
+
+class Updates:
+    """The updates alone: each from its float32 state in memory, which all parameters of a size share."""
+
+    def __init__(self, halves: list[torch.Tensor]) -> None:
+        self.halves = halves
+        self.masters = {half.numel(): torch.nn.Parameter(half.float().flatten()) for half in halves}
+        self.optimizers = {size: torch.optim.Adam([m], foreach=False) for size, m in self.masters.items()}
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        """Update all parameters."""
+        for half, gradient in zip(self.halves, gradients, strict=True):
+            master = self.masters[half.numel()]
+            master.grad = gradient.float()
+            self.optimizers[half.numel()].step()
+            half.copy_(master.detach())
+
+
+class Transfers:
+    """The reads and writes alone, several tensors of several parameters at a time."""
+
+    AT_ONCE = 128 * MIB
+
+    def __init__(self, store: Offloader, sizes: list[int]) -> None:
+        self.store = store
+        large = [size for size in sizes if 4 * size >= MIB]
+        self.keys = [[f"{i}/{name}" for name in "abc"] for i in range(len(large))]
+        count = max(2, self.AT_ONCE // (12 * max(large)))
+        self.buffers = [[empty(max(large), torch.float32) for _ in "abc"] for _ in range(count)]
+        self.parts = [[t[:size] for t in self.buffers[i % count]] for i, size in enumerate(large)]
+        for keys, parts in zip(self.keys, self.parts, strict=True):
+            store.writev(dict(zip(keys, parts, strict=True))).wait()
+
+    def step(self) -> None:
+        """Read and write the state of every parameter."""
+        pending: deque[CUDAFuture[Any]] = deque()
+        for keys, parts in zip(self.keys, self.parts, strict=True):
+            if len(pending) == len(self.buffers):
+                pending.popleft().wait()
+            write = partial(self.store.writev, dict(zip(keys, parts, strict=True)))
+            read = self.store.readv(keys, parts)
+            pending.append(read.then_async(lambda done, write=write: (done.value(), write())[1]))
+        wait_all(pending)
+
+
+def prepared(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return parameters and gradients."""
+    numbers = torch.Generator().manual_seed(0)
+    halves = [torch.nn.Parameter(torch.randn(size, generator=numbers).bfloat16()) for size in SETS[name]]
+    return list(halves), [torch.randn(half.shape, generator=numbers).bfloat16() for half in halves]
+
+
+@contextmanager
+def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
+    """Give a function that makes a step of an offloaded optimizer."""
+    halves, gradients = prepared(name)
+    optimizer = torch.optim.Adam(halves)
+    with offload(optimizer, place, master_weights=True, **options) as offloaded:
+
+        def step() -> None:
+            for half, gradient in zip(halves, gradients, strict=True):
+                half.grad = gradient.view_as(gradient)  # another object: the same gradient is applied once
+            offloaded.step()
+
+        step()
+        step()
+        yield step
+
+
+def beside_bound(name: str, rounds: int) -> Row:
+    """A step, against the larger of its updates and its reads and writes."""
+    with folder() as place, ours(name, place / "ours") as step, Offloader(place / "alone", direct=True) as store:
+        halves, gradients = prepared(name)
+        updates, transfers = Updates([half.detach() for half in halves]), Transfers(store, SETS[name])
+        each = [timed(step), timed(partial(updates.step, gradients)), timed(transfers.step), timed(transfers.step)]
+        steps, computing, moving, again = by_turns(rounds, *each)
+    taken, compute, io = map(statistics.median, (steps, computing, moving))
+    bound, what = max((compute, "updates"), (io, "reads and writes"))
+    same = control("transfers / transfers", [a / b for a, b in zip(again, moving, strict=True)])
+    return Row(f"bound-{name}", f"step, {name}", "ms", taken / 1e6, bound / 1e6, what, "x", taken / bound, 1.1, *same)
+
+
+def beside_deepspeed(name: str, rounds: int) -> Row:
+    """A step, against DeepSpeed's."""
+    with ExitStack() as stack:
+        place = stack.enter_context(folder())
+        step = stack.enter_context(ours(name, place / "ours"))
+        halves, gradients = prepared(name)
+        theirs = DeepSpeedSwapper(place / "deepspeed", [half.detach() for half in halves])
+        peer = timed(partial(theirs.step, gradients))
+        steps, others, again = by_turns(rounds, timed(step), peer, peer)
+    taken, their = statistics.median(steps), statistics.median(others)
+    same = control("DeepSpeed / DeepSpeed", [a / b for a, b in zip(again, others, strict=True)])
+    what, limit = f"step, {name}", 1 / FASTER[name]
+    return Row(f"deepspeed-{name}", what, "ms", taken / 1e6, their / 1e6, "DeepSpeed", "x", taken / their, limit, *same)
+
+
+def saving(rounds: int) -> Row:
+    """A checkpoint, against writing the state."""
+    name = "64x16MiB"
+    with folder() as place, Offloader(place / "store", durable=True) as store:
+        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SETS[name]]
+        with offload(torch.optim.Adam(parameters), store) as optimizer:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            state = {f"copy {i}": empty(SETS[name][0], torch.float32).zero_() for i in range(2 * len(parameters))}
+
+            def write() -> None:
+                store.writev(state).wait()
+
+            saved, written = by_turns(rounds, timed(partial(optimizer.save, "latest")), timed(write))
+    taken, whole = statistics.median(saved), statistics.median(written)
+    return Row("save", "save 2 GiB of state", "ms", taken / 1e6, whole / 1e6, "writing it", "x", taken / whole, 0.01)
+
+
+def limits() -> dict[str, Callable[[int], Row]]:
+    """Return all rows."""
+    rows: dict[str, Callable[[int], Row]] = {f"bound-{name}": partial(beside_bound, name) for name in SETS}
+    if missing := missing_deepspeed():
+        sys.stderr.write(f"skipped: deepspeed is not here ({missing})\n")
+    else:
+        rows |= {f"deepspeed-{name}": partial(beside_deepspeed, name) for name in SETS}
+    return rows | {"save": saving}
+
+
+if __name__ == "__main__":
+    sys.exit(run("swap", "steps of offloaded optimizers", limits(), ROUNDS))
