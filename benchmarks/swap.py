@@ -96,15 +96,17 @@ class Transfers:
         for keys, parts in zip(self.keys, self.parts, strict=True):
             store.writev(dict(zip(keys, parts, strict=True))).wait()
 
+    def write(self, keys: list[str], read: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[int]:
+        """Write what was read."""
+        return self.store.writev(dict(zip(keys, read.value(), strict=True)))
+
     def step(self) -> None:
         """Read and write the state of every parameter."""
         pending: deque[CUDAFuture[Any]] = deque()
         for keys, parts in zip(self.keys, self.parts, strict=True):
             if len(pending) == len(self.buffers):
                 pending.popleft().wait()
-            write = partial(self.store.writev, dict(zip(keys, parts, strict=True)))
-            read = self.store.readv(keys, parts)
-            pending.append(read.then_async(lambda done, write=write: (done.value(), write())[1]))
+            pending.append(self.store.readv(keys, parts).then_async(partial(self.write, keys)))
         wait_all(pending)
 
 
