@@ -17,8 +17,7 @@ namespace {
 
 class Mapping {
  public:
-  Mapping(const Place& place, const File& file)
-      : into_page_(place.offset() % kPage), size_(into_page_ + place.size()) {
+  Mapping(const Place& place, const File& file) : into_page_(place.offset() % kPage), size_(into_page_ + place.size()) {
     memory_ = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.through_cache(),
                      static_cast<off_t>(place.offset() - into_page_));
     if (memory_ == MAP_FAILED) throw_errno("cannot map", file.path(), errno);
