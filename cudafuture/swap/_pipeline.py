@@ -55,6 +55,7 @@ class Unit:
     undo: list[torch.Tensor | None] = field(default_factory=list)
     """memory for the old values of each chunk of a parameter with several"""
     buffer: Buffer | None = None
+    waits_for_memory: bool = False
     begun: CUDAFuture[Any] | None = None
     """completes when all reads have ended; fails if there is no buffer"""
     reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Unit:
 
     def forget(self) -> None:
         """Let go of the memory."""
-        self.tensors, self.undo, self.reads, self.buffer = [], [], [], None
+        self.tensors, self.undo, self.reads, self.begun, self.buffer = [], [], [], None, None
 
 
 @dataclass(eq=False)
@@ -163,11 +164,13 @@ class Pipeline:
 
         def begin(taken: CUDAFuture[Buffer]) -> CUDAFuture[Any]:
             unit.buffer = taken.value()
+            unit.waits_for_memory = False
             for chunks, outs in self._cut(unit):
                 unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=_FIRST)))
             return collect_all([future for _, future in unit.reads])
 
         self._pool = BufferPool(self._buffer_bytes) if self._pool is None else self._pool
+        unit.waits_for_memory = True
         unit.begun = self._pool.take(size).then_async(begin)
 
     def _keys(self, chunks: Sequence[Chunk]) -> list[str]:
@@ -204,18 +207,24 @@ class Pipeline:
                 cut.append((read, outs))
         return cut
 
+    def _give_memory_to(self, unit: Unit) -> None:
+        """Finish writes, which hold memory of the pool, until the unit that was read first has its buffer."""
+        while unit.waits_for_memory and self._writing:
+            self._finish_write()
+
     def _finish_read(self) -> Unit:
         unit = self._reading[0]
         assert unit.begun is not None
+        self._give_memory_to(unit)
         begin = time.perf_counter()
         unit.begun.wait()
         self.counters.read_wait_seconds += time.perf_counter() - begin
+        for chunks, future in unit.reads:
+            if (error := future.exception()) is not None:
+                raise self._error(chunks[0], "read", error) from error
         read: dict[Chunk, list[torch.Tensor]] = {}
         for chunks, future in unit.reads:
-            try:
-                tensors = iter(future.wait())
-            except Exception as e:
-                raise self._error(chunks[0], "read", e) from e
+            tensors = iter(future.wait())
             read.update({chunk: [next(tensors) for _ in chunk.state.stored] for chunk in chunks})
         self._reading.popleft()
         self.counters.bytes_read += sum(tensor.nbytes for tensors in read.values() for tensor in tensors)
@@ -246,12 +255,17 @@ class Pipeline:
     def drop_reads(self) -> None:
         """Forget the units that are being read, when the store no longer uses their memory."""
         while self._reading:
-            unit = self._reading.popleft()
-            assert unit.begun is not None
-            unit.begun.exception()
-            for _, future in unit.reads:
-                future.exception()  # somebody has seen it
-            unit.forget()
+            self._drop(self._reading.popleft())
+
+    def _drop(
+        self, unit: Unit
+    ) -> None:  # no local variable of it outlives it: memory is free when the last tensor dies
+        assert unit.begun is not None
+        self._give_memory_to(unit)
+        unit.begun.exception()
+        for _, future in unit.reads:
+            future.exception()  # so that a failure counts as seen
+        unit.forget()
 
     # ---- writes
 

@@ -165,6 +165,18 @@ def test_buffers_that_hold_one_parameter_are_enough(store: Offloader) -> None:
     pair.expect_same()
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: Offloader) -> None:
+    """Buffers for one parameter, and more parameters than are read and written at a time."""
+    size = 12 * 64 * 1024 + 8 * 4096
+    shapes = ((256, 256),) * 9
+    pair = Pair(OPTIMIZERS["Adam"], store, shapes, when=when, prefetch=prefetch, buffer_bytes=size)
+    for step in range(4):
+        pair.step(missing=[step])
+    pair.expect_same()
+
+
 def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:
     parameter = nn.Parameter(torch.ones(10, 10))
     with pytest.raises(ValueError, match="LBFGS"):
