@@ -29,6 +29,7 @@ def offload(
     when: Literal["step", "backward"] = "step",
     compute: Literal["parameter", "cpu"] = "parameter",
     master_weights: bool = False,
+    swap_gradients: bool = False,
 ) -> OffloadedOptimizer:
     """Return an optimizer like the given one whose state is in a store.
 
@@ -56,6 +57,9 @@ def offload(
         compute: where the update runs: on the device of the parameter, or on the "cpu".
         master_weights: whether parameters of less than 32 bits have a float32 copy in the store, which is updated in
             their place.
+        swap_gradients: whether each gradient of at least `min_bytes` goes to the store as soon as backward has made it.
+            ``parameter.grad`` is then an object on which torch's functions raise: the optimizer has
+            ``clip_grad_norm_()``, ``unscale_()`` and ``gradient_of()`` in their place. Backward passes accumulate.
 
     Raises:
         ValueError: the optimizer cannot be split by parameter; an argument is out of its range; `buffer_bytes` is less
@@ -77,7 +81,9 @@ def offload(
         make = optimizer
         groups = _groups(params)
         optimizer = make([torch.zeros(0, requires_grad=True)])
-    options = SwapOptions(min_bytes, memory, prefetch, chunk_bytes, buffer_bytes, compute, master_weights)
+    options = SwapOptions(
+        min_bytes, memory, prefetch, chunk_bytes, buffer_bytes, compute, master_weights, swap_gradients
+    )
     return OffloadedOptimizer(optimizer, groups, make, store, name, when, options)
 
 

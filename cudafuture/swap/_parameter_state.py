@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Chunk", "ParameterState", "StoredTensor", "chunks_of"]
+from cudafuture.swap._gradients import StoredGradient
+
+__all__ = ["Chunk", "ParameterState", "StoredTensor", "chunks_of", "copied"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ParameterState:
     version: int = 0
     unwritten: dict[int, dict[str, torch.Tensor]] | None = None
     """tensors of chunks that could not be written, and are in memory until they can be: by chunk, then by name"""
+    gradient: StoredGradient | None = None
+    """the gradient, where it is in the store"""
     applied: tuple[weakref.ref[torch.Tensor], int] | None = None
     """the gradient that the last update used, and its version"""
 
@@ -124,3 +128,8 @@ def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int
 def _ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, count, most):
         yield begin, min(begin + most, count)
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary with copies of the tensors."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

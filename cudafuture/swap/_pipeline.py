@@ -10,12 +10,10 @@ of the device, and so many are in flight as the prefetch depth allows.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,46 +22,13 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
 from cudafuture.storage import Buffer, BufferPool, Offloader, Store
+from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
+from cudafuture.swap._unit import UNDO, Unit, by_parameter, copies, cut, size_of
 
-__all__ = ["UNDO", "Pipeline", "SwapCounters", "Unit", "size_of"]
+__all__ = ["Pipeline"]
 
-UNDO = "undo"  # the name of the old values of a chunk beside the names of its state
-_PAGE = 4096
 _FIRST = -10  # the priority of reads that the computation waits for
-
-
-@dataclass
-class SwapCounters:
-    """Sums over all steps so far."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    compute_seconds: float = 0.0
-    read_wait_seconds: float = 0.0
-    write_wait_seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class Unit:
-    """Chunks that are read together, updated one by one, and written together."""
-
-    chunks: Sequence[Chunk]
-    device: torch.device
-    tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """the state tensors of each chunk, once they were read"""
-    undo: list[torch.Tensor | None] = field(default_factory=list)
-    """memory for the old values of each chunk of a parameter with several"""
-    buffer: Buffer | None = None
-    waits_for_memory: bool = False
-    begun: CUDAFuture[Any] | None = None
-    """completes when all reads have ended; fails if there is no buffer"""
-    reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
-    """of each parameter: its chunks that are read, and their tensors"""
-
-    def forget(self) -> None:
-        """Let go of the memory."""
-        self.tensors, self.undo, self.reads, self.begun, self.buffer = [], [], [], None, None
 
 
 @dataclass(eq=False)
@@ -76,41 +41,20 @@ class Write:
     future: CUDAFuture[int]
 
 
-def size_of(chunks: Sequence[Chunk]) -> int:
-    """Return the bytes of a buffer for the state tensors of chunks, and for the old values of those that need them."""
-    return sum(_pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
-
-
-def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
-    yield from chunk.stored().values()
-    if chunk.state.is_chunked:
-        yield StoredTensor(chunk.state.parameter.dtype, torch.Size([chunk.end - chunk.begin]))
-
-
-def _pages(nbytes: int) -> int:
-    return math.ceil(nbytes / _PAGE) * _PAGE
-
-
-def _by_parameter(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return neighbouring chunks of one parameter in a list each."""
-    return [list(group) for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.state)]
-
-
-def _copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """Return copies of the state of a chunk that could not be written; None: it is in the store."""
-    unwritten = chunk.unwritten()
-    if unwritten is None:
-        return None
-    return {name: tensor.to(device, copy=True) for name, tensor in unwritten.items() if name != UNDO}
-
-
 class Pipeline:
     """The reads and writes of a swapped optimizer that are in flight."""
 
     def __init__(
-        self, store: Store, prefix: str, buffer_bytes: int, prefetch: int, name_of: Callable[[Chunk], str]
+        self,
+        store: Store,
+        prefix: str,
+        buffer_bytes: int,
+        prefetch: int,
+        name_of: Callable[[Chunk], str],
+        gradients: Gradients,
     ) -> None:
-        self.counters = SwapCounters()
+        self.counters = gradients.counters
+        self._gradients = gradients
         self._store, self._prefix, self._prefetch, self._name_of = store, prefix, prefetch, name_of
         self._buffer_bytes = buffer_bytes
         self._pool: BufferPool | None = None  # allocated with the first read into the memory of the host
@@ -137,7 +81,7 @@ class Pipeline:
         Raises:
             SwapError: it cannot be read.
         """
-        unit = self._finish_read()
+        unit = self.finish_read()
         waited = self.counters.write_wait_seconds
         begin = time.perf_counter()
         compute(unit)
@@ -148,30 +92,48 @@ class Pipeline:
 
     def start_read(self, unit: Unit) -> None:
         """Read the state of a unit, which comes after the units that are being read."""
-        self._finish_writes_of({chunk.state for chunk in unit.chunks})
+        states = {chunk.state for chunk in unit.chunks}
+        self._finish_writes_of(states)
+        for state in states:
+            if state.gradient is not None:
+                self._gradients.settle(state.gradient)
         self._reading.append(unit)
         if unit.device.type != "cpu":
-            for chunks in _by_parameter(unit.chunks):
+            for chunks in by_parameter(unit.chunks):
                 there = [chunk for chunk in chunks if chunk.unwritten() is None]
                 unit.reads.append((there, self._store.readv(self._keys(there), device=unit.device, priority=_FIRST)))
-            unit.begun = collect_all([future for _, future in unit.reads])
+                for chunk in chunks:
+                    gradient = chunk.state.gradient
+                    unit.gradients.append(
+                        None
+                        if gradient is None
+                        else torch.empty(chunk.end - chunk.begin, dtype=gradient.dtype, device=unit.device)
+                    )
+            unit.begun = self._all_reads(unit)
             return
         size = size_of(unit.chunks)
         if not size:
-            self._cut(unit)
+            cut(unit)
             unit.begun = CUDAFuture.completed(None)
             return
 
         def begin(taken: CUDAFuture[Buffer]) -> CUDAFuture[Any]:
             unit.buffer = taken.value()
             unit.waits_for_memory = False
-            for chunks, outs in self._cut(unit):
+            for chunks, outs in cut(unit):
                 unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=_FIRST)))
-            return collect_all([future for _, future in unit.reads])
+            return self._all_reads(unit)
 
         self._pool = BufferPool(self._buffer_bytes) if self._pool is None else self._pool
         unit.waits_for_memory = True
         unit.begun = self._pool.take(size).then_async(begin)
+
+    def _all_reads(self, unit: Unit) -> CUDAFuture[Any]:
+        """Start to read the gradients of a unit; return a future of all its reads."""
+        for chunk, out in zip(unit.chunks, unit.gradients, strict=True):
+            if out is not None and chunk.state.gradient is not None:
+                unit.gradient_reads.append((chunk, self._gradients.read(chunk.state.gradient, chunk.begin, out)))
+        return collect_all([future for _, future in (*unit.reads, *unit.gradient_reads)])
 
     def _keys(self, chunks: Sequence[Chunk]) -> list[str]:
         return [self._key(chunk, name) for chunk in chunks for name in chunk.state.stored]
@@ -179,40 +141,12 @@ class Pipeline:
     def _key(self, chunk: Chunk, name: str) -> str:
         return chunk.key(self._prefix, name, chunk.state.version)
 
-    def _cut(self, unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
-        """Give each state tensor of a unit a part of its buffer; return those that are to be read, by parameter."""
-        end = 0
-
-        def part(tensor: StoredTensor) -> torch.Tensor:
-            nonlocal end
-            assert unit.buffer is not None
-            begin, end = end, end + _pages(tensor.nbytes)
-            return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-        cut: list[tuple[list[Chunk], list[torch.Tensor]]] = []
-        for chunks in _by_parameter(unit.chunks):
-            read: list[Chunk] = []
-            outs: list[torch.Tensor] = []
-            for chunk in chunks:
-                tensors = _copies(chunk, unit.device)
-                if tensors is None:
-                    tensors = {name: part(tensor) for name, tensor in chunk.stored().items()}
-                    read.append(chunk)
-                    outs += tensors.values()
-                unit.tensors.append(tensors)
-                size = torch.Size([chunk.end - chunk.begin])
-                undo = part(StoredTensor(chunk.state.parameter.dtype, size)) if chunk.state.is_chunked else None
-                unit.undo.append(undo)
-            if outs:
-                cut.append((read, outs))
-        return cut
-
     def _give_memory_to(self, unit: Unit) -> None:
         """Finish writes, which hold memory of the pool, until the unit that was read first has its buffer."""
         while unit.waits_for_memory and self._writing:
             self._finish_write()
 
-    def _finish_read(self) -> Unit:
+    def finish_read(self) -> Unit:
         unit = self._reading[0]
         assert unit.begun is not None
         self._give_memory_to(unit)
@@ -222,6 +156,11 @@ class Pipeline:
         for chunks, future in unit.reads:
             if (error := future.exception()) is not None:
                 raise self._error(chunks[0], "read", error) from error
+        for chunk, future in unit.gradient_reads:
+            if (error := future.exception()) is not None:
+                raise self._error(chunk, "read", error, "gradient") from error
+            future.wait()
+            self._gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
         read: dict[Chunk, list[torch.Tensor]] = {}
         for chunks, future in unit.reads:
             tensors = iter(future.wait())
@@ -230,9 +169,9 @@ class Pipeline:
         self.counters.bytes_read += sum(tensor.nbytes for tensors in read.values() for tensor in tensors)
         if unit.device.type != "cpu":
             for chunk in unit.chunks:
-                copies = _copies(chunk, unit.device)
+                unwritten = copies(chunk, unit.device)
                 named = zip(chunk.state.stored, read.get(chunk, []), strict=False)
-                unit.tensors.append(dict(named) if copies is None else copies)
+                unit.tensors.append(dict(named) if unwritten is None else unwritten)
                 unit.undo.append(None)
         return unit
 
@@ -245,9 +184,9 @@ class Pipeline:
         """Return whether the unit that was read first belongs to a parameter."""
         return bool(self._reading) and self._reading[0].chunks[0].state is state
 
-    def _error(self, chunk: Chunk, what: str, error: BaseException) -> SwapError:
+    def _error(self, chunk: Chunk, what: str, error: BaseException, of: str = "optimizer state") -> SwapError:
         """Return an error that names the parameter; its cause is the store's error."""
-        message = f"the optimizer state of {self._name_of(chunk)} cannot be {what}: {error}"
+        message = f"the {of} of {self._name_of(chunk)} cannot be {what}: {error}"
         failure = SwapError(message, parameter=chunk.state.parameter)
         failure.__cause__ = error
         return failure
@@ -263,7 +202,7 @@ class Pipeline:
         assert unit.begun is not None
         self._give_memory_to(unit)
         unit.begun.exception()
-        for _, future in unit.reads:
+        for _, future in (*unit.reads, *unit.gradient_reads):
             future.exception()  # so that a failure counts as seen
         unit.forget()
 
@@ -274,7 +213,7 @@ class Pipeline:
         while len({id(write.unit) for write in self._writing}) > self._prefetch:
             self._finish_write()
         new = iter(zip(tensors, versions, strict=True))
-        for chunks in _by_parameter(unit.chunks):
+        for chunks in by_parameter(unit.chunks):
             written: list[dict[str, torch.Tensor]] = []
             keys: dict[str, torch.Tensor] = {}
             for chunk, (named, version) in zip(chunks, new, strict=False):
@@ -343,6 +282,41 @@ class Pipeline:
             obsolete, self.obsolete = self.obsolete, []
             self._store.deletev(obsolete).exception()  # some may not be there: their writes have failed
         self.raise_error()
+
+    # ---- gradients
+
+    def write_gradient(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Write a gradient, which replaces the one that is there; nothing changes the tensor any more."""
+        self.forget_gradient(state)
+        state.gradient = StoredGradient(gradient.dtype)
+        flat = gradient.detach().contiguous().view(-1)
+        for begin, end in state.bounds:
+            self._gradients.write(state.gradient, state.number, begin, flat[begin:end])
+        written = {piece.key for piece in state.gradient.pieces.values()}
+        self.obsolete = [key for key in self.obsolete if key not in written]
+
+    def read_gradient(self, state: ParameterState) -> torch.Tensor:
+        """Return a copy of a gradient that is in the store, with its factors applied.
+
+        Raises:
+            SwapError: the gradient cannot be read.
+        """
+        gradient, parameter = state.gradient, state.parameter
+        assert gradient is not None
+        self._gradients.settle(gradient)
+        out = torch.empty(parameter.numel(), dtype=gradient.dtype, device=parameter.device)
+        try:
+            self._gradients.read(gradient, 0, out).wait()
+        except Exception as e:
+            raise self._error(state.chunks()[0], "read", e, "gradient") from e
+        self._gradients.note_read(gradient, 0, out.numel())
+        return gradient.scaled(out).view(parameter.shape)
+
+    def forget_gradient(self, state: ParameterState) -> None:
+        """Drop a gradient, if it is in the store."""
+        if state.gradient is not None:
+            self.delete_later(self._gradients.forget(state.gradient))
+            state.gradient = None
 
     # ---- single tensors
 

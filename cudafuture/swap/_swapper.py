@@ -10,8 +10,11 @@ from typing import Any, Literal
 import torch
 
 from cudafuture.storage import Store
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of
-from cudafuture.swap._pipeline import UNDO, Pipeline, Unit, size_of
+from cudafuture.swap._gradient_marks import AppliedGradient
+from cudafuture.swap._gradients import Gradients
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of, copied
+from cudafuture.swap._pipeline import Pipeline
+from cudafuture.swap._unit import UNDO, Unit, size_of
 from cudafuture.swap._update import Update
 
 __all__ = ["SwapOptions", "Swapper"]
@@ -33,6 +36,7 @@ class SwapOptions:
     buffer_bytes: int | None
     compute: Literal["parameter", "cpu"]
     master_weights: bool
+    swap_gradients: bool
 
     def __post_init__(self) -> None:
         for name in ("min_bytes", "memory", "prefetch"):
@@ -70,8 +74,9 @@ class Swapper:
         self.buffer_bytes = units * max(_UNIT, least) if options.buffer_bytes is None else options.buffer_bytes
         self.expect_buffer(parameters)
         self._unit_bytes = max(least, min(_UNIT, self.buffer_bytes // units))
+        gradients = Gradients(store, prefix, options.min_bytes, self.buffer_bytes)
         self.pipeline = Pipeline(
-            store, prefix, self.buffer_bytes, options.prefetch, lambda c: name_of(c.state.parameter)
+            store, prefix, self.buffer_bytes, options.prefetch, lambda c: name_of(c.state.parameter), gradients
         )
 
     def key(self, chunk: Chunk, name: str) -> str:
@@ -100,7 +105,7 @@ class Swapper:
         for parameter, group in work:
             state = self.state(parameter)
             self._groups[state] = group
-            if state.is_resident:
+            if state.is_resident and state.gradient is None:
                 self._update_resident(state)
             else:
                 swapped.append(state)
@@ -143,13 +148,14 @@ class Swapper:
 
     def _update_resident(self, state: ParameterState) -> None:
         (chunk,) = state.chunks()
-        self._keep(chunk, self._compute_chunk(chunk, state.values))
+        self._keep(chunk, self._compute_chunk(chunk, state.values, None))
 
     def _compute_unit(self, unit: Unit) -> None:
         """Update the chunks of a unit, and start to write their new state."""
         written: list[dict[str, torch.Tensor]] = []
         versions: list[int] = []
-        for chunk, tensors, undo in zip(unit.chunks, unit.tensors, unit.undo, strict=True):
+        parts = zip(unit.chunks, unit.tensors, unit.undo, unit.gradients, strict=True)
+        for chunk, tensors, undo, gradient in parts:
             state = chunk.state
             versions.append(state.version)
             if state.is_chunked:
@@ -158,7 +164,7 @@ class Swapper:
                     part = chunk.part_of(state.parameter.detach())
                     self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
             values = copied(state.values) if state.is_chunked else state.values
-            new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}))
+            new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient))
             if chunk in self._half_updated:
                 new[UNDO] = self._half_updated[chunk]  # type: ignore[assignment]
             if chunk.is_last:
@@ -179,14 +185,11 @@ class Swapper:
             self.pipeline.forget(state, 1 - state.version)
             state.unwritten = self._unwritten_before.get(state)
 
-    def _compute_chunk(self, chunk: Chunk, state: dict[str, Any]) -> dict[str, Any]:
-        """Update the elements of a chunk from their gradients; return their new state."""
+    def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
+        """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
         parameter = chunk.state.parameter
-        gradient = parameter.grad
-        assert gradient is not None
-        if chunk.state.is_chunked:
-            gradient = gradient.contiguous()
-        part, gradient = chunk.part_of(parameter.detach()), chunk.part_of(gradient)
+        gradient = self._gradient_of(chunk, swapped)
+        part = chunk.part_of(parameter.detach())
         device = self.device_of(parameter)
         leaf = part
         if self._has_master(parameter):
@@ -200,9 +203,22 @@ class Swapper:
             part.copy_(leaf)
         if self._has_master(parameter):
             new[_MASTER] = leaf
-        if chunk.is_last and parameter.grad is not None:
+        if chunk.is_last and swapped is not None:
+            self.pipeline.forget_gradient(chunk.state)
+            parameter.grad = AppliedGradient(parameter)
+        elif chunk.is_last and parameter.grad is not None:
             chunk.state.note_applied(parameter.grad)
         return new
+
+    def _gradient_of(self, chunk: Chunk, swapped: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of a chunk, with the shape of its part of the parameter."""
+        stored = chunk.state.gradient
+        if swapped is not None and stored is not None:
+            shape = swapped.shape if chunk.state.is_chunked else chunk.state.parameter.shape
+            return stored.scaled(swapped).view(shape)
+        gradient = chunk.state.parameter.grad
+        assert gradient is not None
+        return chunk.part_of(gradient.contiguous() if chunk.state.is_chunked else gradient)
 
     def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
@@ -349,17 +365,19 @@ class Swapper:
         """Wait for what is in flight, and delete all states."""
         self.pipeline.drop_reads()
         self.pipeline.settle()
+        for state in self._states.values():
+            self.pipeline.forget_gradient(state)
         keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
         self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
 
     # ---- sizes
 
     def _bytes_of_element(self, parameter: torch.Tensor, group: Group) -> int:
-        """Return the bytes of state for each element of a parameter, and of its old value."""
+        """Return the bytes of state for each element of a parameter, its old value, and a gradient in the store."""
         has_master = self._has_master(parameter)
         count = self._update.count_tensors(group)
         size = 4 if has_master else parameter.element_size()
-        return (count + has_master) * size + parameter.element_size()
+        return (count + has_master) * size + parameter.element_size() * (1 + self._options.swap_gradients)
 
     def _least_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> int:
         """Return the bytes that the largest parameter or chunk needs."""
@@ -374,8 +392,3 @@ class Swapper:
         least = self._least_buffer(parameters)
         if self.buffer_bytes < least:
             raise ValueError(f"buffer_bytes={self.buffer_bytes} is less than one parameter or chunk needs: {least}")
-
-
-def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with copies of the tensors."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

@@ -6,15 +6,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Offloader, Store
-from cudafuture.swap._applied_gradient import AppliedGradient
 from cudafuture.swap._checkpoints import Checkpoints
+from cudafuture.swap._counters import SwapCounters
+from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import release, reserve
+from cudafuture.swap._offloaded_gradients import OffloadedGradients
 from cudafuture.swap._state_mapping import StateMapping
 from cudafuture.swap._swapper import SwapOptions, Swapper
 from cudafuture.swap._update import Update
@@ -23,7 +26,7 @@ from cudafuture.swap.statistics import SwapStatistics
 __all__ = ["OffloadedOptimizer"]
 
 
-class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
+class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is in a store; ``offload()`` makes it.
 
     ``state`` reads as usual: a mapping from parameters to their states, each of which is read from the store when it is
@@ -44,9 +47,15 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
             raise ValueError(f"when={when!r} is neither 'step' nor 'backward'")
         if not name or "/" in name:
             raise ValueError(f"name={name!r} is empty or has a '/'")
+        if options.swap_gradients and when == "backward":
+            raise ValueError("swap_gradients is for when='step'; when='backward' uses each gradient at once")
         update = Update(optimizer)
+        self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
         self._make, self._when, self._prefetch = make, when, options.prefetch
-        self._steps = 0
+        self._until_now, self._last_step = (
+            SwapCounters(),
+            SwapCounters(),
+        )  # until the end of the last step; of that step
         self._lock = threading.RLock()  # backward runs in a thread of its own for each device
         self._updated: list[torch.Tensor] = []  # by the hooks of this backward
         self._order: list[torch.Tensor] = []  # in which the last backward updated the parameters
@@ -118,17 +127,23 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
                 loss = closure()
         with self._lock, torch.no_grad():
             swap = self._swap
-            self._steps += 1
-            due = [(parameter, group) for parameter, group in self._parameters() if self._is_due(parameter)]
-            if self._when == "backward":
-                self._end_backward(due)
-            else:
-                swap.update(due)
+            counters = swap.pipeline.counters
+            counters.steps += 1
+            try:
+                due = [(parameter, group) for parameter, group in self._parameters() if self._is_due(parameter)]
+                if self._when == "backward":
+                    self._end_backward(due)
+                else:
+                    swap.update(due)
+            finally:
+                self._last_step, self._until_now = counters.since(self._until_now), replace(counters)
         return loss
 
     def _is_due(self, parameter: torch.Tensor) -> bool:
+        if self._has_swapped_gradient(parameter):
+            return True
         gradient = parameter.grad
-        if gradient is None or isinstance(gradient, AppliedGradient):
+        if gradient is None or isinstance(gradient, GradientMark):
             return False
         if gradient.is_sparse:
             raise RuntimeError(f"the gradient of {self._name_of(parameter)} is sparse; its state is read as a whole")
@@ -193,13 +208,16 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
                 raise
             for parameter, _ in added:
                 self._make_state(parameter, group)
-        if self._when == "backward":
+        if self._when == "backward" or self._swaps_gradients:
             this = weakref.ref(self)
 
             def hook(parameter: torch.Tensor) -> None:
                 optimizer = this()
                 if optimizer is not None and optimizer._swapper is not None:
-                    optimizer._on_gradient(parameter)
+                    if optimizer._swaps_gradients:
+                        optimizer._swap_gradient(parameter)
+                    else:
+                        optimizer._on_gradient(parameter)
 
             for parameter, _ in added:
                 if parameter.requires_grad:
@@ -216,13 +234,15 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
         >>> weight.grad is None
         True
         """
-        self._drop_applied()
+        self._drop_marks()
         super().zero_grad(set_to_none)
 
-    def _drop_applied(self) -> None:
+    def _drop_marks(self) -> None:
         for parameter, _ in self._parameters():
-            if isinstance(parameter.grad, AppliedGradient):
+            if isinstance(parameter.grad, GradientMark):
                 parameter.grad = None
+                if self._swapper is not None:
+                    self._swapper.pipeline.forget_gradient(self._swapper.state(parameter))
 
     def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         for known, group in self._parameters():
@@ -310,27 +330,23 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
 
     # ---- counts, and the end
 
-    def statistics(self) -> SwapStatistics:
-        """Return counts and times since the optimizer was made.
+    def statistics(self, last_step: bool = False) -> SwapStatistics:
+        """Return counts and times since the optimizer was made, or of the last step and the backward before it.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), "states")
-        >>> optimizer.statistics().steps
-        0
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> for _ in range(2):
+        ...     weight.sum().backward()
+        ...     optimizer.step()
+        >>> optimizer.statistics().swap_out_state_bytes, optimizer.statistics(last_step=True).swap_out_state_bytes
+        (48, 24)
         """
         with self._lock:
-            counters, states = self._swap.pipeline.counters, self._swap.known()
-            return SwapStatistics(
-                self._steps,
-                counters.bytes_read,
-                counters.bytes_written,
-                counters.compute_seconds,
-                counters.read_wait_seconds,
-                counters.write_wait_seconds,
-                sum(tensor.nbytes for state in states for tensor in state.stored.values()),
-                self._swap.resident_bytes,
-            )
+            states = self._swap.known()
+            counters = self._last_step if last_step else self._swap.pipeline.counters
+            stored = sum(tensor.nbytes for state in states for tensor in state.stored.values())
+            return counters.statistics(stored, self._swap.resident_bytes)
 
     def flush(self) -> None:
         """Wait until all state was written.
@@ -358,7 +374,7 @@ class OffloadedOptimizer(Checkpoints, torch.optim.Optimizer):
         """
         with self._lock:
             swapper, self._swapper = self._swapper, None
-            self._drop_applied()
+            self._drop_marks()
             try:
                 if swapper is not None:
                     swapper.close()

@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"chunk_bytes": 1 << 16},
     "in memory": {"memory": 1 << 30},
     "backward": {"when": "backward", "chunk_bytes": 1 << 16},
+    "gradients": {"swap_gradients": True, "chunk_bytes": 1 << 16},
 }
 
 

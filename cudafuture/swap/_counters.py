@@ -1,0 +1,44 @@
+"""Counts and times of the reads and writes of a swapped optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cudafuture.swap.statistics import SwapStatistics
+
+__all__ = ["SwapCounters"]
+
+
+@dataclass
+class SwapCounters:
+    """Sums since the optimizer was made."""
+
+    steps: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    gradient_bytes_read: int = 0
+    gradient_bytes_written: int = 0
+    compute_seconds: float = 0.0
+    read_wait_seconds: float = 0.0
+    write_wait_seconds: float = 0.0
+    gradient_wait_seconds: float = 0.0
+
+    def since(self, earlier: SwapCounters) -> SwapCounters:
+        """Return what was added since an earlier copy."""
+        return SwapCounters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def statistics(self, stored_bytes: int, resident_bytes: int) -> SwapStatistics:
+        """Return the public form, with bytes that are now in the store and in memory."""
+        return SwapStatistics(
+            steps=self.steps,
+            swap_in_state_bytes=self.bytes_read,
+            swap_out_state_bytes=self.bytes_written,
+            swap_in_gradient_bytes=self.gradient_bytes_read,
+            swap_out_gradient_bytes=self.gradient_bytes_written,
+            compute_seconds=self.compute_seconds,
+            swap_in_state_seconds=self.read_wait_seconds,
+            swap_out_state_seconds=self.write_wait_seconds,
+            swap_out_gradient_seconds=self.gradient_wait_seconds,
+            stored_bytes=stored_bytes,
+            resident_bytes=resident_bytes,
+        )

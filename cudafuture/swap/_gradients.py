@@ -1,0 +1,182 @@
+"""Gradients in a store: written in pieces, and read back with the state of their parameters."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.storage import Store
+from cudafuture.swap._counters import SwapCounters
+
+__all__ = ["Gradients", "Piece", "StoredGradient"]
+
+_FIRST = -10  # the priority of reads that the computation waits for
+_logger = logging.getLogger("cudafuture.swap")
+
+
+@dataclass(eq=False)
+class Piece:
+    """Neighbouring elements of a gradient, flat: in memory, in the store, or on their way there."""
+
+    begin: int
+    end: int
+    key: str
+    tensor: torch.Tensor | None
+    """the elements, until they were written"""
+    is_large: bool
+    """whether it belongs into the store"""
+    written: CUDAFuture[int] | None = None
+    """of the write in flight"""
+
+
+@dataclass(eq=False)
+class StoredGradient:
+    """The gradient of one parameter in pieces. Elements of no piece are zero."""
+
+    dtype: torch.dtype
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    """by their first element"""
+    factors: list[torch.Tensor] = field(default_factory=list)
+    """by which the elements are multiplied, one after another, when they were read"""
+
+    def within(self, begin: int, end: int) -> Iterator[Piece]:
+        """Iterate over the pieces that have elements of a range."""
+        return (piece for piece in self.pieces.values() if piece.begin < end and begin < piece.end)
+
+    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Multiply elements that were read, in place."""
+        for factor in self.factors:
+            gradient.mul_(factor.to(gradient.device))
+        return gradient
+
+
+class Gradients:
+    """The gradients of parameters that are in a store, with a bound for those on their way there.
+
+    Args:
+        store: of the pieces.
+        prefix: of their keys.
+        min_bytes: smaller pieces stay in memory.
+        window_bytes: of pieces whose writes are in flight; a further write waits for the oldest.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, min_bytes: int, window_bytes: int, counters: SwapCounters | None = None
+    ) -> None:
+        self._store, self._prefix, self._min_bytes, self._window = store, prefix, min_bytes, window_bytes
+        self.counters = SwapCounters() if counters is None else counters
+        self._writing: deque[Piece] = deque()
+        self._in_flight = 0
+        self._error: BaseException | None = None
+
+    def write(self, gradient: StoredGradient, number: int, begin: int, elements: torch.Tensor) -> CUDAFuture[int]:
+        """Write a piece, which replaces the one that begins there; nothing changes `elements` any more.
+
+        A piece that cannot be written stays in memory.
+
+        Args:
+            gradient: of the parameter.
+            number: the parameter's, for the key.
+            begin: of the piece in the flat gradient.
+            elements: flat, of the gradient's dtype.
+
+        Raises:
+            ValueError: the piece overlaps another one.
+        """
+        end = begin + elements.numel()
+        for other in gradient.within(begin, end):
+            if other.begin != begin:
+                raise ValueError(
+                    f"a piece of elements {begin} to {end} overlaps one of elements {other.begin} to {other.end}"
+                )
+        if (old := gradient.pieces.get(begin)) is not None:
+            self._finish(old)
+        is_large = elements.nbytes >= self._min_bytes
+        piece = Piece(begin, end, f"{self._prefix}{number}/gradient/{begin}", elements, is_large)
+        gradient.pieces[begin] = piece
+        if not is_large:
+            return CUDAFuture.completed(0)
+        piece.written = self._store.writev({piece.key: elements})
+        self._writing.append(piece)
+        self._in_flight += elements.nbytes
+        written = piece.written
+        while self._in_flight > self._window:
+            self._finish(self._writing[0])
+        return written
+
+    def _finish(self, piece: Piece) -> None:
+        """Wait for the write of a piece; its memory is free unless it could not be written."""
+        if piece.written is None:
+            return
+        assert piece.tensor is not None
+        begin = time.perf_counter()
+        error = piece.written.exception()
+        self.counters.gradient_wait_seconds += time.perf_counter() - begin
+        self._writing.remove(piece)
+        self._in_flight -= piece.tensor.nbytes
+        piece.written = None
+        if error is None:
+            self.counters.gradient_bytes_written += piece.tensor.nbytes
+            piece.tensor = None
+        else:
+            _logger.warning("a gradient stays in memory, because %r cannot be written: %s", piece.key, error)
+            self._error = self._error or error
+
+    def settle(self, gradient: StoredGradient) -> None:
+        """Wait for the writes of a gradient."""
+        for piece in gradient.pieces.values():
+            self._finish(piece)
+
+    def flush(self) -> BaseException | None:
+        """Wait for all writes; return the first error since the last call."""
+        while self._writing:
+            self._finish(self._writing[0])
+        error, self._error = self._error, None
+        return error
+
+    def read(self, gradient: StoredGradient, begin: int, out: torch.Tensor) -> CUDAFuture[Any]:
+        """Read a range of elements into a flat tensor of the gradient's dtype; the gradient is settled.
+
+        The caller applies ``gradient.scaled`` when the future is complete.
+
+        Args:
+            gradient: of the parameter.
+            begin: the first element; no piece begins before it and ends after it.
+            out: as long as the range.
+        """
+        end = begin + out.numel()
+        keys: list[str] = []
+        outs: list[torch.Tensor] = []
+        pieces = list(gradient.within(begin, end))
+        if sum(piece.end - piece.begin for piece in pieces) < out.numel():
+            out.zero_()
+        for piece in pieces:
+            part = out[piece.begin - begin : piece.end - begin]
+            if piece.tensor is not None:
+                part.copy_(piece.tensor)
+            else:
+                keys.append(piece.key)
+                outs.append(part)
+        if not keys:
+            return CUDAFuture.completed(None)
+        return self._store.readv(keys, outs, priority=_FIRST)
+
+    def note_read(self, gradient: StoredGradient | None, begin: int, end: int) -> None:
+        """Count the bytes of a range that was read."""
+        if gradient is not None:
+            read = sum(p.end - p.begin for p in gradient.within(begin, end) if p.tensor is None)
+            self.counters.gradient_bytes_read += read * gradient.dtype.itemsize
+
+    def forget(self, gradient: StoredGradient) -> list[str]:
+        """Let go of the memory of a gradient; return the keys of its pieces, which the caller deletes."""
+        self.settle(gradient)
+        keys = [piece.key for piece in gradient.pieces.values() if piece.is_large]
+        gradient.pieces.clear()
+        return keys

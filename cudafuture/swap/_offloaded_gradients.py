@@ -1,0 +1,166 @@
+"""Gradients of an offloaded optimizer that are in the store."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
+from cudafuture.swap._swapper import Swapper
+
+__all__ = ["OffloadedGradients"]
+
+
+class OffloadedGradients(ABC):
+    """The methods of an offloaded optimizer for gradients in the store, and for those in memory beside them."""
+
+    _lock: threading.RLock
+    _min_bytes: int
+
+    @property
+    @abstractmethod
+    def _swap(self) -> Swapper: ...
+
+    @abstractmethod
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]: ...
+
+    def _swap_gradient(self, parameter: torch.Tensor) -> None:
+        """Move the gradient that backward has made, or what it has added to one, into the store."""
+        with self._lock, torch.no_grad():
+            gradient = parameter.grad
+            if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
+                return
+            if gradient.nbytes < self._min_bytes or gradient.is_sparse or not parameter.is_contiguous():
+                return  # it stays in memory
+            parameter.grad = SwappedGradient(parameter)
+            self._swap.pipeline.write_gradient(self._swap.state(parameter), gradient)
+
+    def _has_swapped_gradient(self, parameter: torch.Tensor) -> bool:
+        """Return whether the gradient is in the store, after what was added to it is there as well."""
+        state, mark = self._swap.state(parameter), parameter.grad
+        if not isinstance(mark, SwappedGradient):
+            self._swap.pipeline.forget_gradient(state)  # the program has replaced or dropped it
+            return False
+        if state.gradient is None:
+            return False
+        if mark.added is not None:
+            total = self._swap.pipeline.read_gradient(state)
+            total += mark.added
+            mark.added = None
+            self._swap.pipeline.write_gradient(state, total)
+        return True
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of a parameter, which is perhaps in the store; None if there is none.
+
+        Raises:
+            SwapError: the gradient cannot be read.
+            RuntimeError: a step has already applied the gradient.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> weight.sum().backward()
+        >>> optimizer.gradient_of(weight)
+        tensor([1., 1., 1.])
+        """
+        with self._lock, torch.no_grad():
+            if self._has_swapped_gradient(parameter):
+                return self._swap.pipeline.read_gradient(self._swap.state(parameter))
+            return None if parameter.grad is None else parameter.grad.clone()
+
+    def _multiply(self, parameter: torch.Tensor, factor: torch.Tensor) -> None:
+        """Multiply a gradient: in memory at once, in the store when it is read."""
+        stored = self._swap.state(parameter).gradient
+        if stored is not None:
+            stored.factors.append(factor)
+        elif parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over the parameters that have gradients, and copies of those; one copy exists at a time."""
+        for parameter, _ in self._parameters():
+            gradient = self.gradient_of(parameter)
+            if gradient is not None:
+                yield parameter, gradient
+            del gradient
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm they had.
+
+        As ``torch.nn.utils.clip_grad_norm_`` computes it, bit for bit, for gradients in the store and in memory.
+        Gradients in the store are read once for the norm; the factor is applied when the step reads them.
+
+        Args:
+            max_norm: of all gradients together, seen as one vector.
+            norm_type: of the norm; ``math.inf`` for the largest element.
+            error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+
+        Raises:
+            SwapError: a gradient cannot be read.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> weight.sum().backward()
+        >>> optimizer.clip_grad_norm_(1.0)
+        tensor(2.)
+        >>> optimizer.gradient_of(weight)
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
+        with self._lock, torch.no_grad():
+            clipped: list[torch.Tensor] = []
+            norms: list[torch.Tensor] = []
+            for parameter, gradient in self._gradients():
+                clipped.append(parameter)
+                norms.append(torch.linalg.vector_norm(gradient, norm_type))
+            if not norms:
+                return torch.tensor(0.0)
+            total: torch.Tensor = torch.linalg.vector_norm(
+                torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+            )
+            if error_if_nonfinite and not total.isfinite():
+                raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for parameter in clipped:
+                self._multiply(parameter, factor)
+            return total
+
+    def unscale_(self, scale: float | torch.Tensor) -> bool:
+        """Divide all gradients by a loss scale; return whether they are all finite.
+
+        It replaces ``GradScaler.unscale_`` where gradients are in the store. If it returns False, skip the step, call
+        ``zero_grad()``, and use a smaller scale.
+
+        Args:
+            scale: by which the loss was multiplied.
+
+        Raises:
+            SwapError: a gradient cannot be read.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> (weight.sum() * 8).backward()
+        >>> optimizer.unscale_(8)
+        True
+        >>> optimizer.gradient_of(weight)
+        tensor([1., 1.])
+        """
+        with self._lock, torch.no_grad():
+            inverse = torch.as_tensor(scale, dtype=torch.float64).reciprocal().float()
+            finite = True
+            unscaled: list[torch.Tensor] = []
+            for parameter, gradient in self._gradients():
+                unscaled.append(parameter)
+                finite = finite and bool(gradient.isfinite().all())
+            for parameter in unscaled:
+                self._multiply(parameter, inverse)
+            return finite

@@ -1,0 +1,112 @@
+"""The state that a pipeline reads, updates and writes at one time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.storage import Buffer
+from cudafuture.swap._parameter_state import Chunk, StoredTensor
+
+__all__ = ["UNDO", "Unit", "by_parameter", "copies", "cut", "size_of"]
+
+UNDO = "undo"  # the name of the old values of a chunk beside the names of its state
+_PAGE = 4096
+
+
+@dataclass(eq=False)
+class Unit:
+    """Chunks that are read together, updated one by one, and written together."""
+
+    chunks: Sequence[Chunk]
+    device: torch.device
+    tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """the state tensors of each chunk, once they were read"""
+    undo: list[torch.Tensor | None] = field(default_factory=list)
+    """memory for the old values of each chunk of a parameter with several"""
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    """the gradient of each chunk that has one in the store, flat, once it was read"""
+    buffer: Buffer | None = None
+    waits_for_memory: bool = False
+    begun: CUDAFuture[Any] | None = None
+    """completes when all reads have ended; fails if there is no buffer"""
+    reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
+    """of each parameter: its chunks that are read, and their tensors"""
+    gradient_reads: list[tuple[Chunk, CUDAFuture[Any]]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self.tensors, self.undo, self.gradients, self.buffer = [], [], [], None
+        self.reads, self.gradient_reads, self.begun = [], [], None
+
+
+def by_parameter(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return neighbouring chunks of one parameter in a list each."""
+    return [list(group) for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.state)]
+
+
+def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None:
+    """Return copies of the state of a chunk that could not be written; None: it is in the store."""
+    unwritten = chunk.unwritten()
+    if unwritten is None:
+        return None
+    return {name: tensor.to(device, copy=True) for name, tensor in unwritten.items() if name != UNDO}
+
+
+# ---- the parts of a buffer
+
+
+def size_of(chunks: Sequence[Chunk]) -> int:
+    """Return the bytes of a buffer for all that is read of chunks, and for the old values of those that need them."""
+    return sum(_pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
+
+
+def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
+    yield from chunk.stored().values()
+    if chunk.state.is_chunked:
+        yield _flat(chunk, chunk.state.parameter.dtype)
+    if chunk.state.gradient is not None:
+        yield _flat(chunk, chunk.state.gradient.dtype)
+
+
+def _flat(chunk: Chunk, dtype: torch.dtype) -> StoredTensor:
+    return StoredTensor(dtype, torch.Size([chunk.end - chunk.begin]))
+
+
+def _pages(nbytes: int) -> int:
+    return math.ceil(nbytes / _PAGE) * _PAGE
+
+
+def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
+    """Give each tensor of a unit a part of its buffer; return those of the state that are to be read, by parameter."""
+    end = 0
+
+    def part(tensor: StoredTensor) -> torch.Tensor:
+        nonlocal end
+        assert unit.buffer is not None
+        begin, end = end, end + _pages(tensor.nbytes)
+        return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    found: list[tuple[list[Chunk], list[torch.Tensor]]] = []
+    for chunks in by_parameter(unit.chunks):
+        read: list[Chunk] = []
+        outs: list[torch.Tensor] = []
+        for chunk in chunks:
+            tensors = copies(chunk, unit.device)
+            if tensors is None:
+                tensors = {name: part(tensor) for name, tensor in chunk.stored().items()}
+                read.append(chunk)
+                outs += tensors.values()
+            state = chunk.state
+            unit.tensors.append(tensors)
+            unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if state.is_chunked else None)
+            unit.gradients.append(None if state.gradient is None else part(_flat(chunk, state.gradient.dtype)))
+        if outs:
+            found.append((read, outs))
+    return found
