@@ -2,6 +2,8 @@
 
 from cudafuture.swap._offload import offload
 from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
+from cudafuture.swap.optimizer_swapper import OptimizerSwapper
 from cudafuture.swap.statistics import SwapStatistics
+from cudafuture.swap.timers import Timers
 
-__all__ = ["OffloadedOptimizer", "SwapStatistics", "offload"]
+__all__ = ["OffloadedOptimizer", "OptimizerSwapper", "SwapStatistics", "Timers", "offload"]

@@ -11,17 +11,33 @@ from __future__ import annotations
 import io
 import threading
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Offloader, Store
-from cudafuture.swap._swapper import Swapper
+from cudafuture.swap._parameter_state import Chunk, ParameterState
+from cudafuture.swap._pipeline import Pipeline
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "SwappedStates"]
 
 _FORMAT = 1
+
+
+class SwappedStates(Protocol):
+    """The states that a checkpoint holds."""
+
+    pipeline: Pipeline
+
+    def state(self, parameter: torch.Tensor) -> ParameterState: ...
+
+    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]: ...
+
+    def key(self, chunk: Chunk, name: str) -> str: ...
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints(ABC):
@@ -34,7 +50,7 @@ class Checkpoints(ABC):
 
     @property
     @abstractmethod
-    def _swap(self) -> Swapper: ...
+    def _swap(self) -> SwappedStates: ...
 
     @abstractmethod
     def _forget_reads(self) -> None: ...
@@ -116,7 +132,7 @@ def _names(store: Store, name: str) -> list[str]:
     return sorted(key[len(prefix) :] for key in store.list_keys().wait() if key.startswith(prefix))
 
 
-def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: Swapper) -> None:
+def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Save the state of all parameters, no write of which is in flight."""
     if not checkpoint or "/" in checkpoint:
         raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is empty or has a '/'")
@@ -141,7 +157,7 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
                     else:
                         tensors[key] = unwritten[tensor_name]
                 places[tensor_name] = (stored.dtype, tuple(stored.shape), here)
-            shape = tuple(parameter.shape)
+            shape = swapper.shape_of(parameter)
             parameters[-1].append({"shape": shape, "values": state.values, "bounds": state.bounds, "tensors": places})
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     manifest = io.BytesIO()
@@ -166,11 +182,11 @@ def _copy(store: Store, links: dict[str, str]) -> None:
         store.write(new, store.read(old).wait()).wait()
 
 
-def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: Swapper) -> None:
+def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Load the state of all parameters."""
     manifest = _manifest(store, name, checkpoint)
     found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
-    wanted = [[tuple(parameter.shape) for parameter in group["params"]] for group in groups]
+    wanted = [[swapper.shape_of(parameter) for parameter in group["params"]] for group in groups]
     if found != wanted:
         raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
     for group, options, entries in zip(groups, manifest["groups"], manifest["parameters"], strict=True):

@@ -63,6 +63,11 @@ class Pipeline:
         self.obsolete: list[str] = []  # keys that are deleted when what replaces them was written
         self._error_of_write: SwapError | None = None
 
+    def resize(self, buffer_bytes: int) -> None:
+        """Use buffers of another size from the next read on; nothing is being read."""
+        self._buffer_bytes = buffer_bytes
+        self._pool = None
+
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
         """Read and compute units in their order; `compute` starts their writes, some of which are in flight afterwards.
 
@@ -155,10 +160,10 @@ class Pipeline:
         self.counters.read_wait_seconds += time.perf_counter() - begin
         for chunks, future in unit.reads:
             if (error := future.exception()) is not None:
-                raise self._error(chunks[0], "read", error) from error
+                raise self.error(chunks[0], "read", error) from error
         for chunk, future in unit.gradient_reads:
             if (error := future.exception()) is not None:
-                raise self._error(chunk, "read", error, "gradient") from error
+                raise self.error(chunk, "read", error, "gradient") from error
             future.wait()
             self._gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
         read: dict[Chunk, list[torch.Tensor]] = {}
@@ -180,11 +185,23 @@ class Pipeline:
         """The number of units that are being read."""
         return len(self._reading)
 
+    def bytes_of_reads(self) -> int:
+        """Return the bytes of buffers of the units that are being read."""
+        return sum(size_of(unit.chunks) for unit in self._reading)
+
+    def last_read(self) -> ParameterState | None:
+        """Return the state of the unit that was read last, if it is still being read."""
+        return self._reading[-1].chunks[-1].state if self._reading else None
+
     def is_next(self, state: ParameterState) -> bool:
         """Return whether the unit that was read first belongs to a parameter."""
         return bool(self._reading) and self._reading[0].chunks[0].state is state
 
-    def _error(self, chunk: Chunk, what: str, error: BaseException, of: str = "optimizer state") -> SwapError:
+    def is_reading(self, state: ParameterState) -> bool:
+        """Return whether a unit of a parameter is being read."""
+        return any(chunk.state is state for unit in self._reading for chunk in unit.chunks)
+
+    def error(self, chunk: Chunk, what: str, error: BaseException, of: str = "optimizer state") -> SwapError:
         """Return an error that names the parameter; its cause is the store's error."""
         message = f"the {of} of {self._name_of(chunk)} cannot be {what}: {error}"
         failure = SwapError(message, parameter=chunk.state.parameter)
@@ -208,8 +225,15 @@ class Pipeline:
 
     # ---- writes
 
-    def start_write(self, unit: Unit, tensors: list[dict[str, torch.Tensor]], versions: list[int]) -> None:
-        """Write the new state of the chunks of a unit; its memory is free when that has ended."""
+    def start_write(
+        self, unit: Unit, tensors: list[dict[str, torch.Tensor]], versions: list[int]
+    ) -> list[CUDAFuture[int]]:
+        """Write the new state of the chunks of a unit, whose memory is free when that has ended.
+
+        Returns:
+            the futures of the writes, one for each parameter that has anything to write.
+        """
+        futures: list[CUDAFuture[int]] = []
         while len({id(write.unit) for write in self._writing}) > self._prefetch:
             self._finish_write()
         new = iter(zip(tensors, versions, strict=True))
@@ -220,7 +244,9 @@ class Pipeline:
                 written.append(named)
                 keys |= {chunk.key(self._prefix, name, version): tensor for name, tensor in named.items()}
             if keys:
-                self._writing.append(Write(unit, chunks, written, self._store.writev(keys)))
+                futures.append(self._store.writev(keys))
+                self._writing.append(Write(unit, chunks, written, futures[-1]))
+        return futures
 
     def _finish_writes_of(self, states: set[ParameterState]) -> None:
         """Wait for the writes of some parameters: a read that overtakes a write gets the old tensor."""
@@ -242,7 +268,7 @@ class Pipeline:
                 unwritten[chunk.index] = {name: tensor.clone() for name, tensor in new.items()}
         state.unwritten = unwritten or None
         if error is not None and self._error_of_write is None:
-            self._error_of_write = self._error(write.chunks[0], "written", error)
+            self._error_of_write = self.error(write.chunks[0], "written", error)
         if not self._writing or self._writing[0].unit is not write.unit:
             write.unit.forget()
 
@@ -308,7 +334,7 @@ class Pipeline:
         try:
             self._gradients.read(gradient, 0, out).wait()
         except Exception as e:
-            raise self._error(state.chunks()[0], "read", e, "gradient") from e
+            raise self.error(state.chunks()[0], "read", e, "gradient") from e
         self._gradients.note_read(gradient, 0, out.numel())
         return gradient.scaled(out).view(parameter.shape)
 
@@ -339,7 +365,7 @@ class Pipeline:
                 return self._store.map(key)
             return self._read_part(chunks[0], name, torch.empty(stored.shape, dtype=stored.dtype, device=device))
         except Exception as e:
-            raise self._error(chunks[0], "read", e) from e
+            raise self.error(chunks[0], "read", e) from e
 
     def _read_part(self, chunk: Chunk, name: str, out: torch.Tensor) -> torch.Tensor:
         unwritten = chunk.unwritten()

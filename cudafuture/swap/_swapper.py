@@ -83,6 +83,10 @@ class Swapper:
         """Return the key of the chunk's part of a state tensor in the store."""
         return chunk.key(self._prefix, name, chunk.state.version)
 
+    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return tuple(parameter.shape)
+
     def known(self) -> list[ParameterState]:
         """Return the states that are not empty."""
         return [state for state in self._states.values() if state.values or state.stored]

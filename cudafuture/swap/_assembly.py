@@ -1,0 +1,139 @@
+"""Parameters that are put together from partitions of half precision, which lie in memory, in a store, or in files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.combine import wait_all
+from cudafuture.storage import File, Store
+
+__all__ = ["Partition", "assembled", "partitions_of"]
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Neighbouring elements of a parameter in half precision."""
+
+    numel: int
+    dtype: torch.dtype
+    tensor: torch.Tensor | None
+    """the elements; None: they are elsewhere"""
+    key: str | None
+    """in the store"""
+    path: str | os.PathLike[str] | None
+    """of a file that begins with the elements"""
+
+    @property
+    def staged_bytes(self) -> int:
+        """The bytes of its elements in whole pages; those in memory count, too, which bounds a round."""
+        return -(-self.numel * self.dtype.itemsize // _PAGE) * _PAGE
+
+
+def partitions_of(
+    infos: Sequence[tuple[torch.Tensor | None, int, Any]], numel: int, dtype: torch.dtype, store: Store
+) -> list[Partition]:
+    """Return the partitions of one parameter.
+
+    Args:
+        infos: of each partition: a tensor, the number of its elements, and None, a key of the store or a path.
+        numel: of the parameter.
+        dtype: of partitions for which no tensor gives one.
+        store: of the keys.
+
+    Raises:
+        ValueError: the partitions have other than `numel` elements, or a tensor has too few.
+    """
+    found: list[Partition] = []
+    for tensor, count, source in infos:
+        kind = dtype if tensor is None else tensor.dtype
+        if source is None:
+            if tensor is None or tensor.numel() < count:
+                raise ValueError(f"a partition of {count} elements is in memory, but its tensor does not have them")
+            found.append(Partition(count, kind, tensor.detach().reshape(-1)[:count], None, None))
+        elif isinstance(source, str) and source in store:
+            found.append(Partition(count, store.stat(source).dtype, None, source, None))
+        else:
+            found.append(Partition(count, kind, None, None, source))
+    if sum(partition.numel for partition in found) != numel:
+        raise ValueError(f"partitions of {[p.numel for p in found]} elements are not a parameter of {numel}")
+    return found
+
+
+def assembled(
+    parameters: Sequence[Sequence[Partition]], store: Store, buffers: Sequence[torch.Tensor]
+) -> Iterator[list[torch.Tensor]]:
+    """Read and cast parameters in as many rounds as the buffers need.
+
+    Args:
+        parameters: their partitions.
+        store: of the keys.
+        buffers: flat byte tensors that reads go into.
+
+    Yields:
+        the float32 values of the next parameters, which are valid until the next round.
+
+    Raises:
+        ValueError: no buffer has room for one of the parameters.
+        StorageError: a partition cannot be read.
+    """
+    largest = max(buffer.numel() for buffer in buffers)
+    for partitions in parameters:
+        needed = sum(partition.staged_bytes for partition in partitions)
+        if needed > largest:
+            raise ValueError(f"a buffer of {largest} bytes is less than one parameter needs: {needed}")
+    i = 0
+    while i < len(parameters):
+        free = list(buffers)
+        staged: list[list[torch.Tensor]] = []
+        while i < len(parameters):
+            parts = _place(parameters[i], free)
+            if parts is None:
+                break
+            staged.append(parts)
+            i += 1
+        _read(parameters[i - len(staged) : i], staged, store)
+        yield [torch.cat([part.to("cpu", torch.float32) for part in parts]) for parts in staged]
+
+
+def _place(partitions: Sequence[Partition], free: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return a tensor for each partition, cut off the first buffer with room for all; None if there is none."""
+    needed = sum(partition.staged_bytes for partition in partitions)
+    for i, buffer in enumerate(free):
+        if buffer.numel() >= needed:
+            parts: list[torch.Tensor] = []
+            for partition in partitions:
+                if partition.tensor is not None:
+                    parts.append(partition.tensor)
+                else:
+                    parts.append(buffer[: partition.numel * partition.dtype.itemsize].view(partition.dtype))
+                buffer = buffer[partition.staged_bytes :]
+            free[i] = buffer
+            return parts
+    return None
+
+
+def _read(parameters: Sequence[Sequence[Partition]], staged: Sequence[Sequence[torch.Tensor]], store: Store) -> None:
+    keys: list[str] = []
+    outs: list[torch.Tensor] = []
+    reads: list[CUDAFuture[Any]] = []
+    with ExitStack() as files:
+        for partitions, parts in zip(parameters, staged, strict=True):
+            for partition, part in zip(partitions, parts, strict=True):
+                if partition.key is not None:
+                    keys.append(partition.key)
+                    outs.append(part)
+                elif partition.path is not None:
+                    file = files.enter_context(File(partition.path, "r"))
+                    reads.append(file.read(part))
+        if keys:
+            reads.append(store.readv(keys, outs))
+        wait_all(reads)

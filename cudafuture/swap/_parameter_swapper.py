@@ -1,0 +1,400 @@
+"""Parameters, and their optimizer states, that are bound to memory while they are swapped in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.combine import gather
+from cudafuture.errors import InvalidStateError, SwapError
+from cudafuture.storage import Store
+from cudafuture.swap._gradients import Gradients, StoredGradient
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
+from cudafuture.swap._pipeline import Pipeline
+from cudafuture.swap._unit import Unit, size_of
+from cudafuture.swap._update import Update
+
+__all__ = ["PARAMETER", "ParameterSwapper"]
+
+PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
+_LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size
+_logger = logging.getLogger("cudafuture.swap")
+
+
+class ParameterSwapper:
+    """The parameters that were registered, in the order of their registration.
+
+    The ``data`` of a parameter that is swapped out, and of its state tensors, is empty. While the parameter is swapped
+    in, they are parts of a buffer. One thread at a time calls the methods.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: Store,
+        prefix: str,
+        min_bytes: int,
+        buffer_bytes: int | None,
+        prefetch: int,
+    ) -> None:
+        self._optimizer, self._store, self._prefix = optimizer, store, prefix
+        self._update = Update(copy.copy(optimizer))  # a trial of an update leaves its optimizer empty
+        self._min_bytes, self._prefetch, self._given_bytes = min_bytes, prefetch, buffer_bytes
+        self.buffer_bytes = (prefetch + 2) * _LEAST_UNIT if buffer_bytes is None else buffer_bytes
+        self.gradients = Gradients(store, prefix, min_bytes, self.buffer_bytes)
+        self.pipeline = Pipeline(store, prefix, self.buffer_bytes, prefetch, self._name_of, self.gradients)
+        self._states: dict[torch.Tensor, ParameterState] = {}
+        self._shapes: dict[ParameterState, torch.Size] = {}
+        self._bound: dict[ParameterState, Unit] = {}
+        self._successor: dict[ParameterState, ParameterState] = {}  # as in the last round
+        self._following: ParameterState | None = None  # what the caller said comes after the last one
+        self._round: list[ParameterState] = []  # the parameters that were swapped in, each once
+
+    # ---- registration
+
+    def register(self, parameters: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[ParameterState]:
+        """Register parameters, whose values are not in the store yet.
+
+        Raises:
+            ValueError: a parameter is registered already, or its state needs larger buffers.
+        """
+        if len(set(parameters)) < len(parameters):
+            raise ValueError("a parameter is given twice")
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            if parameter in self._states:
+                raise ValueError(f"{self._name(self._states[parameter])} is registered already")
+            self._expect_room(parameter, shape)
+        states: list[ParameterState] = []
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            bounds = ((0, shape.numel()),)
+            state = ParameterState(len(self._states), parameter, bounds, {}, {}, is_resident=False)
+            self._states[parameter], self._shapes[state] = state, shape
+            states.append(state)
+        return states
+
+    def unregister(self, states: Sequence[ParameterState]) -> None:
+        """Undo the registration of parameters that cannot be written."""
+        for state in states:
+            del self._states[state.parameter], self._shapes[state]
+            self._store.deletev(state.keys(self._prefix)).exception()  # some were not written
+
+    def _expect_room(self, parameter: torch.Tensor, shape: torch.Size) -> None:
+        """Make the buffers large enough for a parameter, its gradient and its state, if their size was not given."""
+        options = next((group for group in self._optimizer.param_groups), self._optimizer.defaults)
+        options = {name: value for name, value in options.items() if name != "params"}
+        tensors = 2 + self._update.count_tensors(options)
+        least = tensors * (shape.numel() * parameter.element_size() + 4096) if parameter.device.type == "cpu" else 0
+        if self._given_bytes is not None and least > self._given_bytes:
+            raise ValueError(f"buffer_bytes={self._given_bytes} is less than one parameter needs: {least}")
+        if (self._prefetch + 2) * least > self.buffer_bytes and self._given_bytes is None:
+            self.pipeline.drop_reads()
+            self.buffer_bytes = (self._prefetch + 2) * least
+            self.pipeline.resize(self.buffer_bytes)
+
+    def is_swappable(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor belongs into the store."""
+        return tensor.nbytes >= self._min_bytes and tensor.numel() > 0 and getattr(tensor, "swappable", True)
+
+    def find(self, parameter: torch.Tensor) -> ParameterState | None:
+        """Return the record of a parameter; None: it is not registered."""
+        return self._states.get(parameter)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters in the order of their registration."""
+        return list(self._states)
+
+    def _name(self, state: ParameterState) -> str:
+        return f"parameter {state.number}"
+
+    def _name_of(self, chunk: Chunk) -> str:
+        return self._name(chunk.state)
+
+    # ---- what checkpoints need
+
+    def state(self, parameter: torch.Tensor) -> ParameterState:
+        """Return the record of a parameter, with the values of its state that stay in memory."""
+        state = self._states[parameter]
+        self._expect_swapped_out(state)
+        in_memory = self._optimizer.state.get(parameter, {})
+        state.values = copied({name: value for name, value in in_memory.items() if name not in state.stored})
+        if PARAMETER not in state.stored:
+            state.values[PARAMETER] = parameter.detach().clone()
+        return state
+
+    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter, which is empty while it is swapped out."""
+        return tuple(self._shapes[self._states[parameter]])
+
+    def key(self, chunk: Chunk, name: str) -> str:
+        """Return the key of a tensor in the store."""
+        return chunk.key(self._prefix, name, chunk.state.version)
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the values of a parameter and its state.
+
+        Raises:
+            SwapError: they cannot be written.
+        """
+        record = self._states[parameter]
+        self._expect_swapped_out(record)
+        self.pipeline.drop_reads()
+        self.purge(record)
+        parameter.data = state[PARAMETER].to(parameter.device, parameter.dtype)
+        self._optimizer.state[parameter] = {
+            name: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.numel() > 1 else value
+            for name, value in copied(state).items()
+            if name != PARAMETER
+        }
+        self._bound[record] = Unit([Chunk(record, 0)], parameter.device)
+        self.swap_out(record)
+        self.pipeline.drain()
+
+    def _expect_swapped_out(self, state: ParameterState) -> None:
+        if state in self._bound:
+            raise InvalidStateError(f"{self._name(state)} is swapped in; swap it out first")
+
+    # ---- swapping in and out
+
+    def is_bound(self, state: ParameterState) -> bool:
+        """Return whether a parameter is swapped in."""
+        return state in self._bound
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all parameters and states in the store."""
+        return sum(tensor.nbytes for state in self._states.values() for tensor in state.stored.values())
+
+    def empty(self, state: ParameterState) -> None:
+        """Empty a parameter whose values were written."""
+        if PARAMETER in state.stored:
+            state.parameter.data = state.parameter.data.new_empty(0)
+
+    def write_first(self, state: ParameterState, values: torch.Tensor) -> CUDAFuture[int] | None:
+        """Write the values of a parameter that was registered, or keep them in memory if they are few."""
+        parameter = state.parameter
+        values = values.detach().to(parameter.device, parameter.dtype).view(self._shapes[state])
+        if not self.is_swappable(values):
+            parameter.data = values.clone()
+            return None
+        state.stored = {PARAMETER: StoredTensor(values.dtype, values.shape)}
+        return self._store.writev({self.key(Chunk(state, 0), PARAMETER): values})
+
+    def swap_in(self, state: ParameterState, following: ParameterState | None) -> None:
+        """Bind a parameter and its state to memory, when they were read; read ahead those that follow.
+
+        Raises:
+            SwapError: they cannot be read, or what was written before cannot.
+            InvalidStateError: the parameter is swapped in.
+            ValueError: the buffers have no room for this parameter beside those that are swapped in.
+        """
+        self.pipeline.raise_error()
+        self._expect_swapped_out(state)
+        chunk = Chunk(state, 0)
+        if not self.pipeline.is_next(state):
+            self.pipeline.drop_reads()
+            self._expect_free(chunk)
+            self.pipeline.start_read(Unit([chunk], state.parameter.device))
+        try:
+            unit = self.pipeline.finish_read()
+        except BaseException:
+            self.pipeline.drop_reads()
+            raise
+        self._bound[state] = unit
+        (tensors,) = unit.tensors
+        (gradient,) = unit.gradients
+        parameter = state.parameter
+        for name, tensor in tensors.items():
+            if name == PARAMETER:
+                parameter.data = tensor
+            else:
+                self._bind(parameter, name, tensor)
+            _logger.debug("swapped in: %r of %s, %d bytes", name, self._name(state), tensor.nbytes)
+        if gradient is not None and state.gradient is not None:
+            parameter.grad = state.gradient.scaled(gradient).view(self._shapes[state])
+        self._note_order(state)
+        self._following = following
+        self._read_ahead(state)
+
+    def _bind(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+        bound = self._optimizer.state[parameter]
+        if isinstance(bound.get(name), torch.Tensor):
+            bound[name].data = tensor
+        else:
+            bound[name] = tensor
+
+    def _expect_free(self, chunk: Chunk) -> None:
+        if chunk.state.parameter.device.type != "cpu":
+            return
+        needed = size_of([chunk])
+        if self._bytes_bound() + needed > self.buffer_bytes:
+            names = ", ".join(map(self._name, self._bound)) or "none"
+            raise ValueError(
+                f"{self._name(chunk.state)} needs {needed} bytes of the buffers' {self.buffer_bytes}; swapped in are: "
+                f"{names}. Swap some out, or give buffer_bytes={self._bytes_bound() + needed} or more"
+            )
+
+    def _bytes_bound(self) -> int:
+        return sum(unit.buffer.tensor.nbytes for unit in self._bound.values() if unit.buffer is not None)
+
+    def _note_order(self, state: ParameterState) -> None:
+        if state in self._round:
+            self._round = []
+        elif self._round:
+            self._successor[self._round[-1]] = state
+        self._round.append(state)
+
+    def _read_ahead(self, after: ParameterState) -> None:
+        """Start to read the parameters that follow one, as far as the buffers have room beside those in use."""
+        order = list(self._states.values())
+        taken = self._bytes_bound() + self.pipeline.bytes_of_reads()
+        for _ in range(self._prefetch - self.pipeline.reads):
+            last = self.pipeline.last_read() or after
+            if self._following is not None and not self.pipeline.reads:
+                state: ParameterState | None = self._following
+            else:
+                place = last.number + 1
+                state = self._successor.get(last, order[place] if place < len(order) else None)
+            if state is None or state in self._bound or state in self._round or self.pipeline.is_reading(state):
+                return
+            chunk = Chunk(state, 0)
+            if state.parameter.device.type == "cpu":
+                taken += size_of([chunk])
+                if taken > self.buffer_bytes:
+                    return
+            self.pipeline.start_read(Unit([chunk], state.parameter.device))
+
+    def swap_out(self, state: ParameterState) -> CUDAFuture[None]:
+        """Write a parameter and its state, and empty them; their memory is free when they were written.
+
+        A failure keeps them in memory. The future raises SwapError, and so does the next call that swaps in.
+
+        Raises:
+            InvalidStateError: the parameter is not swapped in.
+        """
+        parameter, unit = state.parameter, self._bound_unit(state)
+        tensors = {PARAMETER: parameter.detach()} if self.is_swappable(parameter) else {}
+        tensors |= {name: tensor.detach() for name, tensor in self._state_tensors(parameter).items()}
+        state.stored = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        futures = self.pipeline.start_write(unit, [tensors], [state.version])
+        self._unbind(state)
+        for name, tensor in tensors.items():
+            _logger.debug("swapped out: %r of %s, %d bytes", name, self._name(state), tensor.nbytes)
+        del tensors, unit  # views of the buffer keep its memory
+        self._read_ahead(state)
+        return self._ended(state, futures, "optimizer state")
+
+    def _ended(self, state: ParameterState, futures: Sequence[CUDAFuture[int]], of: str) -> CUDAFuture[None]:
+        """Return a future that completes when writes have ended, and fails with an error that names the parameter."""
+
+        def see(written: CUDAFuture[list[int]]) -> None:
+            if (error := written.exception()) is not None:
+                raise self.pipeline.error(Chunk(state, 0), "written", error, of)
+
+        return gather(*futures, cancel_parts=False).then(see)
+
+    def _bound_unit(self, state: ParameterState) -> Unit:
+        if state not in self._bound:
+            raise InvalidStateError(f"{self._name(state)} is not swapped in")
+        return self._bound[state]
+
+    def _state_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self._optimizer.state.get(parameter, {})
+        return {name: t for name, t in state.items() if isinstance(t, torch.Tensor) and self.is_swappable(t)}
+
+    def release(self, state: ParameterState) -> None:
+        """Discard a parameter and its state in memory; the store has what was written last.
+
+        Raises:
+            InvalidStateError: the parameter is not swapped in.
+        """
+        unit = self._bound_unit(state)
+        self._unbind(state)
+        unit.forget()
+
+    def _unbind(self, state: ParameterState) -> None:
+        """Empty a parameter and those of its state tensors that are in the store."""
+        parameter = state.parameter
+        del self._bound[state]
+        parameter.grad = None
+        bound = self._optimizer.state.get(parameter, {})
+        for name in state.stored:
+            tensor = parameter if name == PARAMETER else bound.get(name)
+            if isinstance(tensor, torch.Tensor):
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def purge(self, state: ParameterState) -> None:
+        """Forget the state of a parameter and its gradient, but not its values."""
+        names = [name for name in state.stored if name != PARAMETER]
+        keys = [self.key(Chunk(state, 0), name) for name in names]
+        self.pipeline.settle()
+        self._store.deletev(keys).exception()  # some could not be written
+        state.stored = {name: tensor for name, tensor in state.stored.items() if name == PARAMETER}
+        for chunk, unwritten in (state.unwritten or {}).items():
+            state.unwritten = {chunk: {name: t for name, t in unwritten.items() if name == PARAMETER}}
+        self._optimizer.state.pop(state.parameter, None)
+        self.pipeline.forget_gradient(state)
+
+    # ---- gradients
+
+    def write_gradients(
+        self, state: ParameterState, offsets: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> CUDAFuture[None]:
+        """Keep pieces of a gradient, large ones in the store; return a future of the writes.
+
+        Raises:
+            ValueError: a piece lies outside the parameter, or overlaps another one.
+        """
+        if self.pipeline.is_reading(state):
+            self.pipeline.drop_reads()
+        count = self._shapes[state].numel()
+        gradient = state.gradient or StoredGradient(state.parameter.dtype)
+        futures: list[CUDAFuture[int]] = []
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            if offset < 0 or offset + tensor.numel() > count:
+                raise ValueError(
+                    f"a piece of {tensor.numel()} elements at {offset} lies outside {self._name(state)} of {count}"
+                )
+            if not tensor.numel():
+                continue
+            own = tensor.detach().reshape(-1).to(state.parameter.device, gradient.dtype, copy=True)
+            futures.append(self.gradients.write(gradient, state.number, offset, own))
+            state.gradient = gradient
+        written = {piece.key for piece in gradient.pieces.values()}
+        self.pipeline.obsolete = [key for key in self.pipeline.obsolete if key not in written]
+        return self._ended(state, futures, "gradient")
+
+    def flush_gradients(self) -> None:
+        """Wait until all pieces of gradients were written.
+
+        Raises:
+            SwapError: a piece cannot be written; it stays in memory.
+        """
+        error = self.gradients.flush()
+        if error is not None:
+            raise SwapError(f"a gradient cannot be written, and stays in memory: {error}") from error
+
+    def write_back_gradients(self, state: ParameterState) -> None:
+        """Give the pieces of a gradient the elements that the bound gradient has now."""
+        gradient, bound = state.gradient, state.parameter.grad
+        if gradient is None or bound is None:
+            return
+        flat = bound.detach().reshape(-1)
+        pieces = sorted((piece.begin, piece.end) for piece in gradient.pieces.values())
+        gradient.factors.clear()
+        self.write_gradients(state, [begin for begin, _ in pieces], [flat[begin:end] for begin, end in pieces])
+
+    def close(self) -> None:
+        """Wait for what is in flight, and delete all tensors. Parameters that are swapped out stay empty."""
+        self.pipeline.drop_reads()
+        self.pipeline.settle()
+        self.gradients.flush()
+        keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
+        for state in self._states.values():
+            self.pipeline.forget_gradient(state)
+        self._store.deletev([*keys, *self.pipeline.obsolete]).exception()

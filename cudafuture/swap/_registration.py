@@ -1,0 +1,140 @@
+"""The methods of an optimizer swapper that register parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.combine import wait_all
+from cudafuture.storage import Store, empty
+from cudafuture.swap._assembly import assembled, partitions_of
+from cudafuture.swap._parameter_swapper import ParameterSwapper
+
+__all__ = ["Registration"]
+
+
+class Registration(ABC):
+    """The first values of parameters: from tensors, or from partitions of half precision."""
+
+    _store: Store
+    param_groups: list[dict[str, Any]]
+
+    @property
+    @abstractmethod
+    def _swap(self) -> ParameterSwapper: ...
+
+    @abstractmethod
+    def _stage(self, name: str) -> AbstractContextManager[ParameterSwapper]: ...
+
+    def swappable(self, tensor_or_numel: torch.Tensor | int, dtype: torch.dtype = torch.float32) -> bool:
+        """Return whether a tensor, or one of so many elements of a dtype, belongs into the store.
+
+        >>> from cudafuture.swap import OptimizerSwapper
+        >>> swapper = OptimizerSwapper(torch.optim.SGD([torch.ones(1)]), "states", min_bytes=4096)
+        >>> swapper.swappable(1023), swapper.swappable(1024), swapper.swappable(torch.ones(1024))
+        (False, True, True)
+        """
+        if isinstance(tensor_or_numel, torch.Tensor):
+            return self._swap.is_swappable(tensor_or_numel)
+        return self._swap.is_swappable(torch.empty(tensor_or_numel, dtype=dtype, device="meta"))
+
+    def initialize_parameters(
+        self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Register parameters, write their values, and empty them.
+
+        Args:
+            parameters: which are not registered yet. Those below `min_bytes` stay in memory.
+            src_tensors: the values of each, of its shape. Default: those that the parameters have.
+
+        Raises:
+            ValueError: a parameter is registered already; a parameter and its state need larger buffers (the message
+                has the minimum); there are other than one tensor for each parameter.
+            StorageError: a value cannot be written; none of the parameters is registered then.
+
+        >>> from cudafuture.swap import OptimizerSwapper
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> weight.tolist()
+        []
+        """
+        values = [p.detach() for p in parameters] if src_tensors is None else list(src_tensors)
+        if len(values) != len(parameters):
+            raise ValueError(f"there are {len(values)} tensors for {len(parameters)} parameters")
+        self._initialize(parameters, [value.shape for value in values], [values])
+
+    def initialize_from_swapped_fp16_params(
+        self,
+        fp16_partitions_info: Sequence[Sequence[tuple[torch.Tensor | None, int, Any]]],
+        fp16_num_elems: Sequence[int],
+        fp16_pinned_buffers: Sequence[torch.Tensor] | None,
+        fp32_parameters: Sequence[torch.Tensor],
+        *,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """Register parameters, and put the float32 values of each together from partitions of half precision.
+
+        Partitions are read, cast and written in as many rounds as the buffers need.
+
+        Args:
+            fp16_partitions_info: of each parameter: its partitions in their order, each a tensor, the number of its
+                elements, and where they are: None (in the tensor), a key of the store, or the path of a file that
+                begins with them. A tensor that does not have them only gives the dtype, and may be None.
+            fp16_num_elems: the elements of each parameter.
+            fp16_pinned_buffers: contiguous tensors that partitions are read into. Default: an own one.
+            fp32_parameters: which are not registered yet.
+            dtype: of the partitions in files for which no tensor gives it.
+
+        Raises:
+            ValueError: the arguments do not fit each other; no buffer has room for one of the parameters.
+            StorageError: a partition cannot be read, or a value written. None of the parameters is registered then.
+
+        >>> from cudafuture.swap import OptimizerSwapper
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> here = [(torch.ones(2).half(), 2, None)]
+        >>> swapper.initialize_from_swapped_fp16_params([here], [2], None, [weight])
+        """
+        if not len(fp16_partitions_info) == len(fp16_num_elems) == len(fp32_parameters):
+            raise ValueError("partitions, numbers of elements and parameters are not of the same count")
+        parts = [
+            partitions_of(infos, numel, dtype, self._store)
+            for infos, numel in zip(fp16_partitions_info, fp16_num_elems, strict=True)
+        ]
+        if fp16_pinned_buffers is None:
+            largest = max((sum(part.staged_bytes for part in each) for each in parts), default=4096)
+            buffers = [empty(max(largest, 4096, min(self._swap.buffer_bytes, 64 << 20)), torch.uint8)]
+        else:
+            buffers = [buffer.detach().view(-1).view(torch.uint8) for buffer in fp16_pinned_buffers]
+        shapes = [
+            parameter.shape if parameter.numel() == numel else torch.Size([numel])
+            for parameter, numel in zip(fp32_parameters, fp16_num_elems, strict=True)
+        ]
+        self._initialize(fp32_parameters, shapes, assembled(parts, self._store, buffers))
+
+    def _initialize(
+        self, parameters: Sequence[torch.Tensor], shapes: Sequence[torch.Size], rounds: Iterable[list[torch.Tensor]]
+    ) -> None:
+        """Register parameters, and write their values, which come in rounds of neighbours."""
+        with self._stage("swap_init_write") as swap:
+            states = swap.register(parameters, shapes)
+            left = iter(states)
+            previous: list[CUDAFuture[int]] = []
+            try:
+                for values in rounds:
+                    now = [(state, swap.write_first(state, value)) for value, state in zip(values, left, strict=False)]
+                    wait_all(previous)
+                    previous = [future for _, future in now if future is not None]
+                wait_all(previous)
+            except BaseException:
+                swap.unregister(states)
+                raise
+            for state in states:
+                swap.empty(state)
+            self.param_groups[0]["params"] += parameters

@@ -1,0 +1,365 @@
+"""A swapper with DeepSpeed's methods: parameters and their optimizer states, swapped in and out one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.errors import InvalidStateError
+from cudafuture.storage import Offloader, Store
+from cudafuture.swap._checkpoints import Checkpoints
+from cudafuture.swap._namespace import release, reserve
+from cudafuture.swap._parameter_swapper import ParameterSwapper
+from cudafuture.swap._registration import Registration
+from cudafuture.swap.statistics import SwapStatistics
+from cudafuture.swap.timers import StageTimers, Timers
+
+__all__ = ["OptimizerSwapper"]
+
+
+class OptimizerSwapper(Registration, Checkpoints):
+    """The parameters and states of an optimizer in a store; a program swaps each in for its update, and out again.
+
+    It is for programs that drive the update of each parameter by themselves, as DeepSpeed's ZeRO does; its methods have
+    the names of DeepSpeed's swappers. Others use ``offload()``.
+
+    A parameter that is swapped out is empty, and so are the tensors of its state. While it is swapped in they are parts
+    of one buffer. The state that an optimizer makes later is swapped from then on. The parameters that follow are read
+    ahead, in the order of the last round.
+
+    Args:
+        optimizer: whose ``state`` holds the states of the parameters; its groups need not have the parameters.
+        store: a store, or a folder for an ephemeral one that the swapper closes.
+        min_bytes: smaller tensors, and those with an attribute ``swappable`` that is False, stay in memory.
+        buffer_bytes: of the buffers on the host. Default: enough for the parameters that are read ahead.
+        prefetch: how many parameters are read ahead, and how many are written behind.
+        timers: start and stop for each stage under its name.
+        name: the beginning of the keys. Swappers that share a store need different names.
+
+    Raises:
+        ValueError: an argument is out of its range; the optimizer is LBFGS, which has one state for all parameters.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = torch.optim.Adam([weight])
+    >>> swapper = OptimizerSwapper(optimizer, "states", min_bytes=0)
+    >>> swapper.initialize_parameters([weight])
+    >>> weight
+    Parameter containing:
+    tensor([], requires_grad=True)
+    >>> swapper.swap_in_optimizer_state(weight)
+    >>> weight.grad = torch.ones(4)
+    >>> optimizer.step()
+    >>> swapper.swap_out_optimizer_state(weight).wait()
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: Store | str | os.PathLike[str],
+        *,
+        min_bytes: int = 1 << 20,
+        buffer_bytes: int | None = None,
+        prefetch: int = 2,
+        timers: Timers | None = None,
+        name: str = "swapper",
+    ) -> None:
+        if min_bytes < 0 or prefetch < 0:
+            raise ValueError(f"min_bytes={min_bytes!r} or prefetch={prefetch!r} is negative")
+        if not name or "/" in name:
+            raise ValueError(f"name={name!r} is empty or has a '/'")
+        self._lock = threading.RLock()
+        self._timers = StageTimers(timers)
+        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
+        self._store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
+        self._swapper: ParameterSwapper | None = None
+        try:
+            self._name = reserve(self._store, name, self)
+            prefix = f"{name}/state/"
+            keys = self._store.list_keys().wait()
+            if stale := [key for key in keys if key.startswith(prefix)]:  # of a process that has ended
+                self._store.deletev(stale).wait()
+            self._swapper = ParameterSwapper(optimizer, self._store, prefix, min_bytes, buffer_bytes, prefetch)
+        except BaseException:
+            self.close()
+            raise
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
+
+    @property
+    def _swap(self) -> ParameterSwapper:
+        if self._swapper is None:
+            raise InvalidStateError("the swapper is closed")
+        return self._swapper
+
+    def _forget_reads(self) -> None:
+        self._swap.pipeline.drop_reads()
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[ParameterSwapper]:
+        """Hold the lock, and time a stage."""
+        with self._lock, torch.no_grad(), self._timers.time(name):
+            yield self._swap
+
+    # ---- state
+
+    def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
+        """Read a parameter, its state and its gradient, and bind them to memory. Nothing happens to unknown parameters.
+
+        The parameter's ``data`` and that of the tensors in ``optimizer.state[parameter]`` are valid until it is swapped
+        out; views of them that a program keeps longer hold the buffer's memory.
+
+        Args:
+            parameter: that was registered.
+            async_parameter: which the program will swap in next. Default: the next one of the last round.
+
+        Raises:
+            SwapError: something cannot be read, and nothing is bound; or a write before this call has failed, whose
+                tensors are in memory. Call again.
+            InvalidStateError: the parameter is swapped in.
+            ValueError: the buffers have no room beside the parameters that are swapped in.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.swap_in_optimizer_state(weight)
+        >>> weight.tolist()
+        [1.0, 1.0]
+        """
+        with self._stage("swap_in_state") as swap:
+            state = swap.find(parameter)
+            if state is not None:
+                following = None if async_parameter is None else swap.find(async_parameter)
+                swap.swap_in(state, following)
+
+    def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = True) -> CUDAFuture[None]:
+        """Write a parameter and its state, empty them, and drop the gradient.
+
+        Args:
+            parameter: that is swapped in. Nothing happens to unknown ones.
+            async_swap: whether to return before the writes have ended.
+
+        Returns:
+            a future that completes when all was written. If something cannot be written, it fails with SwapError and
+            stays in memory until the parameter is swapped out again; the next call that swaps in raises the error, too.
+
+        Raises:
+            InvalidStateError: the parameter is not swapped in.
+            SwapError: with ``async_swap=False``, something cannot be written.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.swap_in_optimizer_state(weight)
+        >>> swapper.swap_out_optimizer_state(weight).wait()
+        """
+        with self._stage("swap_out_state") as swap:
+            state = swap.find(parameter)
+            if state is None:
+                return CUDAFuture.completed(None)
+            swap.pipeline.forget_gradient(state)
+            written = swap.swap_out(state)
+        if not async_swap:
+            with self._stage("async_swap_out_state") as swap:
+                swap.pipeline.drain()
+        return written
+
+    def release_swap_buffers(self, parameter: torch.Tensor) -> None:
+        """Empty a parameter that is swapped in without writing it. Nothing happens to others.
+
+        Values that stay in memory, as the number of steps, keep what the update has made of them.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.swap_in_optimizer_state(weight)
+        >>> swapper.release_swap_buffers(weight)
+        >>> weight.tolist()
+        []
+        """
+        with self._lock:
+            state = self._swap.find(parameter)
+            if state is not None and self._swap.is_bound(state):
+                self._swap.release(state)
+
+    def writeback_optimizer_state_and_gradients(
+        self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
+    ) -> None:
+        """Swap a parameter out, and say of its state and of its gradient whether changes are written or dropped.
+
+        Raises:
+            InvalidStateError: the parameter is not swapped in.
+            SwapError: something cannot be written; it stays in memory.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.swap_in_optimizer_state(weight)
+        >>> swapper.writeback_optimizer_state_and_gradients(weight, True, False)
+        """
+        with self._stage("swap_out_state") as swap:
+            state = swap.find(parameter)
+            if state is None:
+                return
+            if write_gradients:
+                swap.write_back_gradients(state)
+            if write_opt_state:
+                swap.swap_out(state)
+                swap.pipeline.drain()
+            else:
+                swap.release(state)
+            swap.flush_gradients()
+
+    def purge_state(self) -> None:
+        """Forget the states and gradients of all parameters, but not their values.
+
+        Raises:
+            InvalidStateError: a parameter is swapped in.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.purge_state()
+        """
+        with self._lock:
+            self._swap.pipeline.drop_reads()
+            states = [self._swap.state(parameter) for parameter in self._swap.parameters]
+            for state in states:
+                self._swap.purge(state)
+
+    # ---- gradients
+
+    def swap_out_gradients(
+        self, parameter: torch.Tensor, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
+    ) -> CUDAFuture[None]:
+        """Keep pieces of a parameter's gradient until the parameter is swapped in. Nothing happens to unknown ones.
+
+        Pieces of at least `min_bytes` go to the store, others stay in memory; both are copies. A piece replaces the one
+        that begins at the same element. Elements of no piece are zero.
+
+        Args:
+            parameter: that was registered.
+            gradient_offsets: the first element of each piece in the flat gradient; any.
+            gradient_tensors: the pieces.
+
+        Returns:
+            a future that completes when all were written, and fails with SwapError where one cannot be written, which
+            stays in memory.
+
+        Raises:
+            ValueError: a piece lies outside the parameter, or overlaps another one.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.swap_out_gradients(weight, [1], [torch.ones(1)]).wait()
+        >>> swapper.swap_in_optimizer_state(weight)
+        >>> weight.grad
+        tensor([0., 1.])
+        """
+        with self._stage("swap_out_gradient") as swap:
+            state = swap.find(parameter)
+            if state is None:
+                return CUDAFuture.completed(None)
+            return swap.write_gradients(state, gradient_offsets, gradient_tensors)
+
+    def flush_gradients(self) -> None:
+        """Wait until all pieces of gradients were written.
+
+        Raises:
+            SwapError: a piece cannot be written; it stays in memory, and is not lost.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.flush_gradients()
+        """
+        with self._stage("async_swap_gradient_wait") as swap:
+            swap.flush_gradients()
+
+    # ---- timers, counts, and the end
+
+    def init_timers(self) -> None:
+        """Forget which timers were used.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.init_timers()
+        """
+        self._timers.clear()
+
+    def log_timers(self) -> None:
+        """Log the timers that were used since ``init_timers()``.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.log_timers()
+        """
+        self._timers.log()
+
+    def pre_backward(self) -> None:
+        """Begin an iteration: forget which timers were used.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.pre_backward()
+        """
+        self.init_timers()
+
+    def post_backward(self) -> None:
+        """Wait until the gradients of this backward were written.
+
+        Raises:
+            SwapError: a piece cannot be written; it stays in memory.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.post_backward()
+        """
+        self.flush_gradients()
+
+    def statistics(self) -> SwapStatistics:
+        """Return counts and times since the swapper was made.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.statistics().stored_bytes
+        8
+        """
+        with self._lock:
+            return self._swap.pipeline.counters.statistics(self._swap.stored_bytes, 0)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and delete all from the store but checkpoints. Close an own store.
+
+        Parameters that are swapped out stay empty: swap in, or save, what is needed before. Further calls do nothing.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
+        >>> swapper.initialize_parameters([weight])
+        >>> swapper.close()
+        """
+        with self._lock:
+            swapper, self._swapper = self._swapper, None
+            try:
+                if swapper is not None:
+                    swapper.close()
+            finally:
+                release(self._store, self)
+                if self._own_store is not None:
+                    self._own_store.close()
+
+    def __enter__(self) -> OptimizerSwapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
