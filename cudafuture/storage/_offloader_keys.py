@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -65,8 +65,10 @@ class OffloaderKeys:
         """
         return self._native.link(list(links.keys()), list(links.values()))
 
-    def map(self, key: str, *, verify: bool = False) -> torch.Tensor:
+    def map(self, key: str | Sequence[str], *, verify: bool = False) -> torch.Tensor:
         """Return the tensor of a key without reading it: its pages come from the disk when they are touched.
+
+        Of several keys it returns one flat tensor of all their elements, in the order of the keys.
 
         The memory is a private mapping of the file (``mmap`` with MAP_PRIVATE). What you write to the tensor stays in
         this process and never reaches the store. The tensor holds its place on the disk: it stays what it is when the
@@ -77,7 +79,8 @@ class OffloaderKeys:
         tensor are wanted, or several processes read the same ones: they share the page cache, which ``read`` bypasses.
 
         Args:
-            key: as for ``write``.
+            key: as for ``write``; or several, whose tensors have one dtype, and all but the last of which have a whole
+                number of pages (4 KiB).
             verify: read all of it now, and compare its checksum.
 
         Raises:
@@ -85,6 +88,7 @@ class OffloaderKeys:
             ChecksumError: with `verify`, the bytes are not those that were written.
             StorageError: the file cannot be mapped, or ends before the tensor does.
             InvalidStateError: the store is closed.
+            ValueError: several tensors cannot lie side by side in memory.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -93,7 +97,7 @@ class OffloaderKeys:
         >>> store.map("embedding")[1]
         tensor([2., 3.])
         """
-        return self._native.map(key, verify)
+        return self._native.map([key] if isinstance(key, str) else list(key), verify)
 
     def keys(self) -> list[str]:
         """Return all keys, in the order in which they were written last.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
+from cudafuture.swap._shards import is_shard
 from cudafuture.swap._swapper import Swapper
 
 __all__ = ["OffloadedGradients"]
@@ -34,7 +35,9 @@ class OffloadedGradients(ABC):
             gradient = parameter.grad
             if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
                 return
-            if gradient.nbytes < self._min_bytes or gradient.is_sparse or not parameter.is_contiguous():
+            if gradient.is_sparse or is_shard(parameter) or not parameter.is_contiguous():
+                return
+            if gradient.nbytes < self._min_bytes:
                 return  # it stays in memory
             parameter.grad = SwappedGradient(parameter)
             self._swap.pipeline.write_gradient(self._swap.state(parameter), gradient)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from cudafuture.swap._gradients import StoredGradient
+from cudafuture.swap._shards import local_of
 
 __all__ = ["Chunk", "ParameterState", "StoredTensor", "chunks_of", "copied"]
+
+_PAGE = 4096  # elements: whole pages for every dtype
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class ParameterState:
     """the gradient, where it is in the store"""
     applied: tuple[weakref.ref[torch.Tensor], int] | None = None
     """the gradient that the last update used, and its version"""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements of the parameter that this rank has."""
+        return local_of(self.parameter.detach())
 
     @property
     def is_chunked(self) -> bool:
@@ -117,12 +125,13 @@ class Chunk:
 def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int], ...]:
     """Return the bounds of chunks of at most so many elements; one chunk where `most` is None.
 
-    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory.
+    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory. Chunks are whole pages,
+    so that they can be mapped side by side.
     """
     count = parameter.numel()
     if most is None or count <= most or not parameter.is_contiguous():
         return ((0, count),)
-    return tuple(_ranges(count, most))
+    return tuple(_ranges(count, max(most // _PAGE, 1) * _PAGE))
 
 
 def _ranges(count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -351,18 +351,17 @@ class Pipeline:
     ) -> torch.Tensor:
         """Return a state tensor of all chunks: a copy, or with `mapped` one whose pages are read when they are touched.
 
-        Only a store on this machine maps, and only a tensor of one chunk. No write is in flight.
+        Only a store on this machine maps. No write is in flight.
         """
         chunks = state.chunks()
         try:
+            if mapped and device.type == "cpu" and not state.unwritten and isinstance(self._store, Offloader):
+                return self._store.map([self._key(chunk, name) for chunk in chunks]).view(stored.shape)
             if state.is_chunked:
                 whole = torch.empty(stored.shape, dtype=stored.dtype, device=device)
                 for chunk in chunks:
                     self._read_part(chunk, name, chunk.part_of(whole))
                 return whole
-            key = self._key(chunks[0], name)
-            if mapped and device.type == "cpu" and chunks[0].unwritten() is None and isinstance(self._store, Offloader):
-                return self._store.map(key)
             return self._read_part(chunks[0], name, torch.empty(stored.shape, dtype=stored.dtype, device=device))
         except Exception as e:
             raise self.error(chunks[0], "read", e) from e

@@ -4,48 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from cudafuture.storage import Store
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
+from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of, copied
 from cudafuture.swap._pipeline import Pipeline
+from cudafuture.swap._shards import like, local_of
 from cudafuture.swap._unit import UNDO, Unit, size_of
 from cudafuture.swap._update import Update
 
-__all__ = ["SwapOptions", "Swapper"]
+__all__ = ["Swapper"]
 
 _UNIT = 32 << 20  # bytes of state that are read together, where one parameter or chunk needs no more
 _MASTER = "master"
 
 Group = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SwapOptions:
-    """The options of ``offload()`` that say which state is in the store, and how it is moved."""
-
-    min_bytes: int
-    memory: int
-    prefetch: int
-    chunk_bytes: int
-    buffer_bytes: int | None
-    compute: Literal["parameter", "cpu"]
-    master_weights: bool
-    swap_gradients: bool
-
-    def __post_init__(self) -> None:
-        for name in ("min_bytes", "memory", "prefetch"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is negative")
-        if self.chunk_bytes < 1 << 16:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes!r} is less than 64 KiB")
-        if self.compute not in ("parameter", "cpu"):
-            raise ValueError(f"compute={self.compute!r} is neither 'parameter' nor 'cpu'")
 
 
 class Swapper:
@@ -84,8 +62,8 @@ class Swapper:
         return chunk.key(self._prefix, name, chunk.state.version)
 
     def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter."""
-        return tuple(parameter.shape)
+        """Return the shape of a parameter, or of this rank's shard of it."""
+        return tuple(local_of(parameter).shape)
 
     def known(self) -> list[ParameterState]:
         """Return the states that are not empty."""
@@ -165,7 +143,7 @@ class Swapper:
             if state.is_chunked:
                 versions[-1] = 1 - state.version
                 if not chunk.is_last:
-                    part = chunk.part_of(state.parameter.detach())
+                    part = chunk.part_of(state.local)
                     self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
             values = copied(state.values) if state.is_chunked else state.values
             new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient))
@@ -183,7 +161,7 @@ class Swapper:
         self.pipeline.settle()
         half_updated, self._half_updated = self._half_updated, {}
         for chunk, old in half_updated.items():
-            part = chunk.part_of(chunk.state.parameter.detach())
+            part = chunk.part_of(chunk.state.local)
             part.copy_(self.pipeline.undo_of(chunk, 1 - chunk.state.version) if old is None else old)
         for state in {chunk.state for chunk in half_updated}:
             self.pipeline.forget(state, 1 - state.version)
@@ -193,7 +171,7 @@ class Swapper:
         """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
         parameter = chunk.state.parameter
         gradient = self._gradient_of(chunk, swapped)
-        part = chunk.part_of(parameter.detach())
+        part = chunk.part_of(chunk.state.local)
         device = self.device_of(parameter)
         leaf = part
         if self._has_master(parameter):
@@ -218,10 +196,11 @@ class Swapper:
         """Return the gradient of a chunk, with the shape of its part of the parameter."""
         stored = chunk.state.gradient
         if swapped is not None and stored is not None:
-            shape = swapped.shape if chunk.state.is_chunked else chunk.state.parameter.shape
+            shape = swapped.shape if chunk.state.is_chunked else chunk.state.local.shape
             return stored.scaled(swapped).view(shape)
         gradient = chunk.state.parameter.grad
         assert gradient is not None
+        gradient = local_of(gradient, chunk.state.parameter)
         return chunk.part_of(gradient.contiguous() if chunk.state.is_chunked else gradient)
 
     def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -229,7 +208,7 @@ class Swapper:
         state = chunk.state
         if chunk.index == 0:
             self._unwritten_before = {state: state.unwritten}
-        shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.parameter.shape
+        shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
         tensors = {name: value for name, value in new.items() if self._is_swappable(value, shape, state)}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if not state.is_chunked and not state.stored and nbytes:
@@ -240,7 +219,7 @@ class Swapper:
                 tensors = {}
         if not chunk.is_last:
             return tensors
-        whole = state.parameter.shape
+        whole = state.local.shape
         old = {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
         state.values = {name: value for name, value in new.items() if name not in tensors}
         state.stored = {
@@ -282,7 +261,9 @@ class Swapper:
         """Return the state of a parameter; an empty one where it has none yet."""
         state = self._states.get(parameter)
         if state is None:
-            bounds = chunks_of(parameter, self._longest_chunk(parameter))
+            if local_of(parameter) is not parameter and not self._update.is_elementwise:
+                raise ValueError("this optimizer updates whole parameters, and a DTensor is a shard of one")
+            bounds = chunks_of(local_of(parameter), self._longest_chunk(parameter))
             state = ParameterState(len(self._states), parameter, bounds, {}, {}, is_resident=False)
             self._states[parameter] = state
         return state
@@ -319,7 +300,7 @@ class Swapper:
         found = copied(state.values)
         for name, stored in state.stored.items():
             found[name] = self.pipeline.read_whole(state, name, stored, self.device_of(parameter), mapped)
-        return found
+        return {name: like(parameter, value) for name, value in found.items()}
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of a parameter.
@@ -344,7 +325,7 @@ class Swapper:
         device = self.device_of(parameter)
         for chunk in state.chunks():
             dtype = torch.float32 if self._has_master(parameter) else parameter.dtype
-            leaf = chunk.part_of(parameter.detach()).to(device, dtype).requires_grad_(parameter.requires_grad)
+            leaf = chunk.part_of(state.local).to(device, dtype).requires_grad_(parameter.requires_grad)
             made = make([{**group, "params": [leaf]}]).state.get(leaf, {})
             if not made:
                 return False
@@ -360,7 +341,8 @@ class Swapper:
     def _part_of(self, chunk: Chunk, value: Any, device: torch.device) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.shape == chunk.state.parameter.shape and value.numel() > 1:
+        value = local_of(value, chunk.state.parameter)
+        if value.shape == chunk.state.local.shape and value.numel() > 1:
             value = value.contiguous() if chunk.state.is_chunked else value
             return chunk.part_of(value).to(device, copy=not chunk.state.is_chunked)
         return value.clone()

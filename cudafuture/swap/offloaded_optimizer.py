@@ -18,8 +18,9 @@ from cudafuture.swap._counters import SwapCounters
 from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import release, reserve
 from cudafuture.swap._offloaded_gradients import OffloadedGradients
+from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._state_mapping import StateMapping
-from cudafuture.swap._swapper import SwapOptions, Swapper
+from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
 from cudafuture.swap.statistics import SwapStatistics
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture.errors import NotFoundError
-from cudafuture.storage import Offloader
+from cudafuture.storage import Engine, Offloader
 from soak import SOAK
 from swap.training import OPTIMIZERS, Pair, same
 from unit.child import Child
@@ -116,7 +116,7 @@ def test_a_step_and_a_checkpoint_are_killed(tmp_path: Path) -> None:
 
 TRAINS_FOR_EVER = """
 import sys, torch
-from cudafuture.storage import Offloader
+from cudafuture.storage import Engine, Offloader
 from cudafuture.swap import offload
 parameters = [torch.nn.Parameter(torch.ones(200, 201)), torch.nn.Parameter(torch.ones(77))]
 store = Offloader(sys.argv[1], durable=True)
@@ -130,3 +130,17 @@ while True:
     optimizer.save("latest")
     say(step)
 """
+
+
+def test_a_state_dict_reads_nothing_until_its_tensors_are_used(tmp_path: Path) -> None:
+    with Engine() as engine, Offloader(tmp_path, engine=engine) as store:
+        pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (70_001,)), chunk_bytes=1 << 16)
+        pair.step()
+        before = engine.statistics().blocks
+        states = pair.offloaded.state_dict()["state"]
+        assert engine.statistics().blocks == before
+        for number, plain in enumerate(pair.plain):
+            assert all(same(states[number][name], value) for name, value in pair.optimizer.state[plain].items())
+        pair.step()  # what was taken stays what it was
+        assert states[1]["exp_avg"].shape == (70_001,)
+        assert not same(states[1]["exp_avg"], pair.optimizer.state[pair.plain[1]]["exp_avg"])

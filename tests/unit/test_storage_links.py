@@ -206,6 +206,30 @@ def test_changes_to_a_mapped_tensor_do_not_reach_the_store(engine: Engine, durab
         expect_all(store, TENSORS, sum(t.nbytes for t in TENSORS.values()))
 
 
+def test_several_tensors_are_mapped_side_by_side(engine: Engine, durable: bool, tmp_path: Path) -> None:
+    whole = contents(5 * MIB + 4)
+    parts = {f"{i}": whole[i << 20 : (i + 1) << 20] for i in range(6)}  # the last one has four bytes
+    with Offloader(tmp_path, engine=engine, durable=durable) as store:
+        store.writev({key: parts[key] for key in reversed(parts)}).wait(timeout=PATIENCE)
+        mapped = store.map(list(parts), verify=True)
+        assert torch.equal(mapped, whole)
+        store.deletev(parts).wait(timeout=PATIENCE)
+        store.write("more", contents(8 * MIB)).wait(timeout=PATIENCE)
+        assert torch.equal(mapped, whole)
+        mapped.fill_(7)
+        store.writev({"odd": whole[:5000], "float": torch.ones(1024), "none": torch.ones(0)}).wait(timeout=PATIENCE)
+        for keys, error in (
+            (["odd", "more"], "key 'odd' of 5000 bytes is not a whole number of pages"),
+            (["more", "float"], "key 'float' has another dtype"),
+            (["float", "none"], "key 'none' of 0 bytes"),
+            ([], "there are no keys"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                store.map(keys)
+        with pytest.raises(NotFoundError, match="nowhere"):
+            store.map(["more", "nowhere"])
+
+
 def test_a_mapped_tensor_outlives_its_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with Offloader(tmp_path, engine=engine, durable=durable) as store:
         store.write("large", TENSORS["large"]).wait(timeout=PATIENCE)

@@ -251,16 +251,20 @@ nb::object link(const StorePtr& self, nb::list keys, nb::list to) {
   return result;
 }
 
-nb::object map(const StorePtr& self, nb::handle key, bool verify) {
+nb::object map(const StorePtr& self, nb::list keys, bool verify) {
   refuse_after_fork();
-  const std::string name = key_of(key);
+  const Keys names = keys_of(keys);
+  if (names.empty()) throw nb::value_error("there are no keys to map");
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
   at::Tensor tensor;
   {
     const WithoutGil released;
-    const storage::EntryPtr found = self->find(name);
-    if (found == nullptr) throw storage::no_such_key(name, "");
-    tensor = storage::map_tensor(found, name, verify);
+    std::vector<storage::EntryPtr> found;
+    for (const std::string& name : names) {
+      found.push_back(self->find(name));
+      if (found.back() == nullptr) throw storage::no_such_key(name, "");
+    }
+    tensor = storage::map_tensors(found, names, verify);
   }
   return nb::steal(THPVariable_Wrap(std::move(tensor)));
 }

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 
 #include "storage/checksum.h"
 #include "storage/failure.h"
@@ -15,16 +16,25 @@
 namespace cudafuture::storage {
 namespace {
 
+// Places of files in neighbouring pages of memory.
 class Mapping {
  public:
-  Mapping(const Place& place, const File& file) : into_page_(place.offset() % kPage), size_(into_page_ + place.size()) {
-    memory_ = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.through_cache(),
-                     static_cast<off_t>(place.offset() - into_page_));
-    if (memory_ == MAP_FAILED) throw_errno("cannot map", file.path(), errno);
+  Mapping(std::size_t into_page, std::size_t size) : into_page_(into_page), size_(into_page + size) {
+    memory_ = ::mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) throw_errno("cannot reserve addresses for", "a mapping", errno);
   }
   ~Mapping() { ::munmap(memory_, size_); }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
+
+  // `at`: bytes from the beginning of the data; so far into a page as the place is.
+  void add(std::size_t at, const Place& place, const File& file) {
+    const std::size_t into_page = place.offset() % kPage;
+    void* const wanted = static_cast<std::byte*>(data()) + at - into_page;
+    const void* const got = ::mmap(wanted, into_page + place.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                                   file.through_cache(), static_cast<off_t>(place.offset() - into_page));
+    if (got == MAP_FAILED) throw_errno("cannot map", file.path(), errno);
+  }
 
   void* data() const noexcept { return static_cast<std::byte*>(memory_) + into_page_; }
 
@@ -34,11 +44,7 @@ class Mapping {
   void* memory_;
 };
 
-}  // namespace
-
-at::Tensor map_tensor(const EntryPtr& entry, const std::string& key, bool verify) {
-  const at::TensorOptions options = at::TensorOptions().dtype(entry->shape.dtype).device(c10::kCPU);
-  if (entry->size() == 0) return at::empty(entry->shape.sizes, options);
+void add(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::string& key, bool verify) {
   const Place& place = entry->place();
   const std::shared_ptr<File> opened = Slabs::file_of(place.slab());
   if (opened == nullptr && place.slab().failure != nullptr) std::rethrow_exception(place.slab().failure);
@@ -50,17 +56,50 @@ at::Tensor map_tensor(const EntryPtr& entry, const std::string& key, bool verify
     throw Failure("key '" + key + "': its bytes are not there: " + file.path() + " ends before", 0, file.path(),
                   place.offset(), place.size());
   }
-  const auto mapping = std::make_shared<Mapping>(place, file);
-  if (verify && entry->has_digest) {
-    Checksum checksum;
-    checksum.add(0, place.size());
-    const iovec whole = {mapping->data(), place.size()};
-    checksum.take(0, &whole, 1);
-    if (checksum.digest(0, entry->seed) != entry->digest) {
-      throw not_as_written(key, file.path(), place.offset(), place.size());
+  mapping.add(at, place, file);
+  if (!verify || !entry->has_digest) return;
+  Checksum checksum;
+  checksum.add(0, place.size());
+  const iovec whole = {static_cast<std::byte*>(mapping.data()) + at, place.size()};
+  checksum.take(0, &whole, 1);
+  if (checksum.digest(0, entry->seed) != entry->digest) {
+    throw not_as_written(key, file.path(), place.offset(), place.size());
+  }
+}
+
+// Throws std::invalid_argument unless the tensors can lie in neighbouring pages.
+void expect_neighbours(const std::vector<EntryPtr>& entries, const std::vector<std::string>& keys) {
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const Entry& entry = *entries[i];
+    const std::string name = "key '" + keys[i] + "'";
+    if (entry.shape.dtype != entries[0]->shape.dtype) throw std::invalid_argument(name + " has another dtype");
+    if (entry.size() == 0 || entry.place().offset() % kPage != 0 ||
+        (i + 1 < entries.size() && entry.size() % kPage != 0)) {
+      throw std::invalid_argument(name + " of " + std::to_string(entry.size()) +
+                                  " bytes is not a whole number of pages (4 KiB), which all but the last have to be");
     }
   }
-  return at::from_blob(mapping->data(), entry->shape.sizes, [mapping, entry](void*) {}, options);
+}
+
+}  // namespace
+
+at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<std::string>& keys, bool verify) {
+  const Entry& first = *entries[0];
+  const at::TensorOptions options = at::TensorOptions().dtype(first.shape.dtype).device(c10::kCPU);
+  if (entries.size() == 1 && first.size() == 0) return at::empty(first.shape.sizes, options);
+  if (entries.size() > 1) expect_neighbours(entries, keys);
+  std::size_t size = 0;
+  for (const EntryPtr& entry : entries) size += entry->size();
+  const auto mapping = std::make_shared<Mapping>(first.place().offset() % kPage, size);
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    add(*mapping, end, entries[i], keys[i], verify);
+    end += entries[i]->size();
+  }
+  const std::vector<std::int64_t> flat = {static_cast<std::int64_t>(size / c10::elementSize(first.shape.dtype))};
+  return at::from_blob(
+      mapping->data(), entries.size() == 1 ? at::IntArrayRef(first.shape.sizes) : at::IntArrayRef(flat),
+      [mapping, entries](void*) {}, options);
 }
 
 }  // namespace cudafuture::storage
