@@ -39,6 +39,7 @@ setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 
 demo: $(STATE)/built $(STATE)/has-demo
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py
+	$(PY) examples/train_gpt_nvme.py --short
 
 # The tests of the library once more, with a simulated accelerator for the default device; the seed chooses its schedule.
 # What the docs show is of the host.

@@ -1,8 +1,9 @@
 """Train a small CNN with ZeRO stage 1: every rank keeps the optimizer state of its share of the parameters only.
 
-    torchrun --standalone --nproc-per-node 2 examples/zero1_digits.py [--backend nccl]
+    torchrun --standalone --nproc-per-node 2 examples/zero1_digits.py [--backend nccl] [--state disk]
 
-With the backend nccl each rank trains on a GPU of its own.
+With the backend nccl each rank trains on a GPU of its own. With the state on disk, Adam's state of each shard is in a
+store, and in memory only while the shard is updated.
 
 Parameters and gradients lie in flat buckets, of which each rank owns one shard. As soon as backward has filled one:
 
@@ -22,7 +23,9 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +36,8 @@ from torch import Tensor, nn
 import cudafuture.distributed as cfd
 from _digits import Digits, layer_groups, make_model, same_on_every_rank
 from cudafuture import CUDAFuture, wait_all
+from cudafuture.storage import Offloader
+from cudafuture.swap import offload
 
 WANTED_ACCURACY = 0.95
 LEARNING_RATE = 4e-3
@@ -42,7 +47,7 @@ TOLERANCE = 1e-6  # of a parameter after all steps: what another order of summin
 class Bucket:
     """Layers whose parameters and gradients lie in two flat buffers, of which this rank owns one shard."""
 
-    def __init__(self, layers: Collection[nn.Module]) -> None:
+    def __init__(self, layers: Collection[nn.Module], store: Offloader | None, name: str) -> None:
         parameters = [p for layer in layers for p in layer.parameters()]
         world = dist.get_world_size()
         size = sum(p.numel() for p in parameters)
@@ -51,7 +56,9 @@ class Bucket:
         self.values, self.gradients = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.shard = nn.Parameter(self.values.chunk(world)[dist.get_rank()])  # a view: the optimizer writes in place
         self.shard.grad = torch.zeros_like(self.shard)
-        self.optimizer = torch.optim.Adam([self.shard], LEARNING_RATE)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam([self.shard], LEARNING_RATE)
+        if store is not None:
+            self.optimizer = offload(self.optimizer, store, name=name, min_bytes=0, buffer_bytes=1 << 20)
         self.missing = self.count = len(parameters)  # gradients that backward has still to bring
         self.updated = CUDAFuture.completed(self.values)
         start = 0
@@ -92,11 +99,12 @@ class Run:
     state_bytes: int  # of the optimizer, on this rank
 
 
-def train_zero1(args: argparse.Namespace, digits: Digits) -> tuple[Run, int]:
+def train_zero1(args: argparse.Namespace, digits: Digits, store: Offloader | None) -> tuple[Run, int]:
     """Train with sharded state. Beside the run: the most buckets that were under way when backward returned."""
     torch.manual_seed(args.seed)
     model = make_model().to(digits.device)
-    buckets = [Bucket(group.values()) for group in layer_groups(model, args.bucket_kib)]
+    groups = layer_groups(model, args.bucket_kib)
+    buckets = [Bucket(group.values(), store, f"bucket {i}") for i, group in enumerate(groups)]
     under_way = 0
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
         loss = nn.functional.cross_entropy(model(images), labels)
@@ -180,6 +188,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bucket-kib", type=int, default=64, help="a bucket is larger only when one layer is")
+    parser.add_argument("--state", choices=["memory", "disk"], default="memory", help="where Adam's state is")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     args = parser.parse_args()
@@ -198,8 +207,15 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         digits = digits.to(torch.device("cuda", torch.cuda.current_device()))
     dist.init_process_group(args.backend)
-    zero1, under_way = train_zero1(args, digits)
-    results = compare(digits, zero1, train_plain(args, digits), under_way)
+    with ExitStack() as stack:
+        store = None
+        if args.state == "disk":
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            store = stack.enter_context(Offloader(folder))
+        zero1, under_way = train_zero1(args, digits, store)
+        results = compare(digits, zero1, train_plain(args, digits), under_way)
+        if store is not None:
+            results.checks["the state is on disk"] = store.statistics().used >= zero1.state_bytes
     if dist.get_rank() == 0:
         print(results, flush=True)
         if args.json:

@@ -60,6 +60,14 @@ def test_three_ranks_have_shards_that_are_padded(tmp_path: Path) -> None:
     assert results["state_bytes"] * 3 > results["full_state_bytes"]
 
 
+def test_state_on_disk_gives_the_same_training(tmp_path: Path) -> None:
+    _, results = train(2, tmp_path, "--epochs", "1", "--state", "disk")
+    results["checks"].pop("accuracy")
+    assert results["checks"].pop("the state is on disk")
+    assert all(results["checks"].values()), results
+    assert results["largest_difference"] == 0
+
+
 @in_soak_alone
 def test_gradients_that_are_a_little_wrong_are_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
