@@ -309,6 +309,8 @@ class Transport:
         try:
             again, came = opened(gets, done.value())
         except BaseException as e:
+            assert e.__traceback__ is not None
+            e.__traceback__ = e.__traceback__.tb_next  # this frame would keep the tensors that are read into
             again, came = [], [(get, e) for get in gets]
         together.end()
         taken = [(get, what) for get, what in came if together.take(get)]

@@ -25,11 +25,15 @@ def begun(begin: Callable[..., CUDAFuture[T]], *args: Any, **kwargs: Any) -> CUD
 
 
 def outcome(done: CUDAFuture[Any]) -> tuple[Any, BaseException | None]:
-    """Return what a future that is done has come to, without waiting for a device, as ``exception()`` would."""
+    """Return the value or the error of a future that is done, without waiting for a device, as ``exception()`` would.
+
+    The traceback does not get this frame: through its callers it would keep their local variables, which are tensors.
+    """
     try:
         return done.value(), None
     except BaseException as e:
-        return None, e
+        assert e.__traceback__ is not None
+        return None, e.with_traceback(e.__traceback__.tb_next)
 
 
 class Turns:

@@ -14,6 +14,7 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.storage import Store
 from cudafuture.swap._counters import SwapCounters
+from cudafuture.swap._tracebacks import error_of
 
 __all__ = ["Gradients", "Piece", "StoredGradient"]
 
@@ -117,7 +118,7 @@ class Gradients:
             return
         assert piece.tensor is not None
         begin = time.perf_counter()
-        error = piece.written.exception()
+        error = error_of(piece.written)
         self.counters.gradient_wait_seconds += time.perf_counter() - begin
         self._writing.remove(piece)
         self._in_flight -= piece.tensor.nbytes

@@ -16,6 +16,7 @@ from cudafuture.storage import Store
 from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
 from cudafuture.swap._pipeline import Pipeline
+from cudafuture.swap._tracebacks import clear_tracebacks
 from cudafuture.swap._unit import Unit, size_of
 from cudafuture.swap._update import Update
 
@@ -47,7 +48,9 @@ class ParameterSwapper:
         self._min_bytes, self._prefetch, self._given_bytes = min_bytes, prefetch, buffer_bytes
         self.buffer_bytes = (prefetch + 2) * _LEAST_UNIT if buffer_bytes is None else buffer_bytes
         self.gradients = Gradients(store, prefix, min_bytes, self.buffer_bytes)
-        self.pipeline = Pipeline(store, prefix, self.buffer_bytes, prefetch, self._name_of, self.gradients)
+        self.pipeline = Pipeline(
+            store, prefix, self.buffer_bytes, prefetch, lambda chunk: self._name(chunk.state), self.gradients
+        )
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._shapes: dict[ParameterState, torch.Size] = {}
         self._bound: dict[ParameterState, Unit] = {}
@@ -111,9 +114,6 @@ class ParameterSwapper:
 
     def _name(self, state: ParameterState) -> str:
         return f"parameter {state.number}"
-
-    def _name_of(self, chunk: Chunk) -> str:
-        return self._name(chunk.state)
 
     # ---- what checkpoints need
 
@@ -202,7 +202,8 @@ class ParameterSwapper:
             self.pipeline.start_read(Unit([chunk], state.parameter.device))
         try:
             unit = self.pipeline.finish_read()
-        except BaseException:
+        except BaseException as e:
+            clear_tracebacks(e)
             self.pipeline.drop_reads()
             raise
         self._bound[state] = unit
@@ -330,8 +331,7 @@ class ParameterSwapper:
 
     def purge(self, state: ParameterState) -> None:
         """Forget the state of a parameter and its gradient, but not its values."""
-        names = [name for name in state.stored if name != PARAMETER]
-        keys = [self.key(Chunk(state, 0), name) for name in names]
+        keys = [self.key(Chunk(state, 0), name) for name in state.stored if name != PARAMETER]
         self.pipeline.settle()
         self._store.deletev(keys).exception()  # some could not be written
         state.stored = {name: tensor for name, tensor in state.stored.items() if name == PARAMETER}

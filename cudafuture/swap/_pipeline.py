@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,24 +20,16 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
-from cudafuture.storage import Buffer, BufferPool, Offloader, Store
+from cudafuture.storage import Buffer, Offloader, Store
+from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
-from cudafuture.swap._unit import UNDO, Unit, by_parameter, copies, cut, size_of
+from cudafuture.swap._tracebacks import error_of
+from cudafuture.swap._unit import UNDO, Unit, Write, by_parameter, copies, cut, size_of
 
 __all__ = ["Pipeline"]
 
 _FIRST = -10  # the priority of reads that the computation waits for
-
-
-@dataclass(eq=False)
-class Write:
-    """The new state of chunks of one parameter, which is being written."""
-
-    unit: Unit
-    chunks: list[Chunk]
-    tensors: list[dict[str, torch.Tensor]]
-    future: CUDAFuture[int]
 
 
 class Pipeline:
@@ -56,8 +47,7 @@ class Pipeline:
         self.counters = gradients.counters
         self._gradients = gradients
         self._store, self._prefix, self._prefetch, self._name_of = store, prefix, prefetch, name_of
-        self._buffer_bytes = buffer_bytes
-        self._pool: BufferPool | None = None  # allocated with the first read into the memory of the host
+        self._buffers = Buffers(buffer_bytes)
         self._reading: deque[Unit] = deque()
         self._writing: deque[Write] = deque()
         self.obsolete: list[str] = []  # keys that are deleted when what replaces them was written
@@ -65,8 +55,7 @@ class Pipeline:
 
     def resize(self, buffer_bytes: int) -> None:
         """Use buffers of another size from the next read on; nothing is being read."""
-        self._buffer_bytes = buffer_bytes
-        self._pool = None
+        self._buffers.resize(buffer_bytes)
 
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
         """Read and compute units in their order; `compute` starts their writes, some of which are in flight afterwards.
@@ -116,22 +105,24 @@ class Pipeline:
                     )
             unit.begun = self._all_reads(unit)
             return
-        size = size_of(unit.chunks)
-        if not size:
+        if not size_of(unit.chunks):
             cut(unit)
             unit.begun = CUDAFuture.completed(None)
             return
 
-        def begin(taken: CUDAFuture[Buffer]) -> CUDAFuture[Any]:
-            unit.buffer = taken.value()
-            unit.waits_for_memory = False
-            for chunks, outs in cut(unit):
-                unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=_FIRST)))
-            return self._all_reads(unit)
+        self._request(unit)
 
-        self._pool = BufferPool(self._buffer_bytes) if self._pool is None else self._pool
-        unit.waits_for_memory = True
-        unit.begun = self._pool.take(size).then_async(begin)
+    def _request(self, unit: Unit) -> None:
+        """Request the memory of a unit, whose reads begin when it is there."""
+        unit.taken = taken = self._buffers.take(size_of(unit.chunks))
+        unit.begun = taken.then_async(lambda taken: self._begin(unit, taken.value()))
+
+    def _begin(self, unit: Unit, buffer: Buffer) -> CUDAFuture[Any]:
+        """Start the reads of a unit that has its memory."""
+        unit.buffer, unit.taken = buffer, None
+        for chunks, outs in cut(unit):
+            unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=_FIRST)))
+        return self._all_reads(unit)
 
     def _all_reads(self, unit: Unit) -> CUDAFuture[Any]:
         """Start to read the gradients of a unit; return a future of all its reads."""
@@ -147,9 +138,18 @@ class Pipeline:
         return chunk.key(self._prefix, name, chunk.state.version)
 
     def _give_memory_to(self, unit: Unit) -> None:
-        """Finish writes, which hold memory of the pool, until the unit that was read first has its buffer."""
-        while unit.waits_for_memory and self._writing:
+        """Finish writes, which hold memory of the pool, until the unit that was read first has its buffer.
+
+        Nothing else of the pipeline holds memory. Where a program does, by a tensor or by an exception whose frames
+        have tensors, this and later reads get a pool of their own.
+        """
+        while unit.taken is not None and self._writing:
             self._finish_write()
+        taken = unit.taken
+        if taken is not None and not self._buffers.expect(taken):
+            for waiting in self._reading:
+                if waiting is unit or (waiting.taken is not None and waiting.taken.cancel()):
+                    self._request(waiting)
 
     def finish_read(self) -> Unit:
         unit = self._reading[0]
@@ -159,10 +159,10 @@ class Pipeline:
         unit.begun.wait()
         self.counters.read_wait_seconds += time.perf_counter() - begin
         for chunks, future in unit.reads:
-            if (error := future.exception()) is not None:
+            if (error := error_of(future)) is not None:
                 raise self.error(chunks[0], "read", error) from error
         for chunk, future in unit.gradient_reads:
-            if (error := future.exception()) is not None:
+            if (error := error_of(future)) is not None:
                 raise self.error(chunk, "read", error, "gradient") from error
             future.wait()
             self._gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
@@ -213,14 +213,13 @@ class Pipeline:
         while self._reading:
             self._drop(self._reading.popleft())
 
-    def _drop(
-        self, unit: Unit
-    ) -> None:  # no local variable of it outlives it: memory is free when the last tensor dies
+    def _drop(self, unit: Unit) -> None:
         assert unit.begun is not None
-        self._give_memory_to(unit)
-        unit.begun.exception()
+        if unit.taken is not None:
+            unit.taken.cancel()
+        error_of(unit.begun)
         for _, future in (*unit.reads, *unit.gradient_reads):
-            future.exception()  # so that a failure counts as seen
+            error_of(future)  # so that a failure counts as seen
         unit.forget()
 
     # ---- writes
@@ -256,7 +255,7 @@ class Pipeline:
     def _finish_write(self) -> None:
         write = self._writing.popleft()
         begin = time.perf_counter()
-        error = write.future.exception()
+        error = error_of(write.future)
         self.counters.write_wait_seconds += time.perf_counter() - begin
         state = write.chunks[0].state
         unwritten = dict(state.unwritten or {})
@@ -373,11 +372,19 @@ class Pipeline:
     # ---- the old values of a parameter that was updated in part
 
     def undo_of(self, chunk: Chunk, version: int) -> torch.Tensor:
-        """Return the old values of a chunk, whose writes have ended."""
+        """Return the old values of a chunk, whose writes have ended.
+
+        Raises:
+            SwapError: they cannot be read.
+        """
         unwritten = chunk.unwritten()
         if unwritten is not None:
             return unwritten[UNDO]
-        return self._store.read(chunk.key(self._prefix, UNDO, version)).wait()
+        try:
+            return self._store.read(chunk.key(self._prefix, UNDO, version)).wait()
+        except Exception as e:
+            what = "read, which the next call on the optimizer tries again, as the parameter is updated in part"
+            raise self.error(chunk, what, e, "old values") from e
 
     def forget(self, state: ParameterState, version: int) -> None:
         """Delete the keys of a version that is not complete."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from cudafuture.storage import Store
+from cudafuture.storage import Offloader, Store
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of, copied
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
+from cudafuture.swap._tracebacks import clear_tracebacks
 from cudafuture.swap._unit import UNDO, Unit, size_of
 from cudafuture.swap._update import Update
 
@@ -45,6 +46,7 @@ class Swapper:
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
         self._half_updated: dict[Chunk, torch.Tensor | None] = {}  # the chunks of one parameter: their old values
+        self._keeps_old_values = not isinstance(store, Offloader)  # in memory: another worker may die
         self._unwritten_before: dict[ParameterState, dict[int, dict[str, torch.Tensor]] | None] = {}
         self.resident_bytes = 0
         least = self._least_buffer(parameters)
@@ -83,6 +85,7 @@ class Swapper:
             SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
                 state, or its new ones.
         """
+        self._roll_back_what_is_left()
         swapped: list[ParameterState] = []
         for parameter, group in work:
             state = self.state(parameter)
@@ -95,7 +98,8 @@ class Swapper:
             self.pipeline.drop_reads()
         try:
             self.pipeline.run(self._units(swapped), self._compute_unit)
-        except BaseException:
+        except BaseException as e:
+            clear_tracebacks(e)
             self._roll_back()
             raise
         self.pipeline.drain()
@@ -106,6 +110,7 @@ class Swapper:
         Raises:
             SwapError: the state cannot be read; the parameter is as it was.
         """
+        self._roll_back_what_is_left()
         state = self.state(parameter)
         self._groups[state] = group
         if state.is_resident:
@@ -117,7 +122,8 @@ class Swapper:
                 self.start_read(parameter)
             while self.pipeline.is_next(state):
                 self.pipeline.compute_next(self._compute_unit)
-        except BaseException:
+        except BaseException as e:
+            clear_tracebacks(e)
             self._roll_back()
             raise
 
@@ -144,28 +150,39 @@ class Swapper:
                 versions[-1] = 1 - state.version
                 if not chunk.is_last:
                     part = chunk.part_of(state.local)
+                    undo = None if self._keeps_old_values else undo
                     self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
             values = copied(state.values) if state.is_chunked else state.values
             new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient))
-            if chunk in self._half_updated:
+            if chunk in self._half_updated and not self._keeps_old_values:
                 new[UNDO] = self._half_updated[chunk]  # type: ignore[assignment]
             if chunk.is_last:
                 self._half_updated.clear()
             written.append(new)
         self.pipeline.start_write(unit, written, versions)
-        self._half_updated = dict.fromkeys(self._half_updated)
+        if not self._keeps_old_values:
+            self._half_updated = dict.fromkeys(self._half_updated)
 
     def _roll_back(self) -> None:
-        """After an error: finish what is in flight, and give a parameter that was updated in part its old values."""
+        """After an error: finish what is in flight, and give a parameter that was updated in part its old values.
+
+        Raises:
+            SwapError: the old values cannot be read. The next call tries again before it does anything else.
+        """
         self.pipeline.drop_reads()
         self.pipeline.settle()
-        half_updated, self._half_updated = self._half_updated, {}
-        for chunk, old in half_updated.items():
-            part = chunk.part_of(chunk.state.local)
-            part.copy_(self.pipeline.undo_of(chunk, 1 - chunk.state.version) if old is None else old)
-        for state in {chunk.state for chunk in half_updated}:
-            self.pipeline.forget(state, 1 - state.version)
-            state.unwritten = self._unwritten_before.get(state)
+        while self._half_updated:
+            chunk, old = next(iter(self._half_updated.items()))
+            state = chunk.state
+            chunk.part_of(state.local).copy_(self.pipeline.undo_of(chunk, 1 - state.version) if old is None else old)
+            del self._half_updated[chunk]
+            if not self._half_updated:
+                self.pipeline.forget(state, 1 - state.version)
+                state.unwritten = self._unwritten_before.get(state)
+
+    def _roll_back_what_is_left(self) -> None:
+        if self._half_updated:
+            self._roll_back()
 
     def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
         """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
@@ -294,6 +311,7 @@ class Swapper:
         Raises:
             SwapError: the state cannot be read.
         """
+        self._roll_back_what_is_left()
         state = self.state(parameter)
         self.pipeline.drop_reads()
         self.pipeline.settle()
@@ -308,6 +326,7 @@ class Swapper:
         Raises:
             SwapError: the state cannot be written.
         """
+        self._roll_back_what_is_left()
         known = self.state(parameter)
         self.pipeline.drop_reads()
         self.pipeline.settle()

@@ -14,7 +14,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.storage import Buffer
 from cudafuture.swap._parameter_state import Chunk, StoredTensor
 
-__all__ = ["UNDO", "Unit", "by_parameter", "copies", "cut", "size_of"]
+__all__ = ["UNDO", "Unit", "Write", "by_parameter", "copies", "cut", "size_of"]
 
 UNDO = "undo"  # the name of the old values of a chunk beside the names of its state
 _PAGE = 4096
@@ -33,7 +33,8 @@ class Unit:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """the gradient of each chunk that has one in the store, flat, once it was read"""
     buffer: Buffer | None = None
-    waits_for_memory: bool = False
+    taken: CUDAFuture[Buffer] | None = None
+    """the buffer, while the unit waits for it"""
     begun: CUDAFuture[Any] | None = None
     """completes when all reads have ended; fails if there is no buffer"""
     reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
@@ -44,6 +45,16 @@ class Unit:
         """Let go of the memory."""
         self.tensors, self.undo, self.gradients, self.buffer = [], [], [], None
         self.reads, self.gradient_reads, self.begun = [], [], None
+
+
+@dataclass(eq=False)
+class Write:
+    """The new state of chunks of one parameter, which is being written."""
+
+    unit: Unit
+    chunks: list[Chunk]
+    tensors: list[dict[str, torch.Tensor]]
+    future: CUDAFuture[int]
 
 
 def by_parameter(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -13,18 +13,20 @@ import torch
 
 from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.storage import Offloader
+from cudafuture.swap import OptimizerSwapper
 from cudafuture.testing import FaultyEngine
 from swap.training import OPTIMIZERS, Pair, same
 
 SHAPES = ((400, 420), (256, 255), (400, 424))  # three chunks, one, and three
 CHUNK = 1 << 18  # bytes: a block of the engine, so that each read and write of a tensor is one I/O
+BUFFERS = 4 << 20  # bytes: each chunk is read, updated and written by itself
 STEPS = 2  # before the step that fails
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(store: Offloader, **options: Any) -> Pair:
-    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, **options)
+    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
     for _ in range(STEPS):
         pair.step()
     return pair
@@ -90,7 +92,7 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
 def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
     needed = 4 * 2 * sum(a * b for a, b in SHAPES)
     with Offloader(tmp_path, capacity=8 * needed // 5) as store:  # a tensor that is written again needs room for both
-        pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK)
+        pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS)
         pair.step()
         others: list[str] = []
         while store.write(f"other {len(others)}", torch.zeros(8192)).exception() is None:
@@ -125,3 +127,43 @@ def test_a_repeated_step_updates_no_parameter_twice(store: Offloader) -> None:
     pair.optimizer.step()
     pair.offloaded.step()
     pair.expect_same()
+
+
+def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path) -> None:
+    """Its frames have tensors of the buffers; debuggers and notebooks keep the last one."""
+    kept: list[SwapError] = []
+    engine = FaultyEngine("threads", seed=1, io_error=0.2, block_size=CHUNK)
+    with engine, Offloader(tmp_path, engine=engine) as store:
+        pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=2 << 20, prefetch=0)
+        for _ in range(3):
+            pair.give_gradients()
+            pair.optimizer.step()
+            while True:
+                try:
+                    pair.offloaded.step()
+                    break
+                except SwapError as e:
+                    kept.append(e)
+        assert len(kept) > 3
+        for plain, swapped in zip(pair.plain, pair.swapped, strict=True):
+            assert same(plain.detach(), swapped.detach())
+
+
+def test_tensors_of_the_buffers_that_a_program_keeps_cost_memory_and_hold_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Offloader(tmp_path) as store:
+        parameters = [torch.nn.Parameter(torch.randn(40_000)) for _ in range(3)]
+        values = [parameter.detach().clone() for parameter in parameters]
+        adam = torch.optim.Adam([torch.zeros(0)])
+        swapper = OptimizerSwapper(adam, store, min_bytes=0, prefetch=2, buffer_bytes=4 * (4 * 40_000 + 4096))
+        swapper.initialize_parameters(parameters)
+        views = []
+        for _ in range(2):
+            for parameter, value in zip(parameters, values, strict=True):
+                swapper.swap_in_optimizer_state(parameter)
+                views.append(parameter.detach().view(-1))
+                assert torch.equal(parameter.detach(), value)
+                swapper.swap_out_optimizer_state(parameter)
+        assert "that the program keeps hold the swap buffers" in caplog.text
+        swapper.close()

@@ -37,6 +37,7 @@ OPTIONS = st.fixed_dictionaries(
         "chunk_bytes": st.sampled_from([1 << 16, 1 << 24]),
         "memory": st.sampled_from([0, 40_000]),
         "prefetch": st.sampled_from([0, 2]),
+        "buffer_bytes": st.sampled_from([None, 1 << 20]),  # units of many chunks, and of one each
         "min_bytes": st.sampled_from([0, 1 << 14]),
         "swap_gradients": st.booleans(),
     }
