@@ -43,7 +43,7 @@ from rpc_ext._offload_wire import (
     pack,
     pack_wanted,
 )
-from rpc_ext._turns import begun, outcome
+from rpc_ext._turns import begun, outcome, without_frame
 from rpc_ext.calls import rpc_async
 
 __all__ = ["Transport", "ignore"]
@@ -309,8 +309,7 @@ class Transport:
         try:
             again, came = opened(gets, done.value())
         except BaseException as e:
-            assert e.__traceback__ is not None
-            e.__traceback__ = e.__traceback__.tb_next  # this frame would keep the tensors that are read into
+            without_frame(e)
             again, came = [], [(get, e) for get in gets]
         together.end()
         taken = [(get, what) for get, what in came if together.take(get)]

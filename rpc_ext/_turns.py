@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cudafuture import CUDAFuture, collect_all, executors
 
-__all__ = ["Turns", "begun", "outcome"]
+__all__ = ["Turns", "begun", "outcome", "without_frame"]
 
 T = TypeVar("T")
 
@@ -25,15 +25,20 @@ def begun(begin: Callable[..., CUDAFuture[T]], *args: Any, **kwargs: Any) -> CUD
 
 
 def outcome(done: CUDAFuture[Any]) -> tuple[Any, BaseException | None]:
-    """Return the value or the error of a future that is done, without waiting for a device, as ``exception()`` would.
-
-    The traceback does not get this frame: through its callers it would keep their local variables, which are tensors.
-    """
+    """Return the value or the error of a future that is done; unlike ``exception()``, wait for no device."""
     try:
         return done.value(), None
     except BaseException as e:
-        assert e.__traceback__ is not None
-        return None, e.with_traceback(e.__traceback__.tb_next)
+        return None, without_frame(e)
+
+
+def without_frame(error: BaseException) -> BaseException:
+    """Remove the frame that has caught an error from its traceback, and return the error.
+
+    Through its callers the frame would keep their local variables, which are tensors.
+    """
+    caught = error.__traceback__
+    return error.with_traceback(None if caught is None else caught.tb_next)
 
 
 class Turns:
