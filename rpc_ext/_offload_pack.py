@@ -17,7 +17,7 @@ from rpc_ext import _minder
 from rpc_ext._memory import arrived, take
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_source import Source
-from rpc_ext._offload_wire import Header, Wanted, pack, unpack
+from rpc_ext._offload_wire import Header, Wanted, unpack
 
 __all__ = ["Deadline", "Get", "Pack", "Put", "opened", "packed"]
 
@@ -62,6 +62,7 @@ class Put:
     header: Header
     data: torch.Tensor  # bytes
     source: Source
+    expected: int | None  # the digest that the bytes must have
     deadline: Deadline
     ended: Callable[[BaseException | None], None]
     is_over: bool = False
@@ -142,8 +143,8 @@ class Pack:
         return late
 
 
-def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:
-    """Return the bytes of small tensors one behind the other, and what is said of them; releases their sources."""
+def packed(puts: list[Put]) -> tuple[torch.Tensor, list[Header]]:
+    """Return the bytes of small tensors one behind the other, and their headers; release their sources."""
     parts, places = [], []
     end = 0
     for put in puts:
@@ -163,7 +164,7 @@ def packed(puts: list[Put]) -> tuple[torch.Tensor, bytes]:
         put.header._replace(at=at, length=length, checksum=checksum)
         for put, at, length, checksum in zip(puts, places, lengths, sums, strict=True)
     ]
-    return data, pack(headers)
+    return data, headers
 
 
 def opened(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Protocol
 
 import torch
 
 from cudafuture import CUDAFuture, copy, executors, pool_stream
 from cudafuture.errors import ChecksumError, InvalidStateError
-from cudafuture.storage import digest
+from cudafuture.storage import Digest
 from rpc_ext._C import alone
 from rpc_ext._offload_wire import PIECE, Header, code_of, pieces_of
 
-__all__ = ["Source", "expect_memory", "header_of", "source_of"]
+__all__ = ["ExpectedDigest", "Source", "expect_digest", "expect_memory", "header_of", "source_of"]
 
 _THREAD = executors.callback_thread
 
@@ -69,17 +70,45 @@ def expect_memory(tensor: torch.Tensor) -> None:
             raise ValueError(f"the memory of the tensor has {there} bytes, and its elements lie in {wanted}")
 
 
-def source_of(tensor: torch.Tensor, priority: int, expected: int | None = None) -> tuple[Source, CUDAFuture[None]]:
-    """Return the source that a tensor is, and the future of when it may be overwritten.
+class ExpectedDigest:
+    """The digest that the bytes of a tensor must have, compared with the checksums under which its pieces are sent.
 
-    Where a digest is expected that its bytes do not have, its pieces fail with ChecksumError.
+    The service refuses a piece whose bytes do not have the checksum in its header. So what is stored has the digest,
+    also when the caller changes the tensor while it is sent.
+    """
+
+    def __init__(self, nbytes: int, expected: int) -> None:
+        self._expected, self._left = expected, nbytes
+        self._lock = threading.Lock()  # guards what follows
+        self._digest = Digest(nbytes)
+
+    def add(self, at: int, piece: torch.Tensor) -> int:
+        """Return the checksum of a piece that is about to be sent. Add each piece once.
+
+        Raises:
+            ChecksumError: all pieces were added, and the tensor has another digest.
+        """
+        with self._lock:
+            checksum = self._digest.add(at, piece)
+            self._left -= piece.nbytes
+            if not self._left:
+                expect_digest(self._digest.value(), self._expected)
+        return checksum
+
+
+def expect_digest(found: int, expected: int) -> None:
+    """Raise ChecksumError unless two digests are equal."""
+    if found != expected:
+        raise ChecksumError("the bytes that were to be written do not have the digest that they must have")
+
+
+def source_of(tensor: torch.Tensor, priority: int) -> tuple[Source, CUDAFuture[None]]:
+    """Return the source that a tensor is, and the future of when it may be overwritten.
 
     Raises:
         ValueError: it is on a device that has no streams.
     """
     released: CUDAFuture[None] = CUDAFuture(name="released", executor=_THREAD)
-    if expected is not None:
-        return _CheckedSource(tensor, released, priority, expected), released
     if tensor.is_cpu:
         return _HostSource(tensor, released), released
     pool_stream(tensor.device, priority)  # refuses what has none
@@ -124,32 +153,6 @@ class _DeviceSource:
 
         copying = self._bytes.then_async(begin, priority=self._priority, executor=executors.inline)
         return copying.then(copied, executor=_THREAD, non_blocking=False)
-
-    def release(self) -> None:
-        _complete(self._released)
-
-
-class _CheckedSource:
-    """Memory whose digest is taken before the first piece goes; that of a device is copied to the host first."""
-
-    bytes = None
-
-    def __init__(self, tensor: torch.Tensor, released: CUDAFuture[None], priority: int, expected: int) -> None:
-        self._released = released
-        host = CUDAFuture.completed(tensor) if tensor.is_cpu else copy(tensor.detach(), "cpu", priority=priority)
-
-        def check(done: CUDAFuture[torch.Tensor]) -> _HostSource:
-            whole = done.value()
-            if whole is not tensor:
-                self.release()
-            if digest(whole) != expected:
-                raise ChecksumError("the bytes that were to be written do not have the digest that they must have")
-            return _HostSource(whole, released)
-
-        self._source = host.then(check, executor=executors.default_executor(), non_blocking=False)
-
-    def piece(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
-        return self._source.then_async(lambda done: done.value().piece(at, length), executor=executors.inline)
 
     def release(self) -> None:
         _complete(self._released)

@@ -11,6 +11,7 @@ What has come is dealt with at once, in the agent's thread that has brought it: 
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, collect_all, executors, gather
-from cudafuture.errors import InvalidStateError, NotFoundError, WorkerLostError
+from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, WorkerLostError
 from cudafuture.storage import Digest, digest
 from rpc_ext import _offload_calls
 from rpc_ext._memory import carried
@@ -30,7 +31,7 @@ from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, NoRoomError, Packer
 from rpc_ext._offload_order import Stamps
 from rpc_ext._offload_pack import Deadline, Get, Pack, Put, opened, packed
-from rpc_ext._offload_source import Source
+from rpc_ext._offload_source import ExpectedDigest, Source, expect_digest
 from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
 from rpc_ext._offload_wire import (
@@ -93,23 +94,27 @@ class Transport:
         self,
         headers: Sequence[Header],
         sources: Sequence[Source],
+        expected: Sequence[int | None],
         deadline: Deadline,
         succeeded: Callable[[int], None],
     ) -> CUDAFuture[int]:
-        """Write tensors. When all have ended it gives how many bytes they have, or the first that failed its error."""
+        """Write tensors. When all have ended it gives how many bytes they have, or the first that failed its error.
+
+        `expected`: the digests that their bytes must have; None: any.
+        """
         tally = Tally(len(headers), lambda i, e: named(e, f"write {headers[i].key}", self._worker), succeeded)
         small = []
-        for i, (header, source) in enumerate(zip(headers, sources, strict=True)):
+        for i, (header, source, due) in enumerate(zip(headers, sources, expected, strict=True)):
             if header.nbytes >= _SMALL:
-                tally.count(i, self._write_large(header, source, deadline))
+                tally.count(i, self._write_large(header, source, due, deadline))
             elif source.bytes is not None:
-                small.append(Put(header, source.bytes, source, deadline, partial(tally.ended, i, header.nbytes)))
+                small.append(Put(header, source.bytes, source, due, deadline, partial(tally.ended, i, header.nbytes)))
             else:
-                tally.count(i, self._write_small(header, source, deadline))
+                tally.count(i, self._write_small(header, source, due, deadline))
         self._puts.add([(put.header.nbytes, put) for put in small])
         return tally.future.then(lambda done: sum(done.value()), executor=executors.inline)
 
-    def _write_small(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
+    def _write_small(self, header: Header, source: Source, expected: int | None, deadline: Deadline) -> CUDAFuture[int]:
         """Write what has to come to the host first."""
         future: CUDAFuture[int] = CUDAFuture(executor=executors.inline)
 
@@ -120,33 +125,37 @@ class Transport:
                 future.set_exception(error)
 
         def add(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
-            self._puts.add([(header.nbytes, Put(header, done.value(), source, deadline, ended))])
+            self._puts.add([(header.nbytes, Put(header, done.value(), source, expected, deadline, ended))])
             return future
 
         return source.piece(0, header.nbytes).then_async(add, executor=executors.inline)
 
-    def _write_large(self, header: Header, source: Source, deadline: Deadline) -> CUDAFuture[int]:
+    def _write_large(self, header: Header, source: Source, expected: int | None, deadline: Deadline) -> CUDAFuture[int]:
         """Write what does not travel with others."""
         if header.pieces > 1:
             header = header._replace(upload=secrets.token_bytes(len(WHOLE)))
         sequence = self._stamps.next()
-        parts = [self._send_piece(header, source, i, deadline, sequence) for i in range(header.pieces)]
+        due = None if expected is None else ExpectedDigest(header.nbytes, expected)
+        parts = [self._send_piece(header, source, due, i, deadline, sequence) for i in range(header.pieces)]
         return collect_all(parts).then(
             lambda done: self._written(header, done.value(), deadline), executor=executors.inline
         )
 
     def _send_piece(
-        self, header: Header, source: Source, i: int, deadline: Deadline, sequence: int
+        self, header: Header, source: Source, due: ExpectedDigest | None, i: int, deadline: Deadline, sequence: int
     ) -> CUDAFuture[None]:
         at = i * PIECE
         length = min(PIECE, header.nbytes - at)
 
         def send(done: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
             data = done.value()
-            block = pack([header._replace(piece=i, length=length, checksum=digest(data))])
+            if not checksums:
+                checksums.append(digest(data) if due is None else due.add(at, data))
+            block = pack([header._replace(piece=i, length=length, checksum=checksums[0])])
             return self.call(deadline, _offload_calls.put, block, data, sequence=sequence)
 
         pieces: list[CUDAFuture[torch.Tensor]] = []  # one: what it is a copy of may be overwritten once it was made
+        checksums: list[int] = []  # one: a request that is made again has the checksum that was compared
 
         def begin() -> CUDAFuture[Answer]:
             if not pieces:
@@ -178,8 +187,13 @@ class Transport:
                 sent[:] = together.leaving()
                 if not sent:
                     return CUDAFuture.completed(Answer([]))
-                made.append(packed(sent))
+                data, headers = packed(sent)
                 together.is_copied = True
+                fit = [self._has_digest(together, put, header) for put, header in zip(sent, headers, strict=True)]
+                sent[:] = itertools.compress(sent, fit)
+                if not sent:
+                    return CUDAFuture.completed(Answer([]))
+                made.append((data, pack(list(itertools.compress(headers, fit)))))
             data, block = made[0]
             return self.call(together.deadline, _offload_calls.put, block, carried(data), together.expiries(sent))
 
@@ -196,6 +210,18 @@ class Transport:
                     put.ended(error or failures.get(i))
 
         return begun(self.flow.send, nbytes, send).then(ended, executor=executors.inline)
+
+    @staticmethod
+    def _has_digest(together: Pack, put: Put, header: Header) -> bool:
+        """Return whether a copied tensor has the digest that it must have; end it if not."""
+        try:
+            if put.expected is not None:
+                expect_digest(header.checksum, put.expected)
+        except ChecksumError as e:
+            if together.take(put):
+                put.fail(e)
+            return False
+        return True
 
     # ---- here
 

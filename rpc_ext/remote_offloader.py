@@ -120,8 +120,9 @@ class RemoteOffloader(RemoteKeys):
         """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does it.
 
         The future is done when all have ended, and has the error of the first that failed, with its key. A digest is
-        compared here, before anything is sent; it costs a pass over the bytes. `written` is False also where it is not
-        known whether a key was written.
+        compared with the checksums under which the bytes are sent, and the service refuses bytes that do not have
+        these: a tensor that is changed meanwhile is not written. It costs no other pass over the bytes. `written` is
+        False also where it is not known whether a key was written.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -135,7 +136,7 @@ class RemoteOffloader(RemoteKeys):
         for key in tensors:
             expect_key(key)
         headers = [header_of(key, tensor) for key, tensor in tensors.items()]
-        made = [source_of(tensor, priority, due) for tensor, due in zip(tensors.values(), expected, strict=True)]
+        made = [source_of(tensor, priority) for tensor in tensors.values()]
         sources, parts = zip(*made, strict=True)
         released = parts[0] if len(parts) == 1 else collect_all(parts).then(_nothing, executor=executors.inline)
         if written is not None:
@@ -148,7 +149,7 @@ class RemoteOffloader(RemoteKeys):
                     written[i] = True
 
         def send(deadline: Deadline) -> CUDAFuture[int]:
-            return self._transport.writev(headers, sources, deadline, succeeded)
+            return self._transport.writev(headers, sources, expected, deadline, succeeded)
 
         def write(deadline: Deadline) -> CUDAFuture[int]:
             done = self._turns.take(list(tensors), lambda: send(deadline))

@@ -59,8 +59,9 @@ class Digest:
     >>> import torch
     >>> tensor = torch.arange(100_000).to(torch.uint8)
     >>> parts = Digest(100_000)
-    >>> parts.add(65536, tensor[65536:])
-    >>> parts.add(0, tensor[:65536])
+    >>> parts.add(65536, tensor[65536:]) == digest(tensor[65536:])
+    True
+    >>> _ = parts.add(0, tensor[:65536])
     >>> parts.value() == digest(tensor)
     True
     """
@@ -71,15 +72,19 @@ class Digest:
         self._added: set[int] = set()  # the multiples of 64 KiB at which added bytes begin
         self._native = _C.Checksum(nbytes)
 
-    def add(self, at: int, piece: torch.Tensor) -> None:
-        """Take a contiguous piece on the host into account, whose bytes begin at `at`. Each byte is added once.
+    def add(self, at: int, piece: torch.Tensor) -> int:
+        """Take a contiguous piece on the host into account, whose bytes begin at `at`; return the piece's own digest.
+
+        Each byte is added once. Both digests are of the same bytes, also when the piece is changed meanwhile.
 
         Raises:
             TypeError: it is no such tensor.
             ValueError: it begins at no multiple of 64 KiB, or ends neither there nor with the tensor; or some of its
                 bytes were added before.
 
-        >>> Digest(3).add(0, torch.zeros(3, dtype=torch.uint8))
+        >>> zeros = torch.zeros(3, dtype=torch.uint8)
+        >>> Digest(3).add(0, zeros) == digest(zeros)
+        True
         """
         if not isinstance(piece, torch.Tensor):
             raise TypeError(f"{type(piece).__name__} is no tensor")
@@ -89,9 +94,10 @@ class Digest:
         leaves = range(at, end, _LEAF)
         if not self._added.isdisjoint(leaves):
             raise ValueError(f"some of the bytes {at} to {end} were added before")
-        self._native.take(at, piece)
+        own = self._native.take(at, piece)
         self._added.update(leaves)
         self._left -= piece.nbytes
+        return own
 
     def value(self) -> int:
         """Return the digest.

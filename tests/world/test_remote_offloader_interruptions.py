@@ -80,7 +80,7 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
     [
         ("small", "_offload_pack.take"),
         ("small", "_offload_pack.digests"),
-        ("small", "_offload_pack.pack"),
+        ("small", "_offload_transport.pack"),
         ("small", "_offload_transport.carried"),
         ("small", "_offload_transport.rpc_async"),
         ("alone", "_offload_transport.digest"),

@@ -11,6 +11,8 @@ from torch._subclasses import FakeTensorMode
 
 import rpc_ext
 from cudafuture import wait_all
+from cudafuture.errors import ChecksumError
+from cudafuture.storage import digest
 from rpc_ext._offload_wire import PIECE
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
@@ -195,3 +197,44 @@ def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: R
         assert tensor.grad is not None
     for tensor in wait_all(inside, timeout=PATIENCE):
         assert torch.equal(tensor, numbered(size))
+
+
+# ---- digests
+
+
+@SIZES
+def test_a_tensor_that_changes_while_its_write_waits_is_not_written(remote: RemoteOffloader, size: int) -> None:
+    tensor = numbered(size)
+    with Kept("put") as kept:
+        first = remote.write("x", numbered(5))
+        goes_on = kept.next()
+        write = remote.writev({"y": numbered(4), "x": tensor}, digests={"x": digest(tensor)})
+        tensor[-1] += 1
+    goes_on.set_result(None)
+    first.wait(timeout=PATIENCE)
+    with pytest.raises(ChecksumError, match="write x"):
+        write.wait(timeout=PATIENCE)
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(5))
+    assert torch.equal(remote.read("y").wait(timeout=PATIENCE), numbered(4))
+
+
+def test_a_tensor_that_changes_between_its_pieces_is_not_written(tmp_path: Path) -> None:
+    tensor = numbered(2 * PIECE // 4 + 10)
+    expected = digest(tensor)
+    with (
+        serve_offload(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,
+        RemoteOffloader(ME, name="narrow") as remote,
+    ):
+        with Kept("put") as kept:
+            write = remote.writev({"x": tensor}, digests={"x": expected})
+            first, second = kept.next(), kept.next()  # more bytes do not fit into the window
+            tensor[-1] += 1
+        first.set_result(None)
+        second.set_result(None)
+        with pytest.raises(ChecksumError, match="write x"):
+            write.wait(timeout=PATIENCE)
+        assert "x" not in remote
+        tensor[-1] -= 1
+        remote.writev({"x": tensor}, digests={"x": expected}).wait(timeout=PATIENCE)
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
+        assert service.statistics().refused == 0

@@ -37,12 +37,14 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
   return digests;
 }
 
-// The bytes of a tensor from `at` on. Other ones may be taken in other threads.
-void take(Checksum& self, std::size_t at, nb::handle object) {
+// Takes the bytes of a tensor from `at` on, which begin with a leaf. Returns their own digest. Other bytes may be taken
+// in other threads.
+std::uint64_t take(Checksum& self, std::size_t at, nb::handle object) {
   const at::Tensor tensor = take_on_host(object);
   const iovec bytes = {const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};
   const WithoutGil released;
   self.take(at, &bytes, 1);
+  return self.digest_within(0, at, bytes.iov_len);
 }
 
 }  // namespace

@@ -56,4 +56,8 @@ std::uint64_t Checksum::digest(std::size_t part, std::uint64_t seed) const noexc
   return hash_of(leaves_.data() + of.first, leaves_of(of.size) * sizeof(std::uint64_t), seed);
 }
 
+std::uint64_t Checksum::digest_within(std::size_t part, std::size_t at, std::size_t size) const noexcept {
+  return hash_of(leaves_.data() + parts_[part].first + at / kLeaf, leaves_of(size) * sizeof(std::uint64_t));
+}
+
 }  // namespace cudafuture::storage

@@ -35,6 +35,8 @@ class Checksum {
 
   std::size_t parts() const noexcept { return parts_.size(); }
   std::uint64_t digest(std::size_t part, std::uint64_t seed = 0) const noexcept;
+  // The digest of some bytes of a part, which have passed by: from `at` in the part on, where a leaf begins.
+  std::uint64_t digest_within(std::size_t part, std::size_t at, std::size_t size) const noexcept;
 
  private:
   struct Part {
