@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import operator
-import threading
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
 import torch
 
-from cudafuture import _C, executors
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage.engine import PAGE
@@ -50,8 +45,8 @@ class Buffer:
     program, nor a read or write that is under way.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
+    def __init__(self, loan: _C.BufferLoan) -> None:
+        self._loan = loan
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -60,9 +55,10 @@ class Buffer:
         Raises:
             InvalidStateError: it was released.
         """
-        if self._tensor is None:
+        tensor = self._loan.tensor
+        if tensor is None:
             raise InvalidStateError("the buffer was released")
-        return self._tensor
+        return tensor
 
     def view(self, size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return its first bytes as a tensor of that shape and dtype (default: torch's).
@@ -89,7 +85,7 @@ class Buffer:
         >>> pool.free
         1048576
         """
-        self._tensor = None
+        self._loan.release()
 
     def __enter__(self) -> Buffer:
         return self
@@ -98,7 +94,8 @@ class Buffer:
         self.release()
 
     def __repr__(self) -> str:
-        return "<Buffer, released>" if self._tensor is None else f"<Buffer of {self._tensor.numel()} bytes>"
+        tensor = self._loan.tensor
+        return "<Buffer, released>" if tensor is None else f"<Buffer of {tensor.numel()} bytes>"
 
 
 class BufferPool:
@@ -109,8 +106,10 @@ class BufferPool:
     that needs two buffers takes them in one request: with one each, two tasks could wait for each other.
 
     A copy between a device and pinned memory that a program starts by itself (``to(device, non_blocking=True)``) goes
-    on after the call. The program keeps the buffer until the copy has finished: the pool does not know of it. Reads
-    and writes of the library hold the memory until they have finished.
+    on after the call. The program may release the buffer meanwhile, in the thread and under the stream of the copy: a
+    pinned pool records an event on the releasing thread's current stream of each device that the process uses, and
+    lends the memory again when the devices have reached these events. A copy on another stream keeps its buffer until
+    it has finished. Reads and writes of the library hold the memory until they have finished.
 
     The memory is allocated when the pool is made, and freed when the pool was closed or dropped and its last buffer is
     gone.
@@ -139,16 +138,9 @@ class BufferPool:
             raise ValueError(f"nbytes={nbytes!r} is not positive")
         if pin not in ("auto", True, False):
             raise ValueError(f"pin={pin!r}: 'auto', True or False is wanted")
-        self._nbytes = _pages(nbytes)
+        self._nbytes = math.ceil(nbytes / PAGE) * PAGE
         self._is_pinned = torch.accelerator.is_available() if pin == "auto" else pin
-        self._arena = _arena(self._nbytes, self._is_pinned)
-        self._memory = memoryview((ctypes.c_ubyte * self._nbytes).from_address(self._arena.data_ptr())).cast("B")
-        self._lock = threading.Lock()  # guards what follows; no future is completed under it
-        self._free = {0: self._nbytes}  # runs of pages by place: their sizes
-        self._waiting: deque[tuple[int, CUDAFuture[Buffer]]] = deque()
-        self._is_closed = False
-        # What has happened since somebody looked; appended to without the lock, by whatever thread.
-        self._news: deque[tuple[int, int]] = deque()  # runs that were given back; of no bytes: there is a request
+        self._native = _C.make_buffer_pool(_arena(self._nbytes, self._is_pinned), self._is_pinned)
 
     @property
     def nbytes(self) -> int:
@@ -157,12 +149,8 @@ class BufferPool:
 
     @property
     def free(self) -> int:
-        """The bytes that no buffer has; they need not lie together."""
-        self._go_on()
-        with self._lock:
-            free = sum(self._free.values())
-        self._go_on()  # somebody may have come while the lock was held
-        return free
+        """The bytes that can be lent: no buffer has them, and no device uses them. They need not lie together."""
+        return self._native.free
 
     @property
     def is_pinned(self) -> bool:
@@ -185,35 +173,15 @@ class BufferPool:
         nbytes = operator.index(nbytes)
         if not 0 <= nbytes <= self._nbytes:
             raise ValueError(f"{nbytes} bytes of a pool of {self._nbytes}")
-        future: CUDAFuture[Buffer] = CUDAFuture(name=f"take {nbytes} bytes", executor=executors.callback_thread)
-        with self._lock:
-            if self._is_closed:
-                raise InvalidStateError("the pool is closed")
-            self._waiting.append((nbytes, future))
-        self._hear(0, 0)
-        if not future.done():  # when it is cancelled, those behind it may be served
-            reference = weakref.ref(self)
-
-            def ended(done: CUDAFuture[Buffer]) -> None:
-                pool = reference()
-                if pool is not None and done.cancelled():
-                    pool._hear(0, 0)
-
-            future.add_done_callback(ended, executor=executors.inline)
-        return future
+        loan = _C.make_buffer_loan()
+        return self._native.take(nbytes, Buffer(loan), loan, f"take {nbytes} bytes")
 
     def close(self) -> None:
         """Give nothing more; futures that wait fail. Buffers stay until they are released.
 
         >>> BufferPool(1 << 20).close()
         """
-        with self._lock:
-            self._is_closed = True
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for _, future in waiting:
-            with contextlib.suppress(InvalidStateError):  # it was cancelled
-                future.set_exception(InvalidStateError("the pool was closed"))
+        self._native.close()
 
     def __enter__(self) -> BufferPool:
         return self
@@ -224,80 +192,12 @@ class BufferPool:
     def __repr__(self) -> str:
         return f"<BufferPool of {self._nbytes} bytes, {self.free} free>"
 
-    def _hear(self, place: int, size: int) -> None:
-        self._news.append((place, size))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Serve those who wait, in their order, with what was given back.
-
-        The garbage collector may call this in any thread, also in one that has the lock. So nobody waits for the lock:
-        who has it looks for news again when it has let go.
-        """
-        while self._news and self._lock.acquire(blocking=False):
-            try:
-                served = self._serve()
-            finally:
-                self._lock.release()
-            for future, buffer in served:
-                with contextlib.suppress(InvalidStateError):  # it was cancelled, and the buffer comes back
-                    future.set_result(buffer)
-
-    def _serve(self) -> list[tuple[CUDAFuture[Buffer], Buffer]]:
-        while self._news:
-            begin, size = self._news.popleft()
-            if size:
-                self._join(begin, size)
-        served = []
-        while self._waiting:
-            nbytes, future = self._waiting[0]
-            if not future.done():  # else it was cancelled
-                place = self._find(_pages(nbytes))
-                if place is None:
-                    break
-                served.append((future, Buffer(self._cut(place, nbytes))))
-            self._waiting.popleft()
-        return served
-
-    def _find(self, size: int) -> int | None:
-        """Take that many bytes from the smallest run that has them; return their place."""
-        if size == 0:
-            return 0
-        place = min((run for run in self._free if self._free[run] >= size), key=self._free.__getitem__, default=None)
-        if place is not None:
-            left = self._free.pop(place) - size
-            if left:
-                self._free[place + size] = left
-        return place
-
-    def _join(self, place: int, size: int) -> None:
-        """Let a run be free again, in one with those that it touches."""
-        if place + size in self._free:
-            size += self._free.pop(place + size)
-        for before, length in self._free.items():
-            if before + length == place:
-                self._free[before] += size
-                return
-        self._free[place] = size
-
-    def _cut(self, place: int, nbytes: int) -> torch.Tensor:
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        part = self._memory[place : place + nbytes]
-        # Until nobody has a tensor of that memory any more the pool lives, too.
-        weakref.finalize(part, self._hear, place, _pages(nbytes)).atexit = False
-        return torch.frombuffer(part, dtype=torch.uint8)
-
 
 def _shape(size: int | Sequence[int]) -> tuple[int, ...]:
     shape = (size,) if isinstance(size, int) else tuple(size)
     if any(each < 0 for each in shape):
         raise ValueError(f"no tensor is of shape {list(shape)}")
     return shape
-
-
-def _pages(nbytes: int) -> int:
-    return math.ceil(nbytes / PAGE) * PAGE
 
 
 def _arena(nbytes: int, pinned: bool) -> torch.Tensor:

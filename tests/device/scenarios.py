@@ -246,6 +246,7 @@ SCENARIOS: dict[str, Scenario] = {
     "storage.failure_record": race(
         test_storage.test_who_catches_a_failure_is_ordered_after_what_was_read, None, "x.fill_(3.0)"
     ),
+    "storage.buffer_record": wrong_data(test_storage.test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it),
     # in Python
     "copy.source_wait": race(
         test_copy.test_the_source_is_read_after_what_the_caller_has_enqueued,

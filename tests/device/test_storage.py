@@ -12,7 +12,7 @@ import torch
 
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File
+from cudafuture.storage import BufferPool, Engine, File
 from device.harness import PRIORITIES, SIZE, Device
 
 BLOCK = 4096
@@ -264,3 +264,32 @@ def test_a_pending_read_can_be_looked_at_while_it_completes(accelerator: Device)
 def test_a_device_without_streams_is_refused(file: File) -> None:
     with pytest.raises(TypeError, match="only the host"):
         file.write(torch.empty(3, device="meta"))
+
+
+def test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it(accelerator: Device) -> None:
+    size = 4 * SIZE  # bytes
+    pool = BufferPool(size, pin=accelerator.has_streams)
+    buffer = pool.take(size).wait(timeout=PATIENCE)
+    source = buffer.view(SIZE).fill_(3.0)
+    x = accelerator.empty()
+    with accelerator.hold():
+        x.copy_(source, non_blocking=True)
+        del source
+        buffer.release()
+        later = pool.take(size)
+        if later.done():
+            later.wait().view(SIZE).fill_(9.0)
+    later.wait(timeout=PATIENCE).view(SIZE).fill_(9.0)
+    assert accelerator.read(x) == 3.0
+    later.wait().release()
+    del later
+    accelerator.finish()
+    pool.take(size).wait(timeout=PATIENCE).release()
+
+
+def test_memory_of_a_pool_that_no_device_uses_is_free_at_once(accelerator: Device) -> None:
+    pool = BufferPool(BLOCK, pin=accelerator.has_streams)
+    accelerator.finish()
+    for _ in range(3):
+        pool.take(BLOCK).wait(timeout=PATIENCE).release()
+    assert pool.take(BLOCK).wait(timeout=PATIENCE).tensor.numel() == BLOCK

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import random
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -232,3 +236,69 @@ def test_a_negative_size_is_no_shape_of_a_view(shape: Any) -> None:
     buffer = BufferPool(MIB, pin=False).take(400).wait(timeout=PATIENCE)
     with pytest.raises(ValueError, match="shape"):
         buffer.view(shape)
+
+
+class InterruptedAt:
+    """Raise KeyboardInterrupt at a line of the pool's Python code, counted from the beginning of the context.
+
+    A signal's handler raises it between any two lines, in any function that the main thread is in.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self.is_over = False
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.endswith(("storage/buffer_pool.py", "weakref.py")):
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left < 0 and not self.is_over:
+                self.is_over = True
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self) -> InterruptedAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        sys.settrace(self._before)
+
+
+def take_and_release(pool: BufferPool, held: Buffer) -> None:
+    with got(pool.take(PAGE)) as buffer:
+        buffer.view(PAGE, torch.uint8).fill_(1)
+    del buffer
+    first, second = pool.take(4 * PAGE), pool.take(PAGE)
+    held.release()
+    got(first).release()
+    del first
+    got(second).release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_loses_no_memory() -> None:
+    for line in itertools.count():
+        pool = BufferPool(4 * PAGE, pin=False)
+        held = got(pool.take(2 * PAGE))
+        with contextlib.suppress(KeyboardInterrupt), InterruptedAt(line) as interrupt:
+            take_and_release(pool, held)
+        held.release()
+        gc.collect()
+        got(pool.take(4 * PAGE)).release()
+        assert pool.free == 4 * PAGE, f"interrupted at line {line}"
+        if not interrupt.is_over:
+            break
+    assert line > 10
+
+
+def test_runs_are_joined_in_whatever_order_they_return() -> None:
+    pool = BufferPool(2000 * PAGE, pin=False)
+    buffers = [got(pool.take(PAGE)) for _ in range(2000)]
+    random.Random(0).shuffle(buffers)
+    while buffers:
+        buffers.pop().release()
+        assert pool.free == (2000 - len(buffers)) * PAGE
+    assert got(pool.take(2000 * PAGE)).tensor.numel() == 2000 * PAGE

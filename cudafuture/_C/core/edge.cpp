@@ -54,6 +54,7 @@ constexpr std::string_view kNames[] = {
     "storage.target_copied",
     "storage.read_record",
     "storage.failure_record",
+    "storage.buffer_record",
     "copy.source_wait",
     "copy.source_record_stream",
     "copy.target_wait",

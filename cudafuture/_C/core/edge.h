@@ -72,6 +72,7 @@ enum class Edge : std::uint8_t {
   storage_target_copied,  // a buffer is used again when the device has read it
   storage_read_record,
   storage_failure_record,
+  storage_buffer_record,  // memory of a pool is lent again when the devices have done with it
 
   // in Python
   copy_source_wait,

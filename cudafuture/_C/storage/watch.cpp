@@ -9,22 +9,6 @@
 namespace cudafuture::storage {
 namespace {
 
-// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher
-// when the process exits or the system has no thread for it. The device work may need the interpreter, so the wait is
-// outside.
-std::exception_ptr synchronize(const Future& done) noexcept {
-  const ForeignRuntime& runtime = foreign_runtime();
-  void* const state = runtime.step_out();
-  std::exception_ptr error;
-  try {
-    for (const DeviceEventPtr& event : done.events().events()) event->synchronize();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  runtime.step_in(state);
-  return error;
-}
-
 // Of a write: its device has done what was enqueued before.
 class Source final : public Continuation {
  public:
@@ -49,6 +33,20 @@ class Source final : public Continuation {
 };
 
 }  // namespace
+
+// The device work may need the interpreter, so the wait is outside.
+std::exception_ptr synchronize(const Future& done) noexcept {
+  const ForeignRuntime& runtime = foreign_runtime();
+  void* const state = runtime.step_out();
+  std::exception_ptr error;
+  try {
+    for (const DeviceEventPtr& event : done.events().events()) event->synchronize();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  runtime.step_in(state);
+  return error;
+}
 
 void watch_source(Watching& engine, Operation* operation) {
   auto* const source = new Source(engine, operation);

@@ -1,6 +1,8 @@
 // What devices have done, brought to an engine by the watcher: a source that a write may take, buffers that are free.
 #pragma once
 
+#include <exception>
+
 #include "core/continuation.h"
 #include "storage/block.h"
 #include "storage/operation.h"
@@ -16,6 +18,10 @@ class Watching {
  protected:
   ~Watching() = default;
 };
+
+// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher
+// when the process exits or the system has no thread for it.
+std::exception_ptr synchronize(const Future& done) noexcept;
 
 void watch_source(Watching& engine, Operation* operation);
 

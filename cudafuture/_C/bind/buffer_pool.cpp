@@ -1,0 +1,63 @@
+// Pools of buffers.
+#include "storage/buffer_pool.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "bind/future.h"
+#include "bind/tensors.h"
+#include "core/callback_thread.h"
+#include "core/process.h"
+
+namespace cudafuture::bind {
+namespace {
+
+using storage::BufferPool;
+
+// Asks for `size` bytes. The future's value is `buffer`, whose `loan` is filled by then.
+nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, std::shared_ptr<BufferPool::Loan> loan,
+                       const std::string& name) {
+  const Entry entry;
+  refuse_after_fork();
+  auto future = c10::make_intrusive<Future>();
+  future->set_name(name);
+  future->set_default_executor(&CallbackThread::get());
+  nb::object result = wrap(future);
+  self.take({size, std::move(loan), foreign(std::move(buffer)), std::move(future)});
+  return result;
+}
+
+}  // namespace
+
+void bind_buffer_pool(nb::module_& m) {
+  nb::class_<BufferPool::Loan>(m, "BufferLoan")
+      .def_prop_ro("tensor",
+                   [](const BufferPool::Loan& self) -> nb::object {
+                     if (!self.tensor.defined()) return nb::none();
+                     return nb::steal(THPVariable_Wrap(self.tensor));
+                   })
+      .def("release", [](BufferPool::Loan& self) {
+        const at::Tensor last = std::move(self.tensor);  // the loan is empty before the memory returns
+        self.tensor = at::Tensor();
+      });
+  nb::class_<BufferPool>(m, "BufferPool")
+      .def("take", take_buffer, nb::arg("size"), nb::arg("buffer"), nb::arg("loan"), nb::arg("name"))
+      .def_prop_ro("free", &BufferPool::free)
+      .def("close", [](BufferPool& self) {
+        const Entry entry;
+        self.close();
+      });
+  m.def("make_buffer_loan", [] { return std::make_shared<BufferPool::Loan>(); });
+  // Made by a shared pointer: parts of the memory keep the pool alive.
+  m.def(
+      "make_buffer_pool",
+      [](nb::handle arena, bool is_pinned) { return std::make_shared<BufferPool>(take_on_host(arena), is_pinned); },
+      nb::arg("arena"), nb::arg("is_pinned"));
+}
+
+}  // namespace cudafuture::bind

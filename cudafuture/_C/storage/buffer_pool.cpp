@@ -1,0 +1,200 @@
+#include "storage/buffer_pool.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+
+#include <exception>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/edge.h"
+#include "core/error.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+#include "core/watcher.h"
+#include "storage/page.h"
+#include "storage/watch.h"
+
+namespace cudafuture::storage {
+namespace {
+
+std::uint64_t pages(std::uint64_t size) noexcept { return (size + kPage - 1) / kPage * kPage; }
+
+// The work that this thread's current streams still have to do. A stream that records a graph is left out: the host
+// cannot wait for it. So is a device that has failed: it does nothing any more.
+EventSet pending_work() noexcept {
+  std::vector<EventSet> sets;
+  std::vector<const EventSet*> pending;
+  if (!stands(Edge::storage_buffer_record)) return {};
+  try {
+    for (const c10::Device device : all_devices_with_streams()) {
+      if (!has_context(device)) continue;
+      try {
+        EventSet set = EventSet::record(device);
+        if (!set.is_captured() && !set.query()) sets.push_back(std::move(set));
+      } catch (...) {
+      }
+    }
+    for (const EventSet& set : sets) pending.push_back(&set);
+    return EventSet::join(pending, 0);
+  } catch (...) {
+    return {};
+  }
+}
+
+}  // namespace
+
+// When a request is cancelled, those behind it may be served.
+class BufferPool::Canceller final : public Producer {
+ public:
+  explicit Canceller(std::weak_ptr<BufferPool> pool) noexcept : pool_(std::move(pool)) {}
+  void finished(Future& future) noexcept override {
+    if (future.state() != State::cancelled) return;
+    if (const std::shared_ptr<BufferPool> pool = pool_.lock()) pool->serve(Caller::function);
+  }
+
+ private:
+  std::weak_ptr<BufferPool> pool_;
+};
+
+// Memory that devices may still use.
+class BufferPool::Return final : public Continuation {
+ public:
+  Return(std::shared_ptr<BufferPool> pool, std::uint64_t place, std::uint64_t size, FuturePtr work) noexcept
+      : pool_(std::move(pool)), place_(place), size_(size) {
+    parent = std::move(work);
+  }
+
+  void watch() noexcept {
+    if (!Watcher::get().try_watch(this)) abandon();
+  }
+  void run(Future&) noexcept override {
+    pool_->give_back(place_, size_);
+    delete this;
+  }
+  void abandon() noexcept override {
+    const std::unique_ptr<Return> self(this);
+    if (is_shut_down()) return;  // nobody takes the memory any more
+    synchronize(*parent);
+    pool_->give_back(place_, size_);
+  }
+
+ private:
+  std::shared_ptr<BufferPool> pool_;
+  std::uint64_t place_;
+  std::uint64_t size_;
+};
+
+BufferPool::BufferPool(const at::Tensor& arena, bool is_pinned)
+    : memory_(arena.storage()),
+      data_(static_cast<std::byte*>(arena.data_ptr())),
+      is_pinned_(is_pinned),
+      free_(arena.nbytes()) {}
+
+void BufferPool::take(Request&& request) {
+  request.future->set_producer(std::make_shared<Canceller>(weak_from_this()));
+  {
+    std::lock_guard lock(mutex_);
+    if (is_closed_) throw Error(ErrorKind::invalid_state, "the pool is closed");
+    waiting_.push_back(std::move(request));
+  }
+  serve(Caller::function);
+}
+
+void BufferPool::serve(Caller caller) noexcept {
+  const std::shared_ptr<BufferPool> alive = shared_from_this();
+  bool is_first = true;
+  while (true) {
+    std::optional<Request> request;
+    std::optional<std::uint64_t> place;
+    {
+      std::lock_guard lock(mutex_);
+      if (is_first && is_serving_) return;  // the caller that serves sees what has changed
+      is_first = false;
+      is_serving_ = !waiting_.empty();
+      if (!is_serving_) return;
+      Request& next = waiting_.front();
+      if (!next.future->done()) {  // else it was cancelled
+        place = next.size == 0 ? 0 : free_.take(pages(next.size));
+        is_serving_ = place.has_value();
+        if (!is_serving_) return;
+      }
+      request = std::move(next);
+      waiting_.pop_front();
+    }
+    if (place) lend(std::move(*request), *place, caller);
+  }
+}
+
+void BufferPool::lend(Request&& taken, std::uint64_t place, Caller caller) noexcept {
+  Request request = std::move(taken);  // dropped last of all, inside the interpreter if this thread is there
+  std::exception_ptr error;
+  try {
+    request.loan->tensor = part(place, request.size);
+  } catch (...) {
+    error = std::current_exception();
+    give_back(place, pages(request.size));
+  }
+  request.loan = nullptr;  // from here on the tensor is the user's, and may die in a thread of theirs only
+  const ForeignRuntime& runtime = foreign_runtime();
+  void* const state = caller == Caller::destructor ? runtime.step_out() : nullptr;
+  if (error == nullptr) {
+    request.future->complete(Value::of_object(std::move(request.value)));
+  } else {
+    request.future->fail(Value::of_error(std::move(error)));
+  }
+  if (state != nullptr) runtime.step_in(state);
+}
+
+at::Tensor BufferPool::part(std::uint64_t place, std::uint64_t size) {
+  const c10::InferenceMode plain(false);
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kByte).device(c10::kCPU);
+  if (size == 0) return at::empty({0}, options);
+  const auto done = [pool = shared_from_this(), place, size](void*) { pool->returned(place, pages(size)); };
+  return at::from_blob(data_ + place, {static_cast<std::int64_t>(size)}, done, options);
+}
+
+void BufferPool::returned(std::uint64_t place, std::uint64_t size) noexcept {
+  if (is_forked_child()) return;  // its lock may be held for ever
+  if (is_pinned_ && !is_shut_down()) {
+    EventSet events = pending_work();
+    if (!events.empty()) {
+      auto work = c10::make_intrusive<Future>();
+      work->complete(Value(), std::move(events));
+      (new Return(shared_from_this(), place, size, std::move(work)))->watch();
+      return;
+    }
+  }
+  give_back(place, size);
+}
+
+void BufferPool::give_back(std::uint64_t place, std::uint64_t size) noexcept {
+  if (size == 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    free_.give_back(place, size);
+  }
+  if (!is_shut_down()) serve(Caller::destructor);
+}
+
+std::uint64_t BufferPool::free() const {
+  std::lock_guard lock(mutex_);
+  return free_.free();
+}
+
+void BufferPool::close() noexcept {
+  std::deque<Request> waiting;
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    waiting.swap(waiting_);
+  }
+  for (const Request& request : waiting) {
+    request.future->fail(
+        Value::of_error(std::make_exception_ptr(Error(ErrorKind::invalid_state, "the pool was closed"))));
+  }
+}
+
+}  // namespace cudafuture::storage
