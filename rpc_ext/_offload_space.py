@@ -14,6 +14,7 @@ tensor or the new one, also after a crash.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import re
 import secrets
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from cudafuture import CUDAFuture, collect_all, gather
-from cudafuture.errors import NotFoundError, StorageError
+from cudafuture.errors import InvalidStateError, NotFoundError, StorageError
 from cudafuture.storage import Offloader
 from rpc_ext._offload_index import Index
 from rpc_ext._offload_order import Late, never
@@ -286,7 +287,8 @@ class Space:
 
         def removed(done: CUDAFuture[None]) -> None:
             if done.exception() is not None:
-                self._left_over.extend(name for name in names if name in self._store)
+                with contextlib.suppress(InvalidStateError):  # the store was closed
+                    self._left_over.extend(name for name in names if name in self._store)
 
         return self._store.deletev(names).then(removed, executor=service_thread)
 

@@ -8,7 +8,7 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.errors import NotFoundError
+from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.storage.store import Entry
 
 __all__ = ["OffloaderKeys"]
@@ -102,16 +102,22 @@ class OffloaderKeys:
     def keys(self) -> list[str]:
         """Return all keys, in the order in which they were written last.
 
+        Raises:
+            InvalidStateError: the store is closed. So do the other methods that look keys up.
+
         >>> from cudafuture.storage import Offloader
         >>> Offloader("states").keys()
         []
         """
+        self._expect_open()
         return self._native.keys()
 
     def __contains__(self, key: str) -> bool:
+        self._expect_open()
         return self._native.has(key)
 
     def __len__(self) -> int:
+        self._expect_open()
         keys: int = self._native.statistics()["keys"]
         return keys
 
@@ -128,6 +134,7 @@ class OffloaderKeys:
         >>> store.stat("weight")
         Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
+        self._expect_open()
         dtype, shape, nbytes = self._native.stat(key)
         return Entry(key, dtype, torch.Size(shape), nbytes)
 
@@ -143,6 +150,7 @@ class OffloaderKeys:
         >>> [entry and entry.shape for entry in store.find(["weight", "bias"]).wait()]
         [torch.Size([3, 3]), None]
         """
+        self._expect_open()
 
         def find(key: str) -> Entry | None:
             try:
@@ -160,3 +168,7 @@ class OffloaderKeys:
         []
         """
         return CUDAFuture.completed(self.keys())
+
+    def _expect_open(self) -> None:
+        if self._native.is_closed:
+            raise InvalidStateError("the store is closed")

@@ -290,6 +290,7 @@ class Offloader(OffloaderKeys):
         >>> Offloader("states").trim()
         0
         """
+        self._expect_open()
         return self._native.trim()
 
     def statistics(self) -> OffloaderStatistics:
@@ -316,7 +317,8 @@ class Offloader(OffloaderKeys):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{'durable' if self._durable else 'ephemeral'} Offloader in {self._dir!r}, {len(self)} keys>"
+        keys: int = self._native.statistics()["keys"]
+        return f"<{'durable' if self._durable else 'ephemeral'} Offloader in {self._dir!r}, {keys} keys>"
 
 
 _open_stores: weakref.WeakSet[Offloader] = weakref.WeakSet()

@@ -368,6 +368,14 @@ def test_a_closed_store_takes_nothing_more(store: Store) -> None:
         lambda: store.read("tensor"),
         lambda: store.delete("tensor"),
         store.flush,
+        store.keys,
+        lambda: "tensor" in store,
+        lambda: len(store),
+        lambda: store.stat("tensor"),
+        lambda: store.find(["tensor"]),
+        lambda: store.find([]),
+        store.list_keys,
+        store.trim,
     ]
     for call in asked:
         with pytest.raises(InvalidStateError, match="closed"):

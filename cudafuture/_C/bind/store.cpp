@@ -338,6 +338,7 @@ void bind_store(nb::module_& m) {
             return find(self, key_of(key)) != nullptr;
           },
           nb::arg("key"))
+      .def_prop_ro("is_closed", &Store::is_closed)
       .def("trim",
            [](Store& self) {
              refuse_after_fork();
