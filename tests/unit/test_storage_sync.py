@@ -12,7 +12,7 @@ from unit.shims import compile_shim
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_the_host")]
 
-# Fails for files whose path has the text that is in the file FAILS, as long as that is there.
+# Syncs, or with ALLOCATION allocations, fail for files whose path has the text in the file FAILS, while that is there.
 SHIM = r"""
 #include <dlfcn.h>
 #include <errno.h>
@@ -33,8 +33,13 @@ static int fails(int fd) {
   errno = getenv("ERRNO") ? atoi(getenv("ERRNO")) : EIO;
   return 1;
 }
-int fdatasync(int fd) { return fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
-int fsync(int fd) { return fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
+static int sync_fails(int fd) { return !getenv("ALLOCATION") && fails(fd); }
+int fdatasync(int fd) { return sync_fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+int fallocate(int fd, int mode, off_t offset, off_t size) {
+  if (getenv("ALLOCATION") && fails(fd)) return -1;
+  return ((int (*)(int, int, off_t, off_t))dlsym(RTLD_NEXT, "fallocate"))(fd, mode, offset, size);
+}
+int fsync(int fd) { return sync_fails(fd) ? -1 : ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
 """
 
 SCRIPT = """
@@ -142,4 +147,43 @@ def test_a_slab_that_a_full_disk_does_not_sync_fails_its_writes_and_gets_no_more
         assert [child.hear() for _ in range(4)] == ["done", "1", "done", "2"]
         for _ in range(2):
             assert child.hear() == "['first', 'after'] [tensor([1., 1., 1.]), tensor([2., 2., 2.])]"
+        assert (child.end(), child.errors()) == (0, "")
+
+
+NO_ROOM = """
+import os, sys, torch
+from pathlib import Path
+from cudafuture.storage import Offloader
+fails = Path(os.environ["FAILS"])
+
+def outcome(future):
+    error = future.exception()
+    return f"{type(error).__name__} {error.errno} {error}" if error else "done"
+
+many = {f"{i:0>1000}": torch.ones(3) for i in range(2000)}  # a record has its key
+with Offloader(sys.argv[1], durable=True) as store:
+    store.writev({"first": torch.ones(3), "second": torch.ones(3)}).wait()
+    fails.write_text("journal")
+    say(outcome(store.writev(many)))
+    say(store.keys())
+    say(outcome(store.delete("second")))
+    fails.unlink()
+    say(outcome(store.writev(many)))
+with Offloader(sys.argv[1], durable=True) as store:
+    say(store.keys() == ["first", *many])
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_journal_that_gets_no_room_fails_the_writes_and_no_deletion(
+    code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
+    monkeypatch.setenv("ERRNO", f"{code}")
+    monkeypatch.setenv("ALLOCATION", "1")
+    with Child(NO_ROOM, str(tmp_path / "store")) as child:
+        error = child.hear()
+        assert error.startswith(f"StorageError {code} cannot allocate "), error
+        assert [child.hear() for _ in range(4)] == ["['first', 'second']", "done", "done", "True"]
         assert (child.end(), child.errors()) == (0, "")

@@ -105,9 +105,10 @@ std::vector<Record> Committer::records_of(const std::vector<Change>& changes) co
   return records;
 }
 
-// Returns why a full disk has no room for these records; null: it has. What else goes wrong append() tells.
+// Return the reason why there is no room for these records; null: there is. append() reports a broken journal.
 std::exception_ptr Committer::make_room(const std::vector<Record>& records) noexcept {
   if (broken() != nullptr) return nullptr;
+  std::exception_ptr full;
   for (int attempt = 0;; ++attempt) {
     try {
       if (attempt == 1 && journal_->records() > store_.index_.statistics().keys) compact();
@@ -116,8 +117,9 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
       return nullptr;
     } catch (const Failure& failure) {
       if (journal_->is_broken()) note_broken(std::current_exception());
-      if (!is_full(failure) || journal_->is_broken()) return nullptr;
-      if (attempt == 2) return std::current_exception();
+      if (journal_->is_broken()) return nullptr;
+      if (full == nullptr) full = std::current_exception();
+      if (!is_full(failure) || attempt == 2) return full;
     }
   }
 }
