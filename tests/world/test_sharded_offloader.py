@@ -100,6 +100,26 @@ def open_shards(folder: str) -> ShardedOffloader:
     )
 
 
+def see_keys_by_asking_before_a_shard_dies(rank: int, store: str, folder: str) -> None:
+    if rank != 0:
+        serve(rank, store, folder)
+        return
+    begin(rank, 3, store)
+    writer = open_shards(folder)
+    writer.writev(tensors()).wait(timeout=LONG)
+    here = [key for key in KEYS if writer.where(key) == "one"]
+    finder, lister = (ShardedOffloader(writer.shards) for _ in range(2))
+    assert all(finder.find([*here[1:], "no such key"]).wait(timeout=LONG)[:-1])
+    assert sorted(lister.list_keys().wait(timeout=LONG)) == sorted(KEYS)
+    assert isinstance(failure(rpc_async("callee", die)), WorkerLostError)
+    for asker, known in ((finder, here[1:]), (lister, here)):
+        assert asker.lost() == {}
+        assert isinstance(failure(asker.read(here[0])), WorkerLostError)
+        assert {name: sorted(keys) for name, keys in asker.lost().items()} == {"one": sorted(known)}
+    writer.close()
+    end()
+
+
 def end() -> None:
     rpc_async("third", go_on).exception(timeout=LONG)  # it may end before it has answered
     rpc_ext.shutdown(graceful=False)
@@ -150,6 +170,10 @@ def see_a_shard_die(rank: int, store: str, folder: str) -> None:
 
 def test_a_shard_dies_and_the_others_go_on(tmp_path: Path) -> None:
     run_ranks(3, see_a_shard_die, str(tmp_path / "store"), str(tmp_path), lost=[1])
+
+
+def test_keys_that_were_found_or_listed_are_known_to_be_lost(tmp_path: Path) -> None:
+    run_ranks(3, see_keys_by_asking_before_a_shard_dies, str(tmp_path / "store"), str(tmp_path), lost=[1])
 
 
 def see_a_shard_die_in_the_midst(rank: int, store: str, folder: str) -> None:
