@@ -78,10 +78,13 @@ class OffloaderKeys:
         A disk that cannot read a page ends the process with SIGBUS; ``read`` raises. Use it where only parts of a large
         tensor are wanted, or several processes read the same ones: they share the page cache, which ``read`` bypasses.
 
+        Each key of a call takes a mapping of its own, and the kernel limits how many a process has
+        (``vm.max_map_count``). While the tensor lives its bytes count in the store's `capacity`.
+
         Args:
             key: as for ``write``; or several, whose tensors have one dtype, and all but the last of which have a whole
                 number of pages (4 KiB).
-            verify: read all of it now, and compare its checksum.
+            verify: read all of it now, and compare its checksum. In a store without checksums this verifies nothing.
 
         Raises:
             NotFoundError: there is no such key.
