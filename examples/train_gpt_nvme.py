@@ -2,9 +2,9 @@
 
     python examples/train_gpt_nvme.py [--short] [--folder FOLDER] [--when backward]
 
-The text is the source code of Python's standard library on this machine, byte by byte. Each training runs in a process
-of its own, so that each has a peak of memory of its own. The program ends with an error unless the loss falls, and
-unless losses, parameters and state are equal to the last bit.
+The text is the source code of Python's standard library on this machine, byte by byte. Each training runs in its own
+process, so that each process has its own memory peak. The program exits with an error unless the loss falls, and
+unless losses, parameters and state of both trainings are equal bit for bit.
 
 The model: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, made small.
 """
@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -34,27 +33,29 @@ from cudafuture.swap import OffloadedOptimizer, offload
 
 MIB = 1 << 20
 BYTES = 256  # the vocabulary
-HEAD = 64  # the width of a head
+HEAD = 64  # the width of an attention head
 TEXT = 4 * MIB  # of source code
+PLACES = {"disk": "on disk", "memory": "in memory"}
+FALL = 2.0  # by which the last quarter's mean loss is below the first loss
 
 
 class Block(nn.Module):
-    """Attention to what comes before, and a network for each position."""
+    """Causal attention, then a feed-forward network for each position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention_norm, self.network_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.projections, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations of the same shape: batch, positions, width."""
         batch, positions, width = x.shape
-        three = self.queries_keys_values(self.before_attention(x)).view(batch, positions, 3, width // HEAD, HEAD)
-        queries, keys, values = three.permute(2, 0, 3, 1, 4)
+        projected = self.projections(self.attention_norm(x)).view(batch, positions, 3, width // HEAD, HEAD)
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.attended(attended.transpose(1, 2).reshape(batch, positions, width))
-        result: Tensor = x + self.network(self.before_network(x))
+        x = x + self.output(attended.transpose(1, 2).reshape(batch, positions, width))
+        result: Tensor = x + self.network(self.network_norm(x))
         return result
 
 
@@ -65,97 +66,111 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes, self.positions = nn.Embedding(BYTES, width), nn.Embedding(positions, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
-        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return a score of every byte for each position: batch, positions, 256."""
+        """Return scores of all bytes for each position: batch, positions, 256."""
         x = self.bytes(text) + self.positions.weight[: text.shape[1]]
-        scores: Tensor = self.head(self.last(self.blocks(x)))
+        scores: Tensor = self.head(self.norm(self.blocks(x)))
         return scores
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield positions of the text and the bytes that follow them, the same ones in every run."""
+    """Yield parts of the text, each with the bytes that follow its positions; every run gets the same ones."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     content = b"".join(file.read_bytes() for file in files)[:TEXT]
     text = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
-    numbers = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
     for _ in range(args.steps):
-        begins = torch.randint(len(text) - args.positions, (args.batch_size,), generator=numbers)
-        chosen = torch.stack([text[begin : begin + args.positions + 1] for begin in begins.tolist()])
-        yield chosen[:, :-1], chosen[:, 1:]
+        starts = torch.randint(len(text) - args.positions, (args.batch_size,), generator=generator)
+        parts = torch.stack([text[start : start + args.positions + 1] for start in starts.tolist()])
+        yield parts[:, :-1], parts[:, 1:]
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of all bits of the parameters and of their state."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of the parameters and their state."""
+    sha = hashlib.sha256()
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         for tensor in (parameter.detach(), *(state[name] for name in ("step", "exp_avg", "exp_avg_sq"))):
-            found.update(tensor.numpy().tobytes())
-    return found.hexdigest()
+            sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()
 
 
-def train(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
-    """Train, with the state in a folder or in memory; return what came out."""
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def mean(values: list[float]) -> float:
+    """Return the arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train with the state on disk or in memory, and return the results of this run."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    before = peak_bytes()
     model = GPT(args.width, args.layers, args.positions)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, fused=False)
     losses: list[float] = []
     with ExitStack() as stack:
-        if folder is not None:
-            optimizer = stack.enter_context(
-                offload(
-                    optimizer, folder, when=args.when, min_bytes=1 << 16, chunk_bytes=1 << 20, buffer_bytes=20 * MIB
-                )
-            )
+        if args.state == "disk":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder))
+            options = {"min_bytes": 1 << 16, "chunk_bytes": 1 << 20, "buffer_bytes": args.buffer_mib * MIB}
+            optimizer = stack.enter_context(offload(optimizer, folder, when=args.when, **options))
         start = time.monotonic()
+        interval = max(1, args.steps // 6)
         for text, following in batches(args):
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
-            if len(losses) % max(1, args.steps // 8) == 0:
-                sys.stderr.write(f"  step {len(losses):3}: loss {losses[-1]:.3f}\n")
+            if len(losses) % interval == 0:
+                sys.stderr.write(f"  step {len(losses):3}: mean loss {mean(losses[-interval:]):.3f}\n")
         seconds = time.monotonic() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        on_disk = optimizer.statistics().stored_bytes if isinstance(optimizer, OffloadedOptimizer) else 0
+        peak = peak_bytes()  # before the digest, which reads all state
         return {
             "losses": losses,
             "digest": digest(model, optimizer),
             "seconds": seconds,
+            "before_bytes": before,
             "peak_bytes": peak,
-            "disk_bytes": on_disk,
+            "disk_bytes": optimizer.statistics().stored_bytes if isinstance(optimizer, OffloadedOptimizer) else 0,
             "parameters": sum(p.numel() for p in model.parameters()),
         }
 
 
-def run(where: str) -> dict[str, Any]:
-    """Train in a process of its own."""
-    sys.stderr.write(f"AdamW's state {where}\n")
-    options = [*sys.argv[1:], "--state", where.split()[-1]]
-    # glibc's malloc then gives freed tensors back to the system at once, so that the peak is that of tensors in use
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    command = [sys.executable, __file__, *options]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
+def run(state: str) -> dict[str, Any]:
+    """Train in a new process."""
+    sys.stderr.write(f"AdamW's state {PLACES[state]}\n")
+    # With this threshold glibc's malloc returns freed tensors to the system at once, so the peak is that of tensors in
+    # use. Threads of OpenMP that wait for work then leave the processor to others.
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--state", state]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, env={**settings, **os.environ}, check=True)
     result: dict[str, Any] = json.loads(finished.stdout)
     return result
 
 
 def report(disk: dict[str, Any], memory: dict[str, Any]) -> dict[str, bool]:
-    """Print both runs, and return what was checked."""
-    print(f"{disk['parameters']:,} parameters, {len(disk['losses'])} steps; loss {disk['losses'][0]:.3f} at first")
-    for name, result in (("on disk", disk), ("in memory", memory)):
+    """Print both runs, and return the outcome of each check."""
+    losses = disk["losses"]
+    last = mean(losses[-max(1, len(losses) // 4) :])
+    print(f"{disk['parameters']:,} parameters, {len(losses)} steps: loss {losses[0]:.3f}, at the end {last:.3f}")
+    for state, result in (("disk", disk), ("memory", memory)):
         print(
-            f"state {name:>9}: loss {result['losses'][-1]:.3f}, {result['seconds']:.1f} s, peak of memory "
-            f"{result['peak_bytes'] / MIB:,.0f} MiB, on disk {result['disk_bytes'] / MIB:,.0f} MiB"
+            f"state {PLACES[state]:>9}: {result['seconds']:5.1f} s, {result['disk_bytes'] / MIB:3,.0f} MiB on disk, "
+            f"memory peak {result['peak_bytes'] / MIB:,.0f} MiB ({result['before_bytes'] / MIB:,.0f} before training)"
         )
+    print(f"memory saved: {(memory['peak_bytes'] - disk['peak_bytes']) / MIB:,.0f} MiB")
+    outcomes = [(run["losses"], run["digest"]) for run in (disk, memory)]
     checks = {
-        "the loss falls": disk["losses"][-1] < disk["losses"][0] - 0.5,
-        "losses, parameters and state are equal bit for bit": (disk["losses"], disk["digest"])
-        == (memory["losses"], memory["digest"]),
+        "the loss falls": last < losses[0] - FALL,
+        "losses, parameters and state are equal bit for bit": outcomes[0] == outcomes[1],
     }
     for check, passed in checks.items():
         print(f"{'passed' if passed else 'FAILED'}  {check}")
@@ -165,36 +180,38 @@ def report(disk: dict[str, Any], memory: dict[str, Any]) -> dict[str, bool]:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="A small GPT whose AdamW state lies on a disk.")
-    parser.add_argument("--short", action="store_true", help="a smaller model and fewer steps: some seconds")
+    parser.add_argument("--short", action="store_true", help="a smaller model, which takes a few seconds")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help=f"a multiple of {HEAD}")
-    parser.add_argument("--positions", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--positions", type=int, default=64)
+    parser.add_argument("--batch-size", type=int)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--when", choices=["step", "backward"], default="step")
-    parser.add_argument("--folder", type=Path, help="on the disk for the state (a temporary one)")
+    parser.add_argument("--folder", type=Path, help="on the disk for the state; default: where temporary files go")
+    parser.add_argument("--buffer-mib", type=int, default=12, help="memory for state that is read, updated and written")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
-    parser.add_argument("--state", choices=["disk", "memory"], help=argparse.SUPPRESS)
+    parser.add_argument("--state", choices=list(PLACES), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults = (24, 2, 192) if args.short else (30, 6, 512)
-    for name, value in zip(("steps", "layers", "width"), defaults, strict=True):
+    defaults = (20, 4, 384, 4) if args.short else (30, 6, 512, 8)
+    for name, value in zip(("steps", "layers", "width", "batch_size"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.width % HEAD:
         parser.error(f"--width {args.width} is not a multiple of {HEAD}")
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps} is less than 1")
     return args
 
 
 def main() -> int:
-    """Train twice, compare, report; the number of checks that failed."""
+    """Train twice, compare, report; return the number of checks that failed."""
     args = arguments()
-    if args.state is not None:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            print(json.dumps(train(args, folder if args.state == "disk" else None)))
+    if args.state is not None:  # one of the two processes
+        print(json.dumps(train(args)))
         return 0
-    disk, memory = run("on disk"), run("in memory")
+    disk, memory = run("disk"), run("memory")
     checks = report(disk, memory)
     if args.json:
         args.json.write_text(json.dumps({"disk": disk, "memory": memory, "checks": checks}, indent=2) + "\n")

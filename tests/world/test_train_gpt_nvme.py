@@ -1,4 +1,4 @@
-"""The GPT example: training with state on a disk equals training in memory, and a difference is noticed."""
+"""The GPT example: training with state on a disk equals training in memory, and differences are failures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt_nvme.py"
 
+SMALL = ["--layers", "2", "--width", "192"]
+
 A_LITTLE_WRONG = """
 import sys, torch, train_gpt_nvme
 
@@ -29,30 +31,45 @@ sys.exit(train_gpt_nvme.main())
 
 
 def train(tmp_path: Path, *options: str, script: Path = EXAMPLE) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """Run the example: how it ended, and its results."""
+    """Run the example; return the finished process and its results."""
     path = tmp_path / "results.json"
-    command = [sys.executable, str(script), "--short", "--folder", str(tmp_path), "--json", str(path), *options]
+    command = [sys.executable, str(script), "--folder", str(tmp_path), "--json", str(path), *options]
     environment = {"PYTHONPATH": str(EXAMPLE.parent), "PATH": ""}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=500)
     assert path.exists(), finished.stderr
     return finished, json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("when", ["step", pytest.param("backward", marks=in_soak_alone)])
-def test_training_with_state_on_a_disk_equals_training_in_memory(tmp_path: Path, when: str) -> None:
-    finished, results = train(tmp_path, "--when", when)
+def test_training_with_state_on_disk_equals_training_in_memory(tmp_path: Path, when: str) -> None:
+    finished, results = train(tmp_path, "--short", *SMALL, "--steps", "24", "--when", when)
+    disk, memory = results["disk"], results["memory"]
     assert finished.returncode == 0, finished.stdout
-    assert results["disk"]["losses"] == results["memory"]["losses"]
-    assert results["disk"]["disk_bytes"] > 0.9 * 8 * results["disk"]["parameters"]
-    assert results["memory"]["disk_bytes"] == 0
+    assert all(results["checks"].values())
+    assert len(disk["losses"]) == 24
+    assert disk["losses"] == memory["losses"]
+    assert disk["disk_bytes"] > 0.9 * 8 * disk["parameters"], "nearly all of AdamW's two tensors for each parameter"
+    assert memory["disk_bytes"] == 0
+    assert finished.stdout.count(" before training)") == 2, "one memory peak for each training"
     assert "FAILED" not in finished.stdout
+    assert finished.stderr.count("mean loss") == 2 * 6
     assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
 
 
-def test_a_difference_is_noticed(tmp_path: Path) -> None:
+def test_different_parameters_and_a_loss_that_does_not_fall_are_failures(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_LITTLE_WRONG)
-    finished, results = train(tmp_path, "--steps", "3", script=script)
-    assert finished.returncode != 0
-    assert not results["checks"]["losses, parameters and state are equal bit for bit"]
-    assert "FAILED  losses" in finished.stdout
+    finished, results = train(tmp_path, *SMALL, "--steps", "1", script=script)
+    assert finished.returncode == 2, finished.stdout
+    assert results["disk"]["losses"] == results["memory"]["losses"], "the first loss is that of the first parameters"
+    assert not any(results["checks"].values())
+    assert finished.stdout.count("FAILED") == 2
+
+
+@in_soak_alone
+@pytest.mark.parametrize("options", [[], ["--when", "backward"]])
+def test_training_with_state_on_disk_takes_less_memory(tmp_path: Path, options: list[str]) -> None:
+    finished, results = train(tmp_path, *options)
+    assert finished.returncode == 0, finished.stdout
+    saved = results["memory"]["peak_bytes"] - results["disk"]["peak_bytes"]
+    assert saved > results["disk"]["disk_bytes"] / 2, finished.stdout
