@@ -317,7 +317,7 @@ void bind_store(nb::module_& m) {
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"), nb::arg("digests").none())
       .def("link", link, nb::arg("keys"), nb::arg("to"))
-      .def("map", map, nb::arg("key"), nb::arg("verify"))
+      .def("map", map, nb::arg("keys"), nb::arg("verify"))
       .def("erase", erase, nb::arg("keys"))
       .def("flush",
            [](Store& self) {
