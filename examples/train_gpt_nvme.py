@@ -194,7 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--state", choices=list(PLACES), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults = (20, 4, 384, 4) if args.short else (30, 6, 512, 8)
+    defaults = (12, 4, 384, 4) if args.short else (30, 6, 512, 8)
     for name, value in zip(("steps", "layers", "width", "batch_size"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -56,6 +56,7 @@ def test_training_with_state_on_disk_equals_training_in_memory(tmp_path: Path, w
     assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
 
 
+@in_soak_alone
 def test_different_parameters_and_a_loss_that_does_not_fall_are_failures(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_LITTLE_WRONG)
