@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,20 +124,17 @@ class Chunk:
 
 
 def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int], ...]:
-    """Return the bounds of chunks of at most so many elements; one chunk where `most` is None.
+    """Return the bounds of chunks of about so many elements; one chunk where `most` is None.
 
-    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory. Chunks are whole pages,
-    so that they can be mapped side by side.
+    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory. All chunks but the last
+    are whole pages, and the last is at least one, so that the store can map them side by side.
     """
     count = parameter.numel()
     if most is None or count <= most or not parameter.is_contiguous():
         return ((0, count),)
-    return tuple(_ranges(count, max(most // _PAGE, 1) * _PAGE))
-
-
-def _ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, count, most):
-        yield begin, min(begin + most, count)
+    size = max(most // _PAGE, 1) * _PAGE
+    begins = list(range(0, count - _PAGE + 1, size))
+    return tuple(itertools.pairwise([*begins, count]))
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:

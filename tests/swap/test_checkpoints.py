@@ -134,7 +134,7 @@ while True:
 
 def test_a_state_dict_reads_nothing_until_its_tensors_are_used(tmp_path: Path) -> None:
     with Engine() as engine, Offloader(tmp_path, engine=engine) as store:
-        pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (70_001,)), chunk_bytes=1 << 16)
+        pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (70_001,), (2 * 16_384 + 100,)), chunk_bytes=1 << 16)
         pair.step()
         before = engine.statistics().blocks
         states = pair.offloaded.state_dict()["state"]
