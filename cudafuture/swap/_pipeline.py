@@ -109,7 +109,6 @@ class Pipeline:
             cut(unit)
             unit.begun = CUDAFuture.completed(None)
             return
-
         self._request(unit)
 
     def _request(self, unit: Unit) -> None:
@@ -148,10 +147,15 @@ class Pipeline:
         taken = unit.taken
         if taken is not None and not self._buffers.expect(taken):
             for waiting in self._reading:
-                if waiting is unit or (waiting.taken is not None and waiting.taken.cancel()):
+                if waiting is unit or waiting.cancel_request():
                     self._request(waiting)
 
     def finish_read(self) -> Unit:
+        """Wait for the unit that was read first, and return it.
+
+        Raises:
+            SwapError: it cannot be read.
+        """
         unit = self._reading[0]
         assert unit.begun is not None
         self._give_memory_to(unit)
@@ -215,8 +219,7 @@ class Pipeline:
 
     def _drop(self, unit: Unit) -> None:
         assert unit.begun is not None
-        if unit.taken is not None:
-            unit.taken.cancel()
+        unit.cancel_request()
         error_of(unit.begun)
         for _, future in (*unit.reads, *unit.gradient_reads):
             error_of(future)  # so that a failure counts as seen

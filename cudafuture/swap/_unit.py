@@ -41,8 +41,13 @@ class Unit:
     """of each parameter: its chunks that are read, and their tensors"""
     gradient_reads: list[tuple[Chunk, CUDAFuture[Any]]] = field(default_factory=list)
 
+    def cancel_request(self) -> bool:
+        """Cancel the request for the buffer; return False where there is none, or it has come through."""
+        taken = self.taken  # another thread sets it to None when the buffer is there
+        return taken is not None and taken.cancel()
+
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.tensors, self.undo, self.gradients, self.buffer = [], [], [], None
         self.reads, self.gradient_reads, self.begun = [], [], None
 
