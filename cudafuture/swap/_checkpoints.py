@@ -18,6 +18,7 @@ import torch
 
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Offloader, Store
+from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState
 from cudafuture.swap._pipeline import Pipeline
 
@@ -43,8 +44,7 @@ class SwappedStates(Protocol):
 class Checkpoints(ABC):
     """The methods of an offloaded optimizer that save and load checkpoints."""
 
-    _store: Store
-    _name: str
+    _namespace: Namespace
     _lock: threading.RLock
     param_groups: list[dict[str, Any]]
 
@@ -78,7 +78,7 @@ class Checkpoints(ABC):
         """
         with self._lock, torch.no_grad():
             self._swap.pipeline.drain()
-            _save(self._store, self._name, checkpoint, self.param_groups, self._swap)
+            _save(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
 
     def load(self, checkpoint: str) -> None:
         """Take over the state and the groups' options of a checkpoint, whatever its chunks were.
@@ -96,7 +96,7 @@ class Checkpoints(ABC):
         """
         with self._lock, torch.no_grad():
             self._forget_reads()
-            _load(self._store, self._name, checkpoint, self.param_groups, self._swap)
+            _load(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
 
     def checkpoints(self) -> list[str]:
         """Return the names of the checkpoints in the store, sorted.
@@ -108,7 +108,7 @@ class Checkpoints(ABC):
         >>> optimizer.checkpoints()
         []
         """
-        return _names(self._store, self._name)
+        return _names(self._namespace.store, self._namespace.name)
 
     def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint.
@@ -123,7 +123,7 @@ class Checkpoints(ABC):
         >>> optimizer.save("epoch 1")
         >>> optimizer.delete_checkpoint("epoch 1")
         """
-        _delete(self._store, self._name, checkpoint)
+        _delete(self._namespace.store, self._namespace.name, checkpoint)
 
 
 def _names(store: Store, name: str) -> list[str]:

@@ -1,31 +1,53 @@
-"""The names of offloaded optimizers in a store, each of which one optimizer of this process has."""
+"""Names in a store, each of which one optimizer of this process has."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
-from cudafuture.storage import Store
+from cudafuture.storage import Offloader, Store
 
-__all__ = ["release", "reserve"]
+__all__ = ["Namespace"]
 
-_names: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Namespace]]] = weakref.WeakKeyDictionary()
 
 
-def reserve(store: Store, name: str, optimizer: Any) -> str:
-    """Take a name in a store.
+class Namespace:
+    """The keys of one optimizer: a name that they begin with, in a store that others may use, too.
+
+    Keys of state that a process has left behind are deleted.
+
+    Args:
+        store: a store, or a folder for an ephemeral one, which ``close()`` closes.
+        name: free while no other namespace of this process has it.
 
     Raises:
-        ValueError: another optimizer of this process has it.
+        ValueError: the name is empty, has a "/", or is not free.
     """
-    names = _names.setdefault(store, {})
-    if name in names and names[name]() is not None:
-        raise ValueError(f"another optimizer has the name {name!r} in this store: give name=")
-    names[name] = weakref.ref(optimizer)
-    return name
 
+    def __init__(self, store: Store | str | os.PathLike[str], name: str) -> None:
+        if not name or "/" in name:
+            raise ValueError(f"name={name!r} is empty or has a '/'")
+        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
+        self.store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
+        self.name, self.state_prefix = name, f"{name}/state/"
+        owners = _owners.setdefault(self.store, {})
+        if name in owners and owners[name]() is not None:
+            raise ValueError(f"another optimizer has the name {name!r} in this store: give name=")
+        owners[name] = weakref.ref(self)
+        try:
+            left = [key for key in self.store.list_keys().wait() if key.startswith(self.state_prefix)]
+            if left:
+                self.store.deletev(left).wait()
+        except BaseException:
+            self.close()
+            raise
 
-def release(store: Store, optimizer: Any) -> None:
-    names = _names.get(store, {})
-    for name in [name for name, owner in names.items() if owner() is optimizer]:
-        del names[name]
+    def close(self) -> None:
+        """Give the name back, and close a store of its own. Further calls do nothing."""
+        owners = _owners.get(self.store, {})
+        if self.name in owners and owners[self.name]() is self:
+            del owners[self.name]
+        if self._own_store is not None:
+            self._own_store.close()

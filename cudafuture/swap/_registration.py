@@ -11,8 +11,9 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
-from cudafuture.storage import Store, empty
+from cudafuture.storage import empty
 from cudafuture.swap._assembly import assembled, partitions_of
+from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_swapper import ParameterSwapper
 
 __all__ = ["Registration"]
@@ -21,7 +22,7 @@ __all__ = ["Registration"]
 class Registration(ABC):
     """The first values of parameters: from tensors, or from partitions of half precision."""
 
-    _store: Store
+    _namespace: Namespace
     param_groups: list[dict[str, Any]]
 
     @property
@@ -104,7 +105,7 @@ class Registration(ABC):
         if not len(fp16_partitions_info) == len(fp16_num_elems) == len(fp32_parameters):
             raise ValueError("partitions, numbers of elements and parameters are not of the same count")
         parts = [
-            partitions_of(infos, numel, dtype, self._store)
+            partitions_of(infos, numel, dtype, self._namespace.store)
             for infos, numel in zip(fp16_partitions_info, fp16_num_elems, strict=True)
         ]
         if fp16_pinned_buffers is None:
@@ -116,7 +117,7 @@ class Registration(ABC):
             parameter.shape if parameter.numel() == numel else torch.Size([numel])
             for parameter, numel in zip(fp32_parameters, fp16_num_elems, strict=True)
         ]
-        self._initialize(fp32_parameters, shapes, assembled(parts, self._store, buffers))
+        self._initialize(fp32_parameters, shapes, assembled(parts, self._namespace.store, buffers))
 
     def _initialize(
         self, parameters: Sequence[torch.Tensor], shapes: Sequence[torch.Size], rounds: Iterable[list[torch.Tensor]]

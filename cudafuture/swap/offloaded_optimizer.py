@@ -12,11 +12,11 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Offloader, Store
+from cudafuture.storage import Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._counters import SwapCounters
 from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
-from cudafuture.swap._namespace import release, reserve
+from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._offloaded_gradients import OffloadedGradients
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._state_mapping import StateMapping
@@ -46,17 +46,13 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     ) -> None:
         if when not in ("step", "backward"):
             raise ValueError(f"when={when!r} is neither 'step' nor 'backward'")
-        if not name or "/" in name:
-            raise ValueError(f"name={name!r} is empty or has a '/'")
         if options.swap_gradients and when == "backward":
             raise ValueError("swap_gradients is for when='step'; when='backward' uses each gradient at once")
         update = Update(optimizer)
         self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
         self._make, self._when, self._prefetch = make, when, options.prefetch
-        self._until_now, self._last_step = (
-            SwapCounters(),
-            SwapCounters(),
-        )  # until the end of the last step; of that step
+        self._until_now = SwapCounters()  # at the end of the last step
+        self._last_step = SwapCounters()
         self._lock = threading.RLock()  # backward runs in a thread of its own for each device
         self._updated: list[torch.Tensor] = []  # by the hooks of this backward
         self._order: list[torch.Tensor] = []  # in which the last backward updated the parameters
@@ -65,15 +61,12 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
         self.state = StateMapping(self)  # type: ignore[assignment]
-        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
-        self._store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
+        self._namespace = Namespace(store, name)
         try:
-            self._name = reserve(self._store, name, self)
-            prefix = f"{name}/state/"
-            keys = self._store.list_keys().wait()
-            if stale := [key for key in keys if key.startswith(prefix)]:  # of a process that has ended
-                self._store.deletev(stale).wait()
-            self._swapper = Swapper(self._store, prefix, update, options, list(self._parameters()), self._name_of)
+            parameters = list(self._parameters())
+            self._swapper = Swapper(
+                self._namespace.store, self._namespace.state_prefix, update, options, parameters, self._name_of
+            )
             for parameter, state in given_state.items():
                 if state and parameter.numel():
                     self.set_state(parameter, state)
@@ -380,9 +373,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 if swapper is not None:
                     swapper.close()
             finally:
-                release(self._store, self)
-                if self._own_store is not None:
-                    self._own_store.close()
+                self._namespace.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self

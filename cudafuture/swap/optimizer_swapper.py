@@ -12,9 +12,9 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Offloader, Store
+from cudafuture.storage import Store
 from cudafuture.swap._checkpoints import Checkpoints
-from cudafuture.swap._namespace import release, reserve
+from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_swapper import ParameterSwapper
 from cudafuture.swap._registration import Registration
 from cudafuture.swap.statistics import SwapStatistics
@@ -71,20 +71,14 @@ class OptimizerSwapper(Registration, Checkpoints):
     ) -> None:
         if min_bytes < 0 or prefetch < 0:
             raise ValueError(f"min_bytes={min_bytes!r} or prefetch={prefetch!r} is negative")
-        if not name or "/" in name:
-            raise ValueError(f"name={name!r} is empty or has a '/'")
         self._lock = threading.RLock()
         self._timers = StageTimers(timers)
-        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
-        self._store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
         self._swapper: ParameterSwapper | None = None
+        self._namespace = Namespace(store, name)
         try:
-            self._name = reserve(self._store, name, self)
-            prefix = f"{name}/state/"
-            keys = self._store.list_keys().wait()
-            if stale := [key for key in keys if key.startswith(prefix)]:  # of a process that has ended
-                self._store.deletev(stale).wait()
-            self._swapper = ParameterSwapper(optimizer, self._store, prefix, min_bytes, buffer_bytes, prefetch)
+            self._swapper = ParameterSwapper(
+                optimizer, self._namespace.store, self._namespace.state_prefix, min_bytes, buffer_bytes, prefetch
+            )
         except BaseException:
             self.close()
             raise
@@ -354,9 +348,7 @@ class OptimizerSwapper(Registration, Checkpoints):
                 if swapper is not None:
                     swapper.close()
             finally:
-                release(self._store, self)
-                if self._own_store is not None:
-                    self._own_store.close()
+                self._namespace.close()
 
     def __enter__(self) -> OptimizerSwapper:
         return self
