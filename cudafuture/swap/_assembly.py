@@ -13,10 +13,9 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
 from cudafuture.storage import File, Store
+from cudafuture.swap._unit import pages
 
 __all__ = ["Partition", "assembled", "partitions_of"]
-
-_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Partition:
     @property
     def staged_bytes(self) -> int:
         """The bytes of its elements in whole pages; those in memory count, too, which bounds a round."""
-        return -(-self.numel * self.dtype.itemsize // _PAGE) * _PAGE
+        return pages(self.numel * self.dtype.itemsize)
 
 
 def partitions_of(

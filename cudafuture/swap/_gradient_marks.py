@@ -11,7 +11,7 @@ __all__ = ["AppliedGradient", "GradientMark", "SwappedGradient"]
 
 
 class GradientMark(torch.Tensor):
-    """A tensor without memory, of the shape of a gradient. Every operation on it raises RuntimeError.
+    """A tensor without memory, of the shape of a gradient. Operations on it raise RuntimeError.
 
     Clipping, scalers and a further backward would otherwise skip the gradient, or use it a second time, without notice.
     """
@@ -37,6 +37,10 @@ class GradientMark(torch.Tensor):
     ) -> Any:
         if operation is torch.ops.aten.detach.default:
             return args[0]
+        mark = args[0] if args else None
+        if operation is torch.ops.aten.add_.Tensor and isinstance(mark, SwappedGradient) and not kwargs:
+            mark.added = args[1] if mark.added is None else mark.added + args[1]
+            return mark
         raise RuntimeError(cls.reason)
 
 
@@ -57,18 +61,4 @@ class SwappedGradient(GradientMark):
         "gradient_of() instead of functions that take parameters"
     )
     added: torch.Tensor | None = None
-    """what was added since the optimizer last looked"""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        operation: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        mark = args[0] if args else None
-        if operation is torch.ops.aten.add_.Tensor and isinstance(mark, SwappedGradient) and not kwargs:
-            mark.added = args[1] if mark.added is None else mark.added + args[1]
-            return mark
-        return super().__torch_dispatch__(operation, types, args, kwargs)
+    """the sum of what backward has added, until the optimizer writes it"""

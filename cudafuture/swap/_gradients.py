@@ -16,9 +16,9 @@ from cudafuture.storage import Store
 from cudafuture.swap._counters import SwapCounters
 from cudafuture.swap._tracebacks import error_of
 
-__all__ = ["Gradients", "Piece", "StoredGradient"]
+__all__ = ["FIRST", "Gradients", "Piece", "StoredGradient"]
 
-_FIRST = -10  # the priority of reads that the computation waits for
+FIRST = -10  # the priority of reads that the computation waits for
 _logger = logging.getLogger("cudafuture.swap")
 
 
@@ -32,7 +32,7 @@ class Piece:
     tensor: torch.Tensor | None
     """the elements, until they were written"""
     is_large: bool
-    """whether it belongs into the store"""
+    """whether the store gets it"""
     written: CUDAFuture[int] | None = None
     """of the write in flight"""
 
@@ -68,11 +68,9 @@ class Gradients:
         window_bytes: of pieces whose writes are in flight; a further write waits for the oldest.
     """
 
-    def __init__(
-        self, store: Store, prefix: str, min_bytes: int, window_bytes: int, counters: SwapCounters | None = None
-    ) -> None:
+    def __init__(self, store: Store, prefix: str, min_bytes: int, window_bytes: int) -> None:
         self._store, self._prefix, self._min_bytes, self._window = store, prefix, min_bytes, window_bytes
-        self.counters = SwapCounters() if counters is None else counters
+        self.counters = SwapCounters()
         self._writing: deque[Piece] = deque()
         self._in_flight = 0
         self._error: BaseException | None = None
@@ -167,7 +165,7 @@ class Gradients:
                 outs.append(part)
         if not keys:
             return CUDAFuture.completed(None)
-        return self._store.readv(keys, outs, priority=_FIRST)
+        return self._store.readv(keys, outs, priority=FIRST)
 
     def note_read(self, gradient: StoredGradient | None, begin: int, end: int) -> None:
         """Count the bytes of a range that was read."""
@@ -176,7 +174,7 @@ class Gradients:
             self.counters.gradient_bytes_read += read * gradient.dtype.itemsize
 
     def forget(self, gradient: StoredGradient) -> list[str]:
-        """Let go of the memory of a gradient; return the keys of its pieces, which the caller deletes."""
+        """Release the memory of a gradient; return the keys of its pieces, which the caller deletes."""
         self.settle(gradient)
         keys = [piece.key for piece in gradient.pieces.values() if piece.is_large]
         gradient.pieces.clear()

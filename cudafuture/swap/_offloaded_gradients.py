@@ -85,12 +85,11 @@ class OffloadedGradients(ABC):
             parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Iterate over the parameters that have gradients, and copies of those; one copy exists at a time."""
+        """Iterate over the parameters that have gradients, and copies of those; two copies exist at a time."""
         for parameter, _ in self._parameters():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
                 yield parameter, gradient
-            del gradient
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

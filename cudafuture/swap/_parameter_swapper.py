@@ -55,7 +55,7 @@ class ParameterSwapper:
         self._shapes: dict[ParameterState, torch.Size] = {}
         self._bound: dict[ParameterState, Unit] = {}
         self._successor: dict[ParameterState, ParameterState] = {}  # as in the last round
-        self._following: ParameterState | None = None  # what the caller said comes after the last one
+        self._following: ParameterState | None = None  # the caller's hint for the next one
         self._round: list[ParameterState] = []  # the parameters that were swapped in, each once
 
     # ---- registration

@@ -22,14 +22,12 @@ from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
 from cudafuture.storage import Buffer, Offloader, Store
 from cudafuture.swap._buffers import Buffers
-from cudafuture.swap._gradients import Gradients, StoredGradient
+from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
 from cudafuture.swap._tracebacks import error_of
 from cudafuture.swap._unit import UNDO, Unit, Write, by_parameter, copies, cut, size_of
 
 __all__ = ["Pipeline"]
-
-_FIRST = -10  # the priority of reads that the computation waits for
 
 
 class Pipeline:
@@ -95,7 +93,7 @@ class Pipeline:
         if unit.device.type != "cpu":
             for chunks in by_parameter(unit.chunks):
                 there = [chunk for chunk in chunks if chunk.unwritten() is None]
-                unit.reads.append((there, self._store.readv(self._keys(there), device=unit.device, priority=_FIRST)))
+                unit.reads.append((there, self._store.readv(self._keys(there), device=unit.device, priority=FIRST)))
                 for chunk in chunks:
                     gradient = chunk.state.gradient
                     unit.gradients.append(
@@ -120,7 +118,7 @@ class Pipeline:
         """Start the reads of a unit that has its memory."""
         unit.buffer, unit.taken = buffer, None
         for chunks, outs in cut(unit):
-            unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=_FIRST)))
+            unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=FIRST)))
         return self._all_reads(unit)
 
     def _all_reads(self, unit: Unit) -> CUDAFuture[Any]:

@@ -12,12 +12,12 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.storage import Buffer
+from cudafuture.storage.engine import PAGE
 from cudafuture.swap._parameter_state import Chunk, StoredTensor
 
-__all__ = ["UNDO", "Unit", "Write", "by_parameter", "copies", "cut", "size_of"]
+__all__ = ["UNDO", "Unit", "Write", "by_parameter", "copies", "cut", "pages", "size_of"]
 
 UNDO = "undo"  # the name of the old values of a chunk beside the names of its state
-_PAGE = 4096
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None
 
 def size_of(chunks: Sequence[Chunk]) -> int:
     """Return the bytes of a buffer for all that is read of chunks, and for the old values of those that need them."""
-    return sum(_pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
+    return sum(pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
 
 
 def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
@@ -95,8 +95,9 @@ def _flat(chunk: Chunk, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(dtype, torch.Size([chunk.end - chunk.begin]))
 
 
-def _pages(nbytes: int) -> int:
-    return math.ceil(nbytes / _PAGE) * _PAGE
+def pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return math.ceil(nbytes / PAGE) * PAGE
 
 
 def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
@@ -106,7 +107,7 @@ def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
     def part(tensor: StoredTensor) -> torch.Tensor:
         nonlocal end
         assert unit.buffer is not None
-        begin, end = end, end + _pages(tensor.nbytes)
+        begin, end = end, end + pages(tensor.nbytes)
         return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     found: list[tuple[list[Chunk], list[torch.Tensor]]] = []

@@ -141,6 +141,6 @@ def test_a_state_dict_reads_nothing_until_its_tensors_are_used(tmp_path: Path) -
         assert engine.statistics().blocks == before
         for number, plain in enumerate(pair.plain):
             assert all(same(states[number][name], value) for name, value in pair.optimizer.state[plain].items())
-        pair.step()  # what was taken stays what it was
+        pair.step()  # the mapped tensors keep the old values
         assert states[1]["exp_avg"].shape == (70_001,)
         assert not same(states[1]["exp_avg"], pair.optimizer.state[pair.plain[1]]["exp_avg"])

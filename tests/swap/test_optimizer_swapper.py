@@ -112,7 +112,7 @@ def test_parameters_may_be_swapped_in_any_order(store: Offloader) -> None:
         for i, plain in enumerate(training.plain):
             plain.grad = plain.grad if i in order else None
         training.optimizer.step()
-    for i, swapped in enumerate(training.swapped):  # what was not updated still has its gradient
+    for i, swapped in enumerate(training.swapped):  # parameter 0 was not updated, and keeps its gradient
         training.swapper.swap_in_optimizer_state(swapped)
         assert same(swapped.detach(), training.plain[i].detach())
         assert (swapped.grad is not None) == (i == 0)

@@ -157,7 +157,7 @@ at::Tensor BufferPool::part(std::uint64_t place, std::uint64_t size) {
 }
 
 void BufferPool::returned(std::uint64_t place, std::uint64_t size) noexcept {
-  if (is_forked_child()) return;  // its lock may be held for ever
+  if (is_forked_child()) return;  // another thread of the parent may hold the lock
   if (is_pinned_ && !is_shut_down()) {
     EventSet events = pending_work();
     if (!events.empty()) {

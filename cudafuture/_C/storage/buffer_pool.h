@@ -25,8 +25,8 @@ namespace cudafuture::storage {
 
 class BufferPool final : public std::enable_shared_from_this<BufferPool> {
  public:
-  // What a request is given before its future completes. Made by a shared pointer: a thread of the core that drops one
-  // does not need the interpreter.
+  // The memory of a request, set before its future completes. It is shared, so a thread of the core can drop it without
+  // the interpreter.
   struct Loan : std::enable_shared_from_this<Loan> {
     at::Tensor tensor;
   };
