@@ -1,11 +1,14 @@
-"""What a test and its workers say to each other."""
+"""Messages between a test and its workers."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
 
-__all__ = ["DUMP", "END", "FORKED", "IDLE", "READY", "Job", "Outcome"]
+__all__ = ["DUMP", "END", "FORKED", "IDLE", "READY", "Job", "Outcome", "code_of_file"]
 
 DUMP = signal.SIGUSR2  # the worker writes the stacks of all its threads
 END = b"end"  # all ranks have answered
@@ -36,3 +39,8 @@ class Outcome:
     traceback: str = ""
     skipped: str | None = None  # the reason, if the function has skipped the test
     left: list[str] = field(default_factory=list)  # processes that the function has left behind
+
+
+def code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    """Make a function's code in the worker, as code of `file`."""
+    return make(*parts).replace(co_filename=file)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import pickle
 import selectors
 import shutil
 import sys
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, TypeVar
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, ClassVar, TypeVar
 
-from cudafuture.testing._job import Job, Outcome
+from cudafuture.testing._job import Job, Outcome, code_of_file
 from cudafuture.testing._pool import Pool, Worker, dump_stacks
 
 __all__ = ["World", "WorldError"]
@@ -104,16 +106,28 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """Pickle a call: by value what is in a module that a worker would not find, or find without pytest's assertions."""
     import cloudpickle
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module is not None and (hasattr(module, "@pytest_ar") or not _can_be_imported(module))
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        pickled: bytes = cloudpickle.dumps((function, args, kwargs))
-        return pickled
+        pickled = io.BytesIO()
+        Pickler(pickled).dump((function, args, kwargs))
+        return pickled.getvalue()
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Pickle code with its file's name, which cloudpickle 3.1.3 leaves out: tracebacks show the file's lines."""
+    import cloudpickle
+
+    make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return code_of_file, (code.co_filename, make, parts)
 
 
 def _can_be_imported(module: ModuleType) -> bool:
