@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -82,16 +83,16 @@ class Updates:
 
 
 class Transfers:
-    """The reads and writes alone, several tensors of several parameters at a time."""
+    """The reads and writes alone: a float32 tensor of each name for each parameter, several parameters at a time."""
 
     AT_ONCE = 128 * MIB
 
-    def __init__(self, store: Offloader, sizes: list[int]) -> None:
+    def __init__(self, store: Offloader, sizes: list[int], names: str = "abc") -> None:
         self.store = store
         large = [size for size in sizes if 4 * size >= MIB]
-        self.keys = [[f"{i}/{name}" for name in "abc"] for i in range(len(large))]
-        count = max(2, self.AT_ONCE // (12 * max(large)))
-        self.buffers = [[empty(max(large), torch.float32) for _ in "abc"] for _ in range(count)]
+        self.keys = [[f"{i}/{name}" for name in names] for i in range(len(large))]
+        count = max(2, self.AT_ONCE // (4 * len(names) * max(large)))
+        self.buffers = [[empty(max(large), torch.float32) for _ in names] for _ in range(count)]
         self.parts = [[t[:size] for t in self.buffers[i % count]] for i, size in enumerate(large)]
         for keys, parts in zip(self.keys, self.parts, strict=True):
             store.writev(dict(zip(keys, parts, strict=True))).wait()
@@ -126,7 +127,7 @@ def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
 
         def step() -> None:
             for half, gradient in zip(halves, gradients, strict=True):
-                half.grad = gradient.view_as(gradient)  # another object: the same gradient is applied once
+                half.grad = gradient
             offloaded.step()
 
         step()
@@ -181,6 +182,48 @@ def saving(rounds: int) -> Row:
     return Row("save", "save 2 GiB of state", "ms", taken / 1e6, whole / 1e6, "writing it", "x", taken / whole, 0.01)
 
 
+def during_backward(rounds: int) -> Row:
+    """The part of a step in which a program waits for I/O, where updates run during backward."""
+    layers, width, rows = 24, 2048, 80
+    with folder() as place, Offloader(place / "alone", direct=True) as store:
+        transfers = Transfers(store, [width * width] * layers, "ab")
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+        inputs = torch.randn(rows, width)
+
+        def train() -> None:
+            model(inputs).square().mean().backward()
+
+        exposed: list[float] = []
+        with offload(torch.optim.Adam(model.parameters()), place / "ours", when="backward") as optimizer:
+
+            def step() -> None:
+                start = now()
+                train()
+                optimizer.step()
+                optimizer.zero_grad()
+                exposed.append(1e9 * optimizer.statistics(last_step=True).exposed_io_seconds / (now() - start))
+
+            step()
+            steps, moving = by_turns(rounds, timed(step), timed(transfers.step))
+        model.zero_grad()
+        (computing,) = by_turns(rounds, timed(train))
+    taken, io, compute = map(statistics.median, (steps, moving, computing))
+    what = f'I/O exposed, when="backward" ({io / compute:.2f} of forward and backward)'
+    measured = statistics.median(exposed[-rounds:])
+    return Row("backward", what, "ms", measured * taken / 1e6, taken / 1e6, "the step", "x", measured, 0.05)
+
+
+def memory(rounds: int) -> Row:
+    """The memory that a step takes beside its buffers, for one parameter of 1 GiB."""
+    buffers = 128 * MIB
+    script = Path(__file__).with_name("_swap_memory.py")
+    with folder() as place:
+        command = [sys.executable, str(script), str(place), str(buffers)]
+        taken = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    beside = (taken - buffers) / MIB
+    return Row("memory", "memory, 1 GiB parameter", "MiB", taken / MIB, buffers / MIB, "buffers", "MiB", beside, 64)
+
+
 def limits() -> dict[str, Callable[[int], Row]]:
     """Return all rows."""
     rows: dict[str, Callable[[int], Row]] = {f"bound-{name}": partial(beside_bound, name) for name in SETS}
@@ -188,7 +231,7 @@ def limits() -> dict[str, Callable[[int], Row]]:
         sys.stderr.write(f"skipped: deepspeed is not here ({missing})\n")
     else:
         rows |= {f"deepspeed-{name}": partial(beside_deepspeed, name) for name in SETS}
-    return rows | {"save": saving}
+    return rows | {"save": saving, "backward": during_backward, "memory": memory}
 
 
 if __name__ == "__main__":
