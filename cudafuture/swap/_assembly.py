@@ -78,13 +78,13 @@ def assembled(
         buffers: flat byte tensors that reads go into.
 
     Yields:
-        the float32 values of the next parameters, which are valid until the next round.
+        new tensors with the float32 values of the next parameters.
 
     Raises:
         ValueError: no buffer has room for one of the parameters.
         StorageError: a partition cannot be read.
     """
-    largest = max(buffer.numel() for buffer in buffers)
+    largest = max((buffer.numel() for buffer in buffers), default=0)
     for partitions in parameters:
         needed = sum(partition.staged_bytes for partition in partitions)
         if needed > largest:

@@ -19,22 +19,24 @@ import torch
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Offloader, Store
 from cudafuture.swap._namespace import Namespace
-from cudafuture.swap._parameter_state import Chunk, ParameterState
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast
 from cudafuture.swap._pipeline import Pipeline
 
 __all__ = ["Checkpoints", "SwappedStates"]
 
 _FORMAT = 1
+_NUMBER = 8  # bytes of the checkpoint's number, at the beginning of the manifest
 
 
 class SwappedStates(Protocol):
     """The states that a checkpoint holds."""
 
     pipeline: Pipeline
+    optimizer_class: type[torch.optim.Optimizer]
 
     def state(self, parameter: torch.Tensor) -> ParameterState: ...
 
-    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]: ...
+    def like(self, parameter: torch.Tensor) -> StoredTensor: ...
 
     def key(self, chunk: Chunk, name: str) -> str: ...
 
@@ -83,9 +85,13 @@ class Checkpoints(ABC):
     def load(self, checkpoint: str) -> None:
         """Take over the state and the groups' options of a checkpoint, whatever its chunks were.
 
+        State of the parameters' dtype is cast where that is another one now, as ``load_state_dict()`` does.
+
         Raises:
-            NotFoundError: there is no checkpoint of that name.
-            ValueError: its groups, or the shapes of its parameters, are others than the optimizer's.
+            NotFoundError: there is no checkpoint of that name, or a tensor of it is missing; nothing has changed.
+            ValueError: its groups, the shapes of its parameters, or its optimizer's class are others than this one's.
+            StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
+                options are as they were: load it again, or another one.
 
         >>> from cudafuture.storage import Offloader
         >>> from cudafuture.swap import offload
@@ -139,7 +145,8 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
     saved = f"{name}/saved/"
     keys = store.list_keys().wait()
     numbers = [int(key[len(saved) :].split("/")[0]) for key in keys if key.startswith(saved)]
-    place = f"{saved}{max(numbers, default=0) + 1}/"
+    number = max(numbers, default=0) + 1
+    place = f"{saved}{number}/"
     parameters: list[list[dict[str, Any]]] = []
     links: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -157,21 +164,29 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
                     else:
                         tensors[key] = unwritten[tensor_name]
                 places[tensor_name] = (stored.dtype, tuple(stored.shape), here)
-            shape = swapper.shape_of(parameter)
-            parameters[-1].append({"shape": shape, "values": state.values, "bounds": state.bounds, "tensors": places})
+            like = swapper.like(parameter)
+            entry = {"shape": tuple(like.shape), "dtype": like.dtype, "bounds": state.bounds}
+            parameters[-1].append({**entry, "values": state.values, "tensors": places})
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     manifest = io.BytesIO()
-    torch.save({"format": _FORMAT, "place": place, "groups": options, "parameters": parameters}, manifest)
+    manifest.write(number.to_bytes(_NUMBER, "little"))
+    classes = _class_names(swapper.optimizer_class)
+    torch.save({"format": _FORMAT, "classes": classes, "groups": options, "parameters": parameters}, manifest)
     try:
         _copy(store, links)
         store.writev(tensors).wait()
-        older = _place_of(store, name, checkpoint) if checkpoint in _names(store, name) else None
+        older = _place_of(store, name, checkpoint) if _key(name, checkpoint) in keys else None
         store.write(_key(name, checkpoint), torch.frombuffer(manifest.getbuffer(), dtype=torch.uint8)).wait()
     except BaseException:
         store.deletev([*links, *tensors]).exception()
         raise
     if older is not None:
-        _delete_place(store, older)
+        store.deletev([key for key in keys if key.startswith(older)]).wait()
+
+
+def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
+    """Return the names of a class of optimizers and of its bases, which keep state of the same kind."""
+    return [c.__name__ for c in optimizer.__mro__ if issubclass(c, torch.optim.Optimizer)][:-1]
 
 
 def _copy(store: Store, links: dict[str, str]) -> None:
@@ -185,14 +200,32 @@ def _copy(store: Store, links: dict[str, str]) -> None:
 def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Load the state of all parameters."""
     manifest = _manifest(store, name, checkpoint)
+    classes = _class_names(swapper.optimizer_class)
+    if classes[0] not in manifest["classes"] and manifest["classes"][0] not in classes:
+        raise ValueError(f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, and the optimizer is {classes[0]}")
     found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
-    wanted = [[swapper.shape_of(parameter) for parameter in group["params"]] for group in groups]
+    wanted = [[tuple(swapper.like(parameter).shape) for parameter in group["params"]] for group in groups]
     if found != wanted:
         raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
-    for group, options, entries in zip(groups, manifest["groups"], manifest["parameters"], strict=True):
-        group.update(options)
+    _expect_tensors(store, checkpoint, manifest)
+    for group, entries in zip(groups, manifest["parameters"], strict=True):
         for parameter, entry in zip(group["params"], entries, strict=True):
-            swapper.write_state(parameter, {**entry["values"], **_tensors_of(store, entry)})
+            state = {**entry["values"], **_tensors_of(store, entry)}
+            state = cast(state, swapper.like(parameter), entry["dtype"])
+            swapper.write_state(parameter, state)
+    for group, options in zip(groups, manifest["groups"], strict=True):
+        group.update(options)
+
+
+def _expect_tensors(store: Store, checkpoint: str, manifest: dict[str, Any]) -> None:
+    """Raise NotFoundError if the store lacks a tensor of a checkpoint."""
+    entries = [entry for group in manifest["parameters"] for entry in group]
+    keys = [key for entry in entries for _, _, keys in entry["tensors"].values() for key in keys]
+    missing = [key for key, found in zip(keys, store.find(keys).wait(), strict=True) if found is None]
+    if missing:
+        raise NotFoundError(
+            f"checkpoint {checkpoint!r} lacks {len(missing)} of its {len(keys)} tensors: {missing[0]!r}"
+        )
 
 
 def _tensors_of(store: Store, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -209,29 +242,29 @@ def _delete(store: Store, name: str, checkpoint: str) -> None:
     """Delete a checkpoint: its name first, so that what is left of it is never loaded."""
     place = _place_of(store, name, checkpoint)
     store.delete(_key(name, checkpoint)).wait()
-    _delete_place(store, place)
-
-
-def _delete_place(store: Store, place: str) -> None:
     store.deletev([key for key in store.list_keys().wait() if key.startswith(place)]).wait()
 
 
 def _place_of(store: Store, name: str, checkpoint: str) -> str:
-    place = _manifest(store, name, checkpoint)["place"]
-    assert isinstance(place, str)
-    return place
+    """Return the beginning of the keys of a checkpoint's tensors."""
+    number = int.from_bytes(_content(store, name, checkpoint)[:_NUMBER], "little")
+    return f"{name}/saved/{number}/"
 
 
 def _manifest(store: Store, name: str, checkpoint: str) -> dict[str, Any]:
-    try:
-        content = store.read(_key(name, checkpoint)).wait()
-    except NotFoundError:
-        known = ", ".join(map(repr, _names(store, name))) or "none"
-        raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}") from None
-    manifest = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    manifest = torch.load(io.BytesIO(_content(store, name, checkpoint)[_NUMBER:]), weights_only=True)
     if manifest["format"] != _FORMAT:
         raise ValueError(f"checkpoint {checkpoint!r} has format {manifest['format']}; this version reads {_FORMAT}")
     return manifest  # type: ignore[no-any-return]
+
+
+def _content(store: Store, name: str, checkpoint: str) -> bytes:
+    """Return the number of a checkpoint, and after it the groups and parameters."""
+    try:
+        return store.read(_key(name, checkpoint)).wait().numpy().tobytes()
+    except NotFoundError:
+        known = ", ".join(map(repr, _names(store, name))) or "none"
+        raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}") from None
 
 
 def _key(name: str, checkpoint: str) -> str:

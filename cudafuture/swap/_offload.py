@@ -24,7 +24,7 @@ def offload(
     min_bytes: int = 1 << 20,
     memory: int = 0,
     prefetch: int = 2,
-    chunk_bytes: int = 16 << 20,
+    chunk_bytes: int = 2 << 20,
     buffer_bytes: int | None = None,
     when: Literal["step", "backward"] = "step",
     compute: Literal["parameter", "cpu"] = "parameter",
@@ -49,7 +49,8 @@ def offload(
         min_bytes: the size from which a state tensor is in the store; smaller ones stay in memory.
         memory: bytes of state that stay in memory beside the buffers. The first parameters that are updated get them.
         prefetch: how many units of state are read ahead of the computation, and how many are written behind it.
-        chunk_bytes: the size of a parameter from which an element-wise optimizer updates it in chunks, bytes.
+        chunk_bytes: the size of a parameter from which an element-wise optimizer updates it in chunks, bytes. The
+            update allocates some tensors of a chunk's size beside the buffers.
         buffer_bytes: the memory for state on the host that is in flight. Default: enough for `prefetch`.
         when: "step" updates all parameters in ``step()``. "backward" updates each parameter as soon as its gradient is
             complete, while backward goes on; then what needs all gradients at once (clipping, a scaler, accumulation

@@ -13,7 +13,7 @@ import torch
 from cudafuture.swap._gradients import StoredGradient
 from cudafuture.swap._shards import local_of
 
-__all__ = ["Chunk", "ParameterState", "StoredTensor", "chunks_of", "copied"]
+__all__ = ["Chunk", "ParameterState", "StoredTensor", "cast", "chunks_of", "copied"]
 
 _PAGE = 4096  # elements: whole pages for every dtype
 
@@ -47,8 +47,10 @@ class ParameterState:
     """scalars and small tensors by name, which stay in memory"""
     stored: dict[str, StoredTensor]
     """tensors in the store by name"""
-    is_resident: bool
-    """whether all of the state stays in memory, in ``values``"""
+    resident_bytes: int = 0
+    """of tensors that could be in the store, and stay in memory in ``values``; 0: the state is in the store"""
+    new: tuple[torch.dtype, ...] = ()
+    """the dtypes of the tensors that the first update allocates; empty where the parameter has state"""
     version: int = 0
     unwritten: dict[int, dict[str, torch.Tensor]] | None = None
     """tensors of chunks that could not be written, and are in memory until they can be: by chunk, then by name"""
@@ -61,6 +63,10 @@ class ParameterState:
     def local(self) -> torch.Tensor:
         """The elements of the parameter that this rank has."""
         return local_of(self.parameter.detach())
+
+    @property
+    def is_resident(self) -> bool:
+        return self.resident_bytes > 0
 
     @property
     def is_chunked(self) -> bool:
@@ -106,6 +112,11 @@ class Chunk:
             return tensor
         if not tensor.is_contiguous():
             raise RuntimeError("a parameter was contiguous when its optimizer was offloaded, and is not any more")
+        if tensor.numel() != self.state.bounds[-1][1]:
+            count = self.state.bounds[-1][1]
+            raise RuntimeError(
+                f"a parameter had {count} elements when its optimizer was offloaded, not {tensor.numel()}"
+            )
         return tensor.view(-1)[self.begin : self.end]
 
     def stored(self) -> dict[str, StoredTensor]:
@@ -140,3 +151,17 @@ def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dictionary with copies of the tensors."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def cast(state: Mapping[str, Any], like: StoredTensor, saved: torch.dtype | None = None) -> dict[str, Any]:
+    """Return a state whose floating-point tensors of a parameter's shape have its dtype.
+
+    Where `saved` is given, tensors of other dtypes than that stay as they are. "step" does, as in torch.
+    """
+
+    def is_cast(name: str, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or name == "step" or value.shape != like.shape:
+            return False
+        return value.dtype == saved if saved is not None else value.is_floating_point()
+
+    return {name: value.to(like.dtype) if is_cast(name, value) else value for name, value in state.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +43,8 @@ class ParameterSwapper:
         prefetch: int,
     ) -> None:
         self._optimizer, self._store, self._prefix = optimizer, store, prefix
-        self._update = Update(copy.copy(optimizer))  # a trial of an update leaves its optimizer empty
+        self._update = Update(optimizer)
+        self.optimizer_class = self._update.optimizer_class
         self._min_bytes, self._prefetch, self._given_bytes = min_bytes, prefetch, buffer_bytes
         self.buffer_bytes = (prefetch + 2) * _LEAST_UNIT if buffer_bytes is None else buffer_bytes
         self.gradients = Gradients(store, prefix, min_bytes, self.buffer_bytes)
@@ -75,7 +75,7 @@ class ParameterSwapper:
         states: list[ParameterState] = []
         for parameter, shape in zip(parameters, shapes, strict=True):
             bounds = ((0, shape.numel()),)
-            state = ParameterState(len(self._states), parameter, bounds, {}, {}, is_resident=False)
+            state = ParameterState(len(self._states), parameter, bounds, {}, {})
             self._states[parameter], self._shapes[state] = state, shape
             states.append(state)
         return states
@@ -127,9 +127,9 @@ class ParameterSwapper:
             state.values[PARAMETER] = parameter.detach().clone()
         return state
 
-    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter, which is empty while it is swapped out."""
-        return tuple(self._shapes[self._states[parameter]])
+    def like(self, parameter: torch.Tensor) -> StoredTensor:
+        """Return the dtype and shape of a parameter, which is empty while it is swapped out."""
+        return StoredTensor(parameter.dtype, self._shapes[self._states[parameter]])
 
     def key(self, chunk: Chunk, name: str) -> str:
         """Return the key of a tensor in the store."""

@@ -89,7 +89,6 @@ class Pipeline:
         for state in states:
             if state.gradient is not None:
                 self._gradients.settle(state.gradient)
-        self._reading.append(unit)
         if unit.device.type != "cpu":
             for chunks in by_parameter(unit.chunks):
                 there = [chunk for chunk in chunks if chunk.unwritten() is None]
@@ -102,12 +101,12 @@ class Pipeline:
                         else torch.empty(chunk.end - chunk.begin, dtype=gradient.dtype, device=unit.device)
                     )
             unit.begun = self._all_reads(unit)
-            return
-        if not size_of(unit.chunks):
+        elif size_of(unit.chunks):
+            self._request(unit)
+        else:
             cut(unit)
             unit.begun = CUDAFuture.completed(None)
-            return
-        self._request(unit)
+        self._reading.append(unit)
 
     def _request(self, unit: Unit) -> None:
         """Request the memory of a unit, whose reads begin when it is there."""
@@ -160,6 +159,7 @@ class Pipeline:
         begin = time.perf_counter()
         unit.begun.wait()
         self.counters.read_wait_seconds += time.perf_counter() - begin
+        self._release()
         for chunks, future in unit.reads:
             if (error := error_of(future)) is not None:
                 raise self.error(chunks[0], "read", error) from error
@@ -282,9 +282,13 @@ class Pipeline:
         Raises:
             SwapError: something cannot be written.
         """
+        self._release()
+        self.raise_error()
+
+    def _release(self) -> None:
+        """Release the memory of the writes that have ended, which the reads of later units wait for."""
         while self._writing and self._writing[0].future.done():
             self._finish_write()
-        self.raise_error()
 
     def settle(self) -> None:
         """Wait until every write has ended, and keep the first error for ``drain``."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from cudafuture.errors import SwapError
 from cudafuture.storage import Offloader, Store
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, chunks_of, copied
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, copied
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
+from cudafuture.swap._state_layout import StateLayout
+from cudafuture.swap._threads import one_thread_less
 from cudafuture.swap._tracebacks import clear_tracebacks
 from cudafuture.swap._unit import UNDO, Unit, size_of
 from cudafuture.swap._update import Update
@@ -43,13 +47,15 @@ class Swapper:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._store, self._prefix, self._update, self._options = store, prefix, update, options
+        self._layout = StateLayout(update, options)
+        self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
         self._half_updated: dict[Chunk, torch.Tensor | None] = {}  # the chunks of one parameter: their old values
         self._keeps_old_values = not isinstance(store, Offloader)  # in memory: another worker may die
         self._unwritten_before: dict[ParameterState, dict[int, dict[str, torch.Tensor]] | None] = {}
         self.resident_bytes = 0
-        least = self._least_buffer(parameters)
+        least = self._layout.least_buffer(parameters)
         units = options.prefetch + 2  # that are read, computed or written at one time
         self.buffer_bytes = units * max(_UNIT, least) if options.buffer_bytes is None else options.buffer_bytes
         self.expect_buffer(parameters)
@@ -63,9 +69,18 @@ class Swapper:
         """Return the key of the chunk's part of a state tensor in the store."""
         return chunk.key(self._prefix, name, chunk.state.version)
 
-    def shape_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter, or of this rank's shard of it."""
-        return tuple(local_of(parameter).shape)
+    def completed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` and ``param_groups`` of a state dict, completed and in the dtypes of the updates."""
+        completed = self._update.completed(saved)
+        if self._options.master_weights:
+            completed["state"] = {
+                parameter: cast(state, self.like(parameter)) for parameter, state in completed["state"].items()
+            }
+        return completed
+
+    def like(self, parameter: torch.Tensor) -> StoredTensor:
+        """Return the dtype and shape of the state tensors that are like a parameter, or like this rank's shard."""
+        return StoredTensor(self._layout.dtype(parameter), local_of(parameter).shape)
 
     def known(self) -> list[ParameterState]:
         """Return the states that are not empty."""
@@ -146,14 +161,15 @@ class Swapper:
         for chunk, tensors, undo, gradient in parts:
             state = chunk.state
             versions.append(state.version)
-            if state.is_chunked:
-                versions[-1] = 1 - state.version
-                if not chunk.is_last:
-                    part = chunk.part_of(state.local)
-                    undo = None if self._keeps_old_values else undo
-                    self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
-            values = copied(state.values) if state.is_chunked else state.values
-            new = self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient))
+            with one_thread_less(self._layout.longest_chunk(state.parameter) is not None):
+                if state.is_chunked:
+                    versions[-1] = 1 - state.version
+                    if not chunk.is_last:
+                        part = chunk.part_of(state.local)
+                        undo = None if self._keeps_old_values else undo
+                        self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
+                values = copied(state.values) if state.is_chunked else state.values
+                new = unit.moved(chunk, self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient)))
             if chunk in self._half_updated and not self._keeps_old_values:
                 new[UNDO] = self._half_updated[chunk]  # type: ignore[assignment]
             if chunk.is_last:
@@ -189,9 +205,9 @@ class Swapper:
         parameter = chunk.state.parameter
         gradient = self._gradient_of(chunk, swapped)
         part = chunk.part_of(chunk.state.local)
-        device = self.device_of(parameter)
+        device = self._layout.device(parameter)
         leaf = part
-        if self._has_master(parameter):
+        if self._layout.has_master(parameter):
             leaf = state.pop(_MASTER) if _MASTER in state else part.to(device, torch.float32)
         elif part.device != device:
             leaf = part.to(device)
@@ -200,7 +216,7 @@ class Swapper:
         leaf.grad = None
         if leaf is not part:
             part.copy_(leaf)
-        if self._has_master(parameter):
+        if self._layout.has_master(parameter):
             new[_MASTER] = leaf
         if chunk.is_last and swapped is not None:
             self.pipeline.forget_gradient(chunk.state)
@@ -230,7 +246,7 @@ class Swapper:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if not state.is_chunked and not state.stored and nbytes:
             if not state.is_resident and self.resident_bytes + nbytes <= self._options.memory:
-                state.is_resident = True
+                state.resident_bytes = nbytes
                 self.resident_bytes += nbytes
             if state.is_resident:
                 tensors = {}
@@ -258,50 +274,27 @@ class Swapper:
     def _units(self, states: Iterable[ParameterState]) -> Iterator[Unit]:
         """Divide the chunks of parameters into units, which have the same device and at most `unit_bytes` each."""
         chunks: list[Chunk] = []
-        size = 0
+        size, device = 0, torch.device("cpu")
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
+            state, known = chunk.state, chunk.state.stored or chunk.state.values
+            state.new = () if known else self._layout.dtypes(state.parameter, self._groups[state])
             nbytes = size_of([chunk])
-            if not chunk.state.stored:  # it is made in this step
-                nbytes = (chunk.end - chunk.begin) * self._bytes_of_element(
-                    chunk.state.parameter, self._groups[chunk.state]
-                )
-            device = self.device_of(chunk.state.parameter)
-            if chunks and (size + nbytes > self._unit_bytes or device != self.device_of(chunks[0].state.parameter)):
-                yield Unit(chunks, self.device_of(chunks[0].state.parameter))
+            next_device = self._layout.device(state.parameter)
+            if chunks and (size + nbytes > self._unit_bytes or next_device != device):
+                yield Unit(chunks, device)
                 chunks, size = [], 0
             chunks.append(chunk)
-            size += nbytes
+            size, device = size + nbytes, next_device
         if chunks:
-            yield Unit(chunks, self.device_of(chunks[0].state.parameter))
+            yield Unit(chunks, device)
 
     def state(self, parameter: torch.Tensor) -> ParameterState:
         """Return the state of a parameter; an empty one where it has none yet."""
         state = self._states.get(parameter)
         if state is None:
-            if local_of(parameter) is not parameter and not self._update.is_elementwise:
-                raise ValueError("this optimizer updates whole parameters, and a DTensor is a shard of one")
-            bounds = chunks_of(local_of(parameter), self._longest_chunk(parameter))
-            state = ParameterState(len(self._states), parameter, bounds, {}, {}, is_resident=False)
+            state = ParameterState(len(self._states), parameter, self._layout.bounds(parameter), {}, {})
             self._states[parameter] = state
         return state
-
-    def _longest_chunk(self, parameter: torch.Tensor) -> int | None:
-        """Return the elements of a chunk; None: the parameter is updated as a whole.
-
-        torch rounds the last elements of a float16 or bfloat16 tensor otherwise than those that fill a vector register,
-        so there the update of chunks would not be that of the whole.
-        """
-        is_half = parameter.element_size() < 4 and not self._has_master(parameter)
-        if not self._update.is_elementwise or is_half:
-            return None
-        return self._options.chunk_bytes // parameter.element_size()
-
-    def _has_master(self, parameter: torch.Tensor) -> bool:
-        return self._options.master_weights and parameter.is_floating_point() and parameter.element_size() < 4
-
-    def device_of(self, parameter: torch.Tensor) -> torch.device:
-        """Return the device on which a parameter is updated."""
-        return torch.device("cpu") if self._options.compute == "cpu" else parameter.device
 
     # ---- access
 
@@ -317,33 +310,51 @@ class Swapper:
         self.pipeline.settle()
         found = copied(state.values)
         for name, stored in state.stored.items():
-            found[name] = self.pipeline.read_whole(state, name, stored, self.device_of(parameter), mapped)
+            found[name] = self.pipeline.read_whole(state, name, stored, self._layout.device(parameter), mapped)
         return {name: like(parameter, value) for name, value in found.items()}
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of a parameter.
 
         Raises:
+            ValueError: a tensor has another shape than the parameter, which is updated in chunks.
             SwapError: the state cannot be written.
         """
         self._roll_back_what_is_left()
         known = self.state(parameter)
+        if known.is_chunked:
+            self._expect_shape(known, state)
         self.pipeline.drop_reads()
         self.pipeline.settle()
-        known.applied = None
-        device = self.device_of(parameter)
+        known.applied, known.unwritten = None, None
+        self.resident_bytes -= known.resident_bytes
+        known.resident_bytes = 0
+        device = self._layout.device(parameter)
         for chunk in known.chunks():
             self._write_chunk(chunk, {name: self._part_of(chunk, value, device) for name, value in state.items()})
         self.pipeline.drain()
+
+    @staticmethod
+    def _expect_shape(known: ParameterState, state: Mapping[str, Any]) -> None:
+        wanted = tuple(known.local.shape)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                shape = tuple(local_of(value, known.parameter).shape)
+                if shape != wanted:
+                    raise ValueError(f"{name!r} has the shape {shape}, and the parameter {wanted}")
+
+    def discard_state(self, parameter: torch.Tensor) -> None:
+        """Drop the state of a parameter, of which some perhaps could not be written."""
+        with contextlib.suppress(SwapError):  # of another parameter, whose state stays in memory
+            self.write_state(parameter, {})
 
     def make_state(
         self, parameter: torch.Tensor, group: Group, make: Callable[[list[Any]], torch.optim.Optimizer]
     ) -> bool:
         """Store the state that an optimizer allocates for a parameter when it is made; return whether there is any."""
         state = self.state(parameter)
-        device = self.device_of(parameter)
+        device, dtype = self._layout.device(parameter), self._layout.dtype(parameter)
         for chunk in state.chunks():
-            dtype = torch.float32 if self._has_master(parameter) else parameter.dtype
             leaf = chunk.part_of(state.local).to(device, dtype).requires_grad_(parameter.requires_grad)
             made = make([{**group, "params": [leaf]}]).state.get(leaf, {})
             if not made:
@@ -355,7 +366,7 @@ class Swapper:
     def _write_chunk(self, chunk: Chunk, new: dict[str, Any]) -> None:
         version = 1 - chunk.state.version if chunk.state.is_chunked else chunk.state.version
         tensors = self._keep(chunk, new)
-        self.pipeline.start_write(Unit([chunk], self.device_of(chunk.state.parameter)), [tensors], [version])
+        self.pipeline.start_write(Unit([chunk], self._layout.device(chunk.state.parameter)), [tensors], [version])
 
     def _part_of(self, chunk: Chunk, value: Any, device: torch.device) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -375,25 +386,8 @@ class Swapper:
         keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
         self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
 
-    # ---- sizes
-
-    def _bytes_of_element(self, parameter: torch.Tensor, group: Group) -> int:
-        """Return the bytes of state for each element of a parameter, its old value, and a gradient in the store."""
-        has_master = self._has_master(parameter)
-        count = self._update.count_tensors(group)
-        size = 4 if has_master else parameter.element_size()
-        return (count + has_master) * size + parameter.element_size() * (1 + self._options.swap_gradients)
-
-    def _least_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> int:
-        """Return the bytes that the largest parameter or chunk needs."""
-        least = 4096
-        for parameter, group in parameters:
-            most = max(end - begin for begin, end in self.state(parameter).bounds)
-            least = max(least, most * self._bytes_of_element(parameter, group) + 8 * 4096)  # each begins at a page
-        return least
-
     def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> None:
         """Raise ValueError if the buffers have no room for the state of each of the parameters."""
-        least = self._least_buffer(parameters)
+        least = self._layout.least_buffer(parameters)
         if self.buffer_bytes < least:
             raise ValueError(f"buffer_bytes={self.buffer_bytes} is less than one parameter or chunk needs: {least}")

@@ -32,6 +32,8 @@ class Unit:
     """memory for the old values of each chunk of a parameter with several"""
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """the gradient of each chunk that has one in the store, flat, once it was read"""
+    new: dict[Chunk, list[torch.Tensor]] = field(default_factory=dict)
+    """memory for the state of each chunk that has none yet, flat"""
     buffer: Buffer | None = None
     taken: CUDAFuture[Buffer] | None = None
     """the buffer, while the unit waits for it"""
@@ -46,8 +48,18 @@ class Unit:
         taken = self.taken  # another thread sets it to None when the buffer is there
         return taken is not None and taken.cancel()
 
+    def moved(self, chunk: Chunk, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy the first state of a chunk into the unit's memory, and return it; others stay as they are."""
+        rooms = self.new.pop(chunk, [])
+        found = dict(tensors)
+        for name, tensor in tensors.items():
+            if rooms and tensor.nbytes == rooms[-1].nbytes:
+                found[name] = rooms.pop().view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return found
+
     def forget(self) -> None:
         """Release the memory."""
+        self.new = {}
         self.tensors, self.undo, self.gradients, self.buffer = [], [], [], None
         self.reads, self.gradient_reads, self.begun = [], [], None
 
@@ -89,6 +101,8 @@ def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
         yield _flat(chunk, chunk.state.parameter.dtype)
     if chunk.state.gradient is not None:
         yield _flat(chunk, chunk.state.gradient.dtype)
+    for dtype in chunk.state.new:
+        yield _flat(chunk, dtype)
 
 
 def _flat(chunk: Chunk, dtype: torch.dtype) -> StoredTensor:
@@ -106,6 +120,8 @@ def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
 
     def part(tensor: StoredTensor) -> torch.Tensor:
         nonlocal end
+        if not tensor.nbytes:  # a shard may be empty, and a unit of those has no buffer
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         assert unit.buffer is not None
         begin, end = end, end + pages(tensor.nbytes)
         return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -124,6 +140,7 @@ def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
             unit.tensors.append(tensors)
             unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if state.is_chunked else None)
             unit.gradients.append(None if state.gradient is None else part(_flat(chunk, state.gradient.dtype)))
+            unit.new[chunk] = [part(_flat(chunk, dtype)) for dtype in state.new]
         if outs:
             found.append((read, outs))
     return found

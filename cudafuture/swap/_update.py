@@ -27,7 +27,8 @@ _ELEMENTWISE = (
 class Update:
     """The step of an optimizer, applied to one tensor at a time.
 
-    The optimizer's own groups and state are empty between updates. Hooks do not run: they belong to the whole step.
+    A copy of the optimizer makes it, whose groups and state are empty between updates. Hooks do not run: they belong to
+    the whole step.
 
     Raises:
         ValueError: the optimizer updates all parameters together, so its state cannot be split by parameter.
@@ -36,9 +37,11 @@ class Update:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS keeps the history of all parameters in one flat vector, which cannot be swapped")
-        self._optimizer = optimizer
+        self._optimizer = object.__new__(type(optimizer))  # copy.copy would lose the attributes of subclasses
+        self._optimizer.__dict__.update(optimizer.__dict__)
         self._made = max((_like(parameter, state) for parameter, state in optimizer.state.items()), default=0)
         self._counts: dict[tuple[object, ...], int] = {}
+        self.optimizer_class = type(optimizer)
         # Subclasses of torch's optimizers may override the update.
         self.is_elementwise = type(optimizer) in _ELEMENTWISE
         """whether the update of an element depends on its own parameter, gradient and state alone"""
@@ -59,6 +62,13 @@ class Update:
         finally:
             optimizer.param_groups = []
             optimizer.state = defaultdict(dict)
+
+    def completed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` and ``param_groups`` of a state dict, with what an older torch did not save."""
+        optimizer = object.__new__(type(self._optimizer))
+        optimizer.__dict__.update(self._optimizer.__dict__)
+        optimizer.__setstate__({"state": dict(saved["state"]), "param_groups": saved["param_groups"]})
+        return {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
     def count_tensors(self, group: dict[str, Any]) -> int:
         """Return how many state tensors of a parameter's shape the optimizer keeps, with the options of a group."""

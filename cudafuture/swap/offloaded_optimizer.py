@@ -22,6 +22,7 @@ from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._state_mapping import StateMapping
 from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
+from cudafuture.swap._update_order import UpdateOrder
 from cudafuture.swap.statistics import SwapStatistics
 
 __all__ = ["OffloadedOptimizer"]
@@ -50,14 +51,13 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             raise ValueError("swap_gradients is for when='step'; when='backward' uses each gradient at once")
         update = Update(optimizer)
         self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
-        self._make, self._when, self._prefetch = make, when, options.prefetch
+        self._make, self._when = make, when
         self._until_now = SwapCounters()  # at the end of the last step
         self._last_step = SwapCounters()
         self._lock = threading.RLock()  # backward runs in a thread of its own for each device
-        self._updated: list[torch.Tensor] = []  # by the hooks of this backward
-        self._order: list[torch.Tensor] = []  # in which the last backward updated the parameters
-        self._read_ahead = 0  # how many of those this backward has read or is reading
+        self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
+        self._is_made = False  # torch's constructor adds the groups before there is a swapper
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
         self.state = StateMapping(self)  # type: ignore[assignment]
@@ -71,11 +71,13 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 if state and parameter.numel():
                     self.set_state(parameter, state)
             optimizer.state.clear()
+            optimizer.param_groups = []  # two optimizers do not update the same parameters
             for parameter, group in self._parameters():
                 self._make_state(parameter, group)
         except BaseException:
             self.close()
             raise
+        self._is_made = True
 
     @property
     def _swap(self) -> Swapper:
@@ -97,8 +99,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients; return the closure's loss, or None.
 
-        A parameter whose gradient has not changed since an update used it is not updated again. So after an error the
-        step can be repeated: it updates the parameters that are left.
+        After an error the step can be repeated: it updates the parameters that are left. Those that were updated are
+        left out where their gradient is the same tensor, and its values have not changed since. After a step without an
+        error another step uses the same gradients again, as torch does, but not with ``when="backward"`` or
+        ``swap_gradients=True``: there a gradient is gone when it was used.
 
         Raises:
             SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
@@ -129,6 +133,9 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                     self._end_backward(due)
                 else:
                     swap.update(due)
+                if self._when == "step" and not self._swaps_gradients:
+                    for parameter, _ in self._parameters():
+                        swap.state(parameter).applied = None
             finally:
                 self._last_step, self._until_now = counters.since(self._until_now), replace(counters)
         return loss
@@ -150,30 +157,24 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         with self._lock, torch.no_grad():
             if not self._is_due(parameter):
                 return
-            position = len(self._updated)
-            if position >= len(self._order) or self._order[position] is not parameter:
-                self._read_ahead = len(self._order)  # backward takes another order than the last time
+            self._order.begin_update(parameter)
             self._swap.update_now(parameter, self._group_of(parameter))
-            self._updated.append(parameter)
             parameter.grad = AppliedGradient(parameter)
             self._start_reads()
 
     def _forget_reads(self) -> None:
         """Read nothing more ahead in this backward; what is being read is dropped by who asks for another read."""
-        self._read_ahead = len(self._order)
+        self._order.stop_reads()
 
     def _start_reads(self) -> None:
-        while self._read_ahead < min(len(self._order), len(self._updated) + self._prefetch):
-            self._swap.start_read(self._order[self._read_ahead])
-            self._read_ahead += 1
+        for parameter in self._order.next_reads():
+            self._swap.start_read(parameter)
 
     def _end_backward(self, left: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Update what the hooks have not, and read ahead for the next backward. Writes stay in flight."""
         if left:
             self._swap.update(left)
-        if self._updated:
-            self._order, self._updated = self._updated, []
-        self._read_ahead = 0
+        self._order.end()
         self._swap.pipeline.drop_reads()
         self._start_reads()
         self._swap.pipeline.reap()
@@ -185,23 +186,29 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
 
         Raises:
             ValueError: one of them needs larger buffers than the optimizer has.
+            SwapError: state that the optimizer allocates at once cannot be written. No parameter is added.
+            InvalidStateError: the optimizer is closed.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = offload(torch.optim.Adam([weight]), "states")
         >>> optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.1})
         """
+        swapper = self._swap if self._is_made else None
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         added = [(parameter, group) for parameter in group["params"]]
-        if self._swapper is not None:
-            try:
-                self._swapper.expect_buffer(added)
-            except ValueError:
-                self.param_groups.pop()
-                raise
-            for parameter, _ in added:
-                self._make_state(parameter, group)
+        if swapper is not None:
+            with self._lock:
+                try:
+                    swapper.expect_buffer(added)
+                    for parameter, _ in added:
+                        self._make_state(parameter, group)
+                except BaseException:
+                    self.param_groups.pop()
+                    for parameter, _ in added:
+                        swapper.discard_state(parameter)
+                    raise
         if self._when == "backward" or self._swaps_gradients:
             this = weakref.ref(self)
 
@@ -300,10 +307,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         raise TypeError("the state of this optimizer is in a store: take state_dict(), or call save()")
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # what load_state_dict calls at its end
-        states = state.pop("state")
-        self.__dict__.update(state)
-        for parameter, _ in self._parameters():
-            self.set_state(parameter, states.get(parameter, {}))
+        saved = self._swap.completed(state)
+        for group in saved["param_groups"]:
+            for parameter in group["params"]:
+                self.set_state(parameter, saved["state"].get(parameter, {}))
+        self.param_groups = saved["param_groups"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the groups and the state of an optimizer of the same kind, offloaded or not.
@@ -319,8 +327,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             return
         super().load_state_dict({**state_dict, "state": {}})  # torch would round float32 to the parameter's dtype
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, (parameter, _) in zip(numbers, self._parameters(), strict=True):
-            self.set_state(parameter, state_dict["state"].get(number, {}))
+        states = {
+            parameter: state_dict["state"].get(number, {})
+            for number, (parameter, _) in zip(numbers, self._parameters(), strict=True)
+        }
+        self.__setstate__({"state": states, "param_groups": self.param_groups})
 
     # ---- counts, and the end
 

@@ -50,7 +50,8 @@ class Sequence:
     def __init__(self, name: str, store: Offloader, options: dict[str, Any]) -> None:
         self.pair = Pair(OPTIMIZERS[name], store, SHAPES, **options)
         self.saved: dict[str, tuple[int, dict[str, Any]]] = {}
-        self.applied: set[int] = set()  # the parameters whose gradients a step has used; torch would use them again
+        self.uses_gradients_up = options["swap_gradients"]  # torch would use them again
+        self.applied: set[int] = set()  # the parameters whose gradients a step has used up
 
     def parameters(self, index: int) -> tuple[nn.Parameter, nn.Parameter]:
         return self.pair.plain[index % len(self.pair.plain)], self.pair.swapped[index % len(self.pair.swapped)]
@@ -109,7 +110,7 @@ class Sequence:
         self.applied.clear()
 
     def step(self) -> None:
-        """Make a step; the plain optimizer skips the gradients that it has used, as an offloaded one does."""
+        """Make a step; the plain optimizer skips the gradients that it has used, where the offloaded one does."""
         plain = self.pair.plain
         kept = {i: plain[i].grad for i in self.applied}
         for i in self.applied:
@@ -118,7 +119,8 @@ class Sequence:
         for i, gradient in kept.items():
             plain[i].grad = gradient
         self.pair.offloaded.step()
-        self.applied = {i for i, parameter in enumerate(plain) if parameter.grad is not None}
+        if self.uses_gradients_up:
+            self.applied = {i for i, parameter in enumerate(plain) if parameter.grad is not None}
 
     def clip(self) -> None:
         if not self.applied and any(parameter.grad is not None for parameter in self.pair.plain):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
+import mmap
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Offloader
@@ -175,6 +179,155 @@ def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: O
     for step in range(4):
         pair.step(missing=[step])
     pair.expect_same()
+
+
+def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of writes that have ended goes to reads before the update of the next parameter begins."""
+    condition = threading.Condition()
+    reads, updated, late, watched = 0, 0, [], False
+
+    class Watched(torch.optim.SGD):  # a subclass: its parameters are not cut into chunks
+        def step(self, closure: Any = None) -> None:
+            nonlocal updated
+            if watched:
+                updated += 1
+                due = min(2 * math.ceil(updated / 2) + 4, len(parameters))  # two parameters are read together
+                with condition:
+                    if not late and not condition.wait_for(lambda: reads >= due, timeout=10):
+                        late.append(updated)
+            super().step()
+
+    def readv(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        with condition:
+            reads += 1
+            condition.notify_all()
+        return Offloader.readv(store, *args, **options)
+
+    def writev(*args: Any, **options: Any) -> Any:
+        future = Offloader.writev(store, *args, **options)
+        future.wait()
+        return future
+
+    parameters = [nn.Parameter(torch.ones(64, 1024)) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    size = 4 * (2 * parameters[0].nbytes + 8 * 4096)
+    with offload(Watched(parameters, momentum=0.9), store, min_bytes=0, prefetch=2, buffer_bytes=size) as optimizer:
+        optimizer.step()
+        watched = True
+        monkeypatch.setattr(store, "readv", readv)
+        monkeypatch.setattr(store, "writev", writev)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert (reads, updated, late) == (16, 16, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_state_is_written_from_the_buffers(
+    dtype: torch.dtype, store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers hold the new tensors of an update until the store has written them, so their memory is bounded."""
+    addresses: list[int] = []
+
+    def writev(tensors: dict[str, torch.Tensor], **options: Any) -> Any:
+        addresses.extend(tensor.data_ptr() for tensor in tensors.values())
+        return Offloader.writev(store, tensors, **options)
+
+    monkeypatch.setattr(store, "writev", writev)
+    parameter = nn.Parameter(torch.ones(100_001, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    adam = torch.optim.Adam([parameter], amsgrad=True)
+    with offload(adam, store, min_bytes=0, chunk_bytes=1 << 16, master_weights=True) as optimizer:
+        optimizer.step()
+        assert len(addresses) > 3
+        assert not any(address % mmap.PAGESIZE for address in addresses)  # malloc aligns tensors to 64 bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
+    name: str, dtype: torch.dtype, store: Offloader
+) -> None:
+    counts: set[int] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts.add(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    torch.set_num_threads(3)
+    pair = Pair(OPTIMIZERS[name], store, ((333, 301), (40_001, 1)), dtype)
+    for _ in range(2):
+        pair.give_gradients()
+        pair.optimizer.step()
+        with Watch():
+            pair.offloaded.step()
+        whole = name in ("Adafactor", "Muon") or dtype != torch.float32
+        assert (min(counts), torch.get_num_threads()) == (3 if whole else 2, 3)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.half, torch.Tensor.double, lambda values: values[:9], lambda values: torch.cat([values, values])],
+    ids=["half", "double", "smaller", "larger"],
+)
+def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, store: Offloader) -> None:
+    """Nothing is lost: with its old type and shape, training goes on."""
+    pair = Pair(OPTIMIZERS["Adam"], store, chunk_bytes=1 << 16)
+    pair.step()
+    both = (pair.plain[0], pair.swapped[0])
+    for parameter in both:
+        before = parameter.data
+        parameter.grad = None
+        parameter.data = change(before)
+        changed = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(RuntimeError, match=r"dtype|size|elements"):
+            (pair.optimizer if parameter is both[0] else pair.offloaded).step()
+        assert same(parameter.detach(), changed)
+        parameter.grad = None
+        parameter.data = before
+    for plain, swapped in zip(pair.plain[1:], pair.swapped[1:], strict=True):
+        pair.offloaded.set_state(swapped, pair.optimizer.state[plain])
+        swapped.data = plain.detach().clone()
+    state = pair.optimizer.state[both[0]]
+    state["step"] = state["step"] - 1  # torch counts a step that it refuses
+    pair.step()
+    pair.expect_same()
+
+
+def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(store: Offloader) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(ValueError, match="buffer_bytes"):
+        offload(optimizer, store, min_bytes=0, buffer_bytes=1)
+    assert optimizer.param_groups[0]["params"][0] is parameter
+    assert optimizer.state[parameter]["step"] == 1
+    offloaded = offload(optimizer, store, min_bytes=0)
+    assert offloaded.state_of(parameter)["step"] == 1
+    assert optimizer.param_groups == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("without_step", ["all", "one"])
+def test_backward_updates_once_for_each_backward_without_a_step(
+    without_step: str, count: int, store: Offloader
+) -> None:
+    shapes = ((300, 301),) * count
+    pair = Pair(OPTIMIZERS["Adam"], store, shapes, when="backward", prefetch=4, chunk_bytes=1 << 16)
+    for number in range(6):
+        for _ in range(2 if without_step == "all" else 1):
+            pair.give_gradients()
+            pair.optimizer.step()
+            pair.offloaded.zero_grad()
+        if number != 2:
+            pair.offloaded.step()
+    pair.expect_same()  # not before the end: it would drop what was read ahead
 
 
 def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:

@@ -355,6 +355,8 @@ def test_a_partition_that_is_missing_registers_no_parameter(store: Offloader, tm
         )
     with pytest.raises(ValueError, match=r"\[500\] elements are not a parameter of 501"):
         swapper.initialize_from_swapped_fp16_params([here], [501], None, parameters[:1])
+    with pytest.raises(ValueError, match="a buffer of 0 bytes is less than one parameter needs"):
+        swapper.initialize_from_swapped_fp16_params([here], [500], [], parameters[:1])
     swapper.initialize_from_swapped_fp16_params([here, here], [500, 500], None, parameters)
     swapper.swap_in_optimizer_state(parameters[1])
     assert same(parameters[1].detach(), torch.ones(500))

@@ -83,3 +83,24 @@ def test_a_distributed_checkpoint_of_shards_is_read_by_another_number_of_ranks(t
     for found in run_ranks(world, load, str(tmp_path), world):
         assert len(found) == 3 * len(SHAPES)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def train(rank: int, folder: str) -> None:
+    """Let backward update shards, or write their gradients, as a plain optimizer updates them."""
+    for number, options in enumerate(({"when": "backward"}, {"swap_gradients": True})):
+        plain, swapped = parameters_of(2), parameters_of(2)
+        optimizer = torch.optim.AdamW(plain, lr=0.1, foreach=False)
+        with offloaded(swapped, f"{folder}/{number} of {rank}", chunk_bytes=1 << 16, **options) as other:
+            for _ in range(STEPS):
+                for each, parameters in ((optimizer, plain), (other, swapped)):
+                    each.zero_grad()
+                    for parameter in parameters:
+                        shard: Any = parameter
+                        shard.to_local().square().sum().backward()  # as FSDP computes: with plain tensors
+                    each.step()
+            for found, expected in zip(shards_of(swapped, other), shards_of(plain, optimizer), strict=True):
+                assert torch.equal(found.to_local(), expected.to_local())
+
+
+def test_backward_of_shards_gives_what_it_gives_a_plain_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, train, str(tmp_path))

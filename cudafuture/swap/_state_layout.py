@@ -1,0 +1,69 @@
+"""The layout of optimizer state: dtypes, devices, chunks, and the buffer that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from cudafuture.swap._options import SwapOptions
+from cudafuture.swap._parameter_state import chunks_of
+from cudafuture.swap._shards import local_of
+from cudafuture.swap._update import Update
+
+__all__ = ["StateLayout"]
+
+
+class StateLayout:
+    """The layout of each parameter's state, as the optimizer and the options determine it."""
+
+    def __init__(self, update: Update, options: SwapOptions) -> None:
+        self._update, self._options = update, options
+
+    def device(self, parameter: torch.Tensor) -> torch.device:
+        """Return the device on which a parameter is updated."""
+        return torch.device("cpu") if self._options.compute == "cpu" else parameter.device
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter has a float32 copy, which is updated in its place."""
+        return self._options.master_weights and parameter.is_floating_point() and parameter.element_size() < 4
+
+    def dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter is updated: that of the state tensors of its shape."""
+        return torch.float32 if self.has_master(parameter) else parameter.dtype
+
+    def dtypes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the state tensors that have the shape of a parameter."""
+        return (self.dtype(parameter),) * (self._update.count_tensors(group) + self.has_master(parameter))
+
+    def bounds(self, parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
+        """Return the bounds of a parameter's chunks.
+
+        Raises:
+            ValueError: the parameter is a shard of one that the optimizer updates as a whole.
+        """
+        local = local_of(parameter)
+        if local is not parameter and not self._update.is_elementwise:
+            raise ValueError("this optimizer updates whole parameters, and a DTensor is a shard of one")
+        return chunks_of(local, self.longest_chunk(parameter))
+
+    def longest_chunk(self, parameter: torch.Tensor) -> int | None:
+        """Return the elements of a chunk; None: the parameter is updated as a whole, in all threads of torch.
+
+        torch rounds the last elements of a float16 or bfloat16 tensor otherwise than those that fill a vector register,
+        so there the update of chunks, or in fewer threads, would not be that of the whole.
+        """
+        if not self._update.is_elementwise or self.dtype(parameter).itemsize < 4:
+            return None
+        return self._options.chunk_bytes // parameter.element_size()
+
+    def least_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> int:
+        """Return the bytes that the largest parameter or chunk needs, given the parameters with their groups."""
+        least = 4096
+        for parameter, group in parameters:
+            most = max(end - begin for begin, end in self.bounds(parameter))
+            others = parameter.element_size() * (1 + self._options.swap_gradients)  # the old value, and a gradient
+            each = sum(dtype.itemsize for dtype in self.dtypes(parameter, group)) + others
+            least = max(least, most * each + 8 * 4096)  # each tensor begins at a page
+        return least

@@ -1,0 +1,47 @@
+"""The threads with which torch updates parameters on the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["one_thread_less"]
+
+
+@contextmanager
+def one_thread_less(allowed: bool) -> Iterator[None]:
+    """Let the calling thread compute with one thread less, so that the store's engine has a core beside it.
+
+    Threads of OpenMP wait for each other at the end of every operation, and GNU's go on waiting, busily, for about
+    10 ms after it: where the engine takes the core of one of them, or needs one, all lose time. The number is set for
+    the calling thread only; ``torch.set_num_threads`` would set it for threads that begin meanwhile, too. Nothing
+    changes where it is not allowed, where torch has one thread, or with another library for threads.
+
+    Args:
+        allowed: whether the result of the update does not depend on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    openmp = _openmp()
+    if not allowed or threads == 1 or openmp is None:
+        yield
+        return
+    openmp.omp_set_num_threads(threads - 1)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(threads)
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """Return torch's library, through which the OpenMP that it is linked with is called; None where it has none."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    except OSError:
+        return None
+    return library if hasattr(library, "omp_set_num_threads") else None
