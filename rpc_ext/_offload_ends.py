@@ -1,7 +1,8 @@
-"""Lets go of offload services: at once, or later where that is not possible.
+"""End the sessions of clients at offload services: at once, or later where that is not possible.
 
-A service cannot know that a client is gone whose process lives. So one that is dropped, wherever that happens to be,
-and one whose end could not be told, are noted, and their ends are told by the minder's thread until they arrive.
+A service does not notice that a client is gone while the client's process lives. So the ends of dropped clients, and
+ends that did not reach the service, are noted; the timer thread sends them until they arrive, or until the RPC session
+in which the client began has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
@@ -17,13 +19,15 @@ from rpc_ext import _minder, _offload_calls
 from rpc_ext._serve import expect_free_thread
 from rpc_ext._turns import outcome
 from rpc_ext.calls import rpc_async, rpc_sync
+from rpc_ext.session import Session, current
 
 __all__ = ["begin", "end", "note"]
 
 _INTERVAL = 0.5  # seconds between two looks
 _PATIENCE = 10.0  # seconds that the service has to answer
 
-_End = tuple[str, str, bytes]  # worker, service, token
+_Begun = weakref.ref[Session]  # the RPC session in which a client began: a later one may have a worker of the same name
+_End = tuple[_Begun, str, str, bytes]  # session, worker, service, token
 
 
 class _Ends:
@@ -38,29 +42,32 @@ class _Ends:
             self._open += 1
         _minder.mind(self, time.perf_counter() + _INTERVAL)
 
-    def end(self, worker: str, service: str, token: bytes, timeout: float) -> None:
-        """Tell the end of one, and wait for the answer; tell it later where this thread may not wait."""
+    def end(self, begun: _Begun, worker: str, service: str, token: bytes, timeout: float) -> None:
+        """Send the end of a client, and wait for the reply; send it later where this thread may not wait."""
+        if not _is_current(begun):
+            self._forget()
+            return
         try:
             with expect_free_thread("RemoteOffloader.close()"):
                 pass
         except InvalidStateError:  # no other thread of this worker is free to bring the answer
-            self.note(worker, service, token)
+            self.note(begun, worker, service, token)
             return
         try:
             rpc_sync(worker, _offload_calls.end, (service, token), timeout=min(timeout or _PATIENCE, _PATIENCE))
         except (InvalidStateError, WorkerLostError):  # RPC has ended, or the service; or the worker is gone
             self._forget()
         except Exception:
-            self.note(worker, service, token)
+            self.note(begun, worker, service, token)
         except BaseException:
-            self.note(worker, service, token)
+            self.note(begun, worker, service, token)
             raise
         else:
             self._forget()
 
-    def note(self, worker: str, service: str, token: bytes) -> None:
-        """Have the end of one told later. Takes no lock: this is called where garbage is collected."""
-        self._noted.put((worker, service, token))
+    def note(self, begun: _Begun, worker: str, service: str, token: bytes) -> None:
+        """Send the end of a client later. Takes no lock: this is called where garbage is collected."""
+        self._noted.put((begun, worker, service, token))
 
     def look(self, now: float) -> float | None:
         """Tell what was noted."""
@@ -74,7 +81,10 @@ class _Ends:
             return now + _INTERVAL if self._open else None
 
     def _tell(self, end: _End) -> None:
-        worker, service, token = end
+        begun, worker, service, token = end
+        if not _is_current(begun):
+            self._forget()
+            return
 
         def told(done: CUDAFuture[None]) -> None:
             error = outcome(done)[1]
@@ -95,6 +105,14 @@ class _Ends:
     def _forget(self) -> None:
         with self._lock:
             self._open -= 1
+
+
+def _is_current(begun: _Begun) -> bool:
+    """Return whether a session is this process's session now."""
+    try:
+        return current() is begun()
+    except InvalidStateError:
+        return False
 
 
 _ends = _Ends()

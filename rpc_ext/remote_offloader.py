@@ -59,15 +59,15 @@ class RemoteOffloader(RemoteKeys):
         self, to: Worker, *, namespace: str | None = None, name: str = "offload", timeout: float | None = None
     ) -> None:
         session = current()
-        self._worker = session.destination(to).name
+        self._worker, self._begun = session.destination(to).name, weakref.ref(session)
         self._name, self._timeout = name, session.timeout(timeout)
         self._token = secrets.token_bytes(calls.TOKEN)
         _ends.begin()
         try:
             arguments = name, self._token, namespace, session.name, time.monotonic()
             terms = rpc_sync(self._worker, calls.begin, arguments, timeout=timeout)
-        except BaseException:
-            _ends.note(self._worker, name, self._token)  # the service may have begun a session all the same
+        except BaseException:  # the service may have begun a session all the same
+            _ends.note(self._begun, self._worker, name, self._token)
             raise
         self._durable = terms.durable
         self._transport = Transport(self._worker, name, self._token, terms)
@@ -75,7 +75,7 @@ class RemoteOffloader(RemoteKeys):
         self._operations = Operations()
         self._closed = False
         self._asked = set()
-        self._end = weakref.finalize(self, _ends.note, self._worker, name, self._token)
+        self._end = weakref.finalize(self, _ends.note, self._begun, self._worker, name, self._token)
         self._end.atexit = False
 
     @property
@@ -309,7 +309,7 @@ class RemoteOffloader(RemoteKeys):
         for future in list(self._asked):
             future.exception()
         if self._end.detach() is not None:
-            _ends.end(self._worker, self._name, self._token, self._timeout)
+            _ends.end(self._begun, self._worker, self._name, self._token, self._timeout)
 
     def statistics(self) -> RemoteOffloaderStatistics:
         """Return what is under way, and what has been done so far.

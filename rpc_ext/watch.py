@@ -12,7 +12,7 @@ from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _minder
 from rpc_ext.calls import Worker, rpc_async
-from rpc_ext.session import current
+from rpc_ext.session import Session, current
 
 __all__ = ["watch"]
 
@@ -48,16 +48,18 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     """
     if not patience > 0:
         raise ValueError(f"patience is a positive number of seconds, not {patience!r}")
-    name = current().destination(worker).name
+    session = current()
+    name = session.destination(worker).name
     future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)
-    _minder.mind(_Watch(name, patience, future), time.perf_counter())
+    _minder.mind(_Watch(session, name, patience, future), time.perf_counter())
     return future
 
 
 class _Watch:
     """Asks one worker, one question at a time."""
 
-    def __init__(self, worker: str, patience: float, future: CUDAFuture[None]) -> None:
+    def __init__(self, session: Session, worker: str, patience: float, future: CUDAFuture[None]) -> None:
+        self._session = weakref.ref(session)  # a later one may have a worker of the same name
         self._worker, self._patience = worker, patience
         self._future = weakref.ref(future)
         self._lock = threading.Lock()  # guards _is_asked; a leaf
@@ -76,6 +78,8 @@ class _Watch:
 
     def _ask(self, future: CUDAFuture[None]) -> None:
         try:
+            if current() is not self._session():
+                raise InvalidStateError("the session of this watch has ended")
             answer = rpc_async(self._worker, _alive, timeout=self._patience, non_blocking=True)
         except BlockingIOError:  # as many calls to it are in flight as may be, and each has its own timeout
             answer = CUDAFuture.completed(None)

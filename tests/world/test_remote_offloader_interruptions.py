@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import threading
@@ -252,6 +253,30 @@ def test_a_client_that_is_dropped_goes_in_the_end(service: OffloadService, kind:
     gc.collect()
     wait_for(lambda: service.statistics().clients == 0)
     wait_for(lambda: not len(service.store))
+
+
+def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bytes] = []
+    end = calls.end
+
+    @functools.wraps(end)
+    def noted(service: str, token: bytes) -> None:
+        ended.append(token)
+        end(service, token)
+
+    monkeypatch.setattr(calls, "end", noted)
+    outlived = []
+    with alone(tmp_path / "first"), serve_offload(tmp_path / "served"):
+        outlived += [RemoteOffloader(ME), RemoteOffloader(ME)]
+    with alone(tmp_path / "second"), serve_offload(tmp_path / "served") as service:
+        outlived.pop().close()
+        outlived.pop()
+        gc.collect()
+        RemoteOffloader(ME)  # its end is noted after that of the other
+        wait_for(lambda: service.statistics().clients == 0)
+        assert len(ended) == 1
 
 
 @pytest.mark.parametrize("kind", ["destination", "services", "desk", "session", "minder"])

@@ -97,6 +97,13 @@ def test_a_watch_ends_with_rpc(tmp_path: Path) -> None:
         watch("me")
 
 
+def test_watch_ends_with_its_session_although_another_one_begins(tmp_path: Path) -> None:
+    with alone(tmp_path / "first"):
+        watched = watch("me")
+    with alone(tmp_path / "second"):
+        assert watched.wait(timeout=LONG) is None
+
+
 # ---- a client of an offload service that falls silent
 
 
