@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,23 @@ def noted(order: list[str], name: str, future: CUDAFuture[Any]) -> CUDAFuture[An
     return future
 
 
+def occupied(engine: Engine, file: File, order: list[str]) -> CUDAFuture[Any]:
+    """Write a block, and return when the engine has begun it: nothing overtakes it any more."""
+    first = noted(order, "first", file.write(blocks(1)))
+    deadline = time.monotonic() + PATIENCE
+    while engine.statistics().blocks == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0)
+    return first
+
+
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("size", [1, 10], ids=["one block", "many blocks"])
 def test_an_urgent_read_overtakes_queued_writes(backend: str, size: int, tmp_path: Path) -> None:
     order: list[str] = []
     with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
-        first = noted(order, "first", file.write(blocks(1)))
+        first = occupied(engine, file, order)
         writes = [noted(order, "write", file.write(blocks(20), 20 * i * BLOCK)) for i in range(1, 10)]
         later = noted(order, "read", file.read(blocks(size)))
         urgent = noted(order, "urgent", file.read(blocks(size), priority=-1))
@@ -57,7 +68,7 @@ def test_one_block_of_eight_is_not_urgent(backend: str, size: int, tmp_path: Pat
     order: list[str] = []
     with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
-        first = noted(order, "first", file.write(blocks(1)))
+        first = occupied(engine, file, order)
         writes = [noted(order, "write", file.write(blocks(size), 100 * i * BLOCK)) for i in range(1, 4)]
         urgent = [noted(order, "urgent", file.read(blocks(1), i * BLOCK, priority=-1)) for i in range(100)]
         engine._native.let_go()
