@@ -15,6 +15,9 @@ class Backend {
   // Takes a block; it is begun by the next wait() at the latest. At most as many are inside as the queue is deep.
   virtual void put(Block& block) noexcept = 0;
 
+  // Begins what was put, so that the disk is busy while the calling thread does something else.
+  virtual void begin() noexcept = 0;
+
   // Begins what was put. Appends to `ended` what has ended since; when that is nothing and `may_block`, waits until
   // something has, or for wake().
   virtual void wait(bool may_block, std::vector<Block*>& ended) noexcept = 0;

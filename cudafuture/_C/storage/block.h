@@ -31,13 +31,14 @@ struct Block {
 
   // ---- what for
   Operation* operation = nullptr;
-  std::size_t at = 0;        // place in the operation's memory
-  std::size_t wanted = 0;    // bytes of that
-  std::size_t ahead = 0;     // bytes before them that are read along
-  std::size_t done = 0;      // bytes of both that have gone over
-  bool is_staged = false;    // they go by the buffer
-  bool was_refused = false;  // past the cache; now it is tried through it
-  unsigned in_vain = 0;      // results, one after the other, that have brought nothing
+  std::size_t at = 0;         // place in the operation's memory
+  std::size_t wanted = 0;     // bytes of that
+  std::size_t ahead = 0;      // bytes before them that are read along
+  std::size_t done = 0;       // bytes of both that have gone over
+  bool is_staged = false;     // they go by the buffer
+  bool is_unchecked = false;  // their checksum is to be taken beside the kernel's work; see Operation::check()
+  bool was_refused = false;   // past the cache; now it is tried through it
+  unsigned in_vain = 0;       // results, one after the other, that have brought nothing
 
   // ---- for the engine
   std::byte* buffer = nullptr;

@@ -17,8 +17,12 @@ Copier::~Copier() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool Copier::take(Block& block) noexcept {
-  if (block.wanted < kWorthIt || has_failed_) return false;
+bool Copier::take(Block& block) noexcept { return block.wanted >= kWorthIt && take(Work{&block, {}}); }
+
+bool Copier::take(const Check& check) noexcept { return take(Work{nullptr, check}); }
+
+bool Copier::take(const Work& work) noexcept {
+  if (has_failed_) return false;
   if (!thread_.joinable()) {
     try {
       thread_ = std::thread([this] { loop(); });
@@ -30,7 +34,7 @@ bool Copier::take(Block& block) noexcept {
   {
     std::lock_guard lock(mutex_);
     if (queue_.size() >= kEnough) return false;
-    queue_.push_back(&block);
+    queue_.push_back(work);
   }
   wake_.notify_one();
   return true;
@@ -42,11 +46,16 @@ void Copier::loop() noexcept {
   while (true) {
     wake_.wait(lock, [this] { return is_stopping_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    Block& block = *queue_.front();
+    const Work work = queue_.front();
     queue_.pop_front();
     lock.unlock();
-    block.operation->stage(block);
-    engine_.arrived(block);
+    if (work.block != nullptr) {
+      work.block->operation->stage(*work.block);
+      engine_.arrived(*work.block);
+    } else {
+      work.check.operation->check(work.check.at, work.check.size);
+      engine_.checked(work.check.operation);
+    }
     lock.lock();
   }
 }

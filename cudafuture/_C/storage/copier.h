@@ -1,6 +1,6 @@
-// A second thread of an engine, which copies and sums what is staged while the first one asks the kernel.
+// A second thread of an engine, which stages blocks and takes checksums while the first one asks the kernel.
 //
-// It begins with the first block that is worth it. When it has enough to do already the engine stages a block itself:
+// It begins with the first block that is worth it. When it has enough to do already the engine does the work itself:
 // so both are busy, and neither waits for the other.
 //
 // Lock: mutex_ guards the queue and the flag; nothing is taken under it.
@@ -19,6 +19,8 @@ namespace cudafuture::storage {
 
 class Copier {
  public:
+  static constexpr std::size_t kWorthIt = 64 * 1024;  // bytes of a block that takes longer than a call of the kernel
+
   explicit Copier(Watching& engine) noexcept : engine_(engine) {}
   ~Copier();
   Copier(const Copier&) = delete;
@@ -27,16 +29,24 @@ class Copier {
   // Stages the block, which then arrives at the engine. False: the engine is to do it.
   bool take(Block& block) noexcept;
 
- private:
-  static constexpr std::size_t kWorthIt = 64 * 1024;  // bytes of a block
-  static constexpr std::size_t kEnough = 2;           // blocks in the queue
+  // Takes a checksum, and tells the engine. False: the engine is to do it.
+  bool take(const Check& check) noexcept;
 
+  static constexpr std::size_t kEnough = 2;  // blocks and checks in the queue
+
+ private:
+  struct Work {
+    Block* block;  // null: the check
+    Check check;
+  };
+
+  bool take(const Work& work) noexcept;
   void loop() noexcept;
 
   Watching& engine_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Block*> queue_;
+  std::deque<Work> queue_;
   bool is_stopping_ = false;
   bool has_failed_ = false;  // there is no thread to be had
   std::thread thread_;

@@ -65,6 +65,8 @@ Engine::Engine(const Options& options)
   free_.reserve(blocks_.size());
   arrived_.reserve(blocks_.size());
   landed_.reserve(blocks_.size());
+  checked_.reserve(2 * Copier::kEnough);  // each round collects them, and gives the copier one more
+  landed_checks_.reserve(2 * Copier::kEnough);
   for (std::size_t i = blocks_.size(); i-- > 0;) {
     blocks_[i].buffer_size = options.block_size;
     free_.push_back(&blocks_[i]);
@@ -212,11 +214,15 @@ void Engine::loop() noexcept {
     if (collect()) return;
     for (Block* const block : landed_) land(*block);
     landed_.clear();
+    for (Operation* const operation : landed_checks_) end_check(operation);
+    landed_checks_.clear();
     cut_blocks();
+    check_some();
     bool may_block;
     {
       std::lock_guard lock(mutex_);
-      may_block = !is_over() && arrived_.empty() && (inbox_.empty() || free_.empty());
+      may_block =
+          !is_over() && arrived_.empty() && checked_.empty() && checks_.empty() && (inbox_.empty() || free_.empty());
       is_waiting_ = may_block;
       wants_work_ = may_block && !free_.empty();
     }
@@ -237,6 +243,7 @@ bool Engine::collect() noexcept {
   }
   if (is_over()) return true;
   landed_.swap(arrived_);
+  landed_checks_.swap(checked_);
   return false;
 }
 
@@ -302,6 +309,7 @@ void Engine::cut_block(Operation& operation) noexcept {
   add(counters_.blocks);
   const Operation::Outcome outcome = operation.next(block);
   if (block.is_staged) add(counters_.staged);
+  note_check(operation, block);
   pass_on(block, outcome);
 }
 
@@ -309,6 +317,7 @@ void Engine::take(Block& block) noexcept {
   Operation* const operation = block.operation;
   const Operation::Outcome outcome = operation->take(block);
   if (outcome == Operation::Outcome::kernel) add(counters_.again);
+  note_check(*operation, block);
   pass_on(block, outcome);
   if (operation->is_over()) end(operation);
 }
@@ -317,6 +326,7 @@ void Engine::pass_on(Block& block, Operation::Outcome outcome) noexcept {
   if (outcome == Operation::Outcome::host) {
     block.is_with_copier = is_busy() && copier_->take(block);
     if (block.is_with_copier) return;
+    if (block.wanted >= Copier::kWorthIt) backend_->begin();
     block.operation->stage(block);
     outcome = block.operation->staged(block);
   }
@@ -341,9 +351,51 @@ void Engine::free_block(Block& block) noexcept {
 void Engine::arrived(Block& block) noexcept {
   std::lock_guard lock(mutex_);
   arrived_.push_back(&block);
+  wake();
+}
+
+void Engine::checked(Operation* operation) noexcept {
+  std::lock_guard lock(mutex_);
+  checked_.push_back(operation);
+  wake();
+}
+
+// Under the lock.
+void Engine::wake() noexcept {
   if (!std::exchange(is_waiting_, false)) return;
   wants_work_ = false;
   backend_->wake();
+}
+
+void Engine::note_check(Operation& operation, Block& block) noexcept {
+  if (!std::exchange(block.is_unchecked, false)) return;
+  const Check check = {&operation, block.at, block.wanted};
+  try {
+    if (operation.is_urgent()) {
+      checks_.push_front(check);
+    } else {
+      checks_.push_back(check);
+    }
+  } catch (const std::bad_alloc&) {
+    operation.check(check.at, check.size);
+    operation.checked();
+  }
+}
+
+// Takes one checksum, or two where the copier helps: then the kernel may have room for more.
+void Engine::check_some() noexcept {
+  if (checks_.size() > 1 && copier_->take(checks_.back())) checks_.pop_back();
+  if (checks_.empty()) return;
+  backend_->begin();
+  const Check check = checks_.front();
+  checks_.pop_front();
+  check.operation->check(check.at, check.size);
+  end_check(check.operation);
+}
+
+void Engine::end_check(Operation* operation) noexcept {
+  operation->checked();
+  if (operation->is_over()) end(operation);
 }
 
 // The copier or the devices have done with the block.

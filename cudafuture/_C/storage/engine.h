@@ -10,7 +10,8 @@
 // quarters of the blocks, a device that is busy does not hold up the others.
 //
 // There are as many blocks as the queue is deep, each with a buffer of the block's size: that is all the memory that an
-// engine takes. What is staged is copied by a second thread while there is more than that to do.
+// engine takes. What is staged is copied by a second thread while there is more than that to do. Long checksums wait
+// until the kernel has as much to do as it may have: first the disk, then they, shared with the second thread.
 //
 // Without a user an engine ends when what was submitted has been done; so does the process.
 //
@@ -120,10 +121,15 @@ class Engine final : private ThreadCache::Task, private Watching {
   void cut_block(Operation& operation) noexcept;
   void pass_on(Block& block, Operation::Outcome outcome) noexcept;
   void free_block(Block& block) noexcept;
+  void note_check(Operation& operation, Block& block) noexcept;
+  void check_some() noexcept;
+  void end_check(Operation* operation) noexcept;
   bool is_busy() const noexcept { return blocks_.size() - free_.size() > 2; }  // with more than this block
   void take(Block& block) noexcept;
   void land(Block& block) noexcept;
   void arrived(Block& block) noexcept override;
+  void checked(Operation* operation) noexcept override;
+  void wake() noexcept;
   void put_in(Operation* operation) noexcept override;
   void end(Operation* operation) noexcept;
   bool is_over() const noexcept {
@@ -149,13 +155,16 @@ class Engine final : private ThreadCache::Task, private Watching {
   std::size_t urgent_in_a_row_ = 0;  // blocks
   std::size_t most_for_devices_;     // blocks
   std::size_t of_device_lines_ = 0;  // blocks that are not free
+  std::deque<Check> checks_;
   std::vector<Block*> landed_;
+  std::vector<Operation*> landed_checks_;
   std::shared_ptr<Engine> self_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Line inbox_;
   std::vector<Block*> arrived_;
+  std::vector<Operation*> checked_;
   std::size_t pending_ = 0;
   bool is_waiting_ = false;  // and has to be woken for an arrival
   bool wants_work_ = false;  // and has to be woken for what is submitted, too

@@ -30,6 +30,7 @@ class Faults final : public Backend {
   Faults(std::unique_ptr<Backend> real, const FaultRates& rates);
 
   void put(Block& block) noexcept override;
+  void begin() noexcept override { real_->begin(); }
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
   void wake() noexcept override { real_->wake(); }
   void use_buffers(std::byte* buffers, std::size_t bytes) noexcept override { real_->use_buffers(buffers, bytes); }

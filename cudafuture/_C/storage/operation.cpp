@@ -43,7 +43,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
   block.at = cut_;
   block.ahead = block.done = block.first = 0;
   block.in_vain = 0;
-  block.is_staged = block.was_refused = false;
+  block.is_staged = block.was_refused = block.is_unchecked = false;
   if (!file.is_direct() || file.unit() > block.buffer_size) {
     cut_through_cache(block, block.buffer_size - block.offset % std::min<std::uint64_t>(kPage, block.buffer_size));
   } else if (request_.direction == Direction::write) {
@@ -69,7 +69,7 @@ Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
     ++using_memory_;
     return stands(Edge::storage_source_copied) ? Outcome::device : copied(block);
   }
-  if (!block.is_staged && request_.checksum == nullptr) return Outcome::kernel;
+  if (!block.is_staged && (request_.checksum == nullptr || check_later(block))) return Outcome::kernel;
   if (block.is_staged) ++using_memory_;
   return Outcome::host;
 }
@@ -107,14 +107,30 @@ Operation::Outcome Operation::copied(Block& block) noexcept {
 // Takes the checksum of what a block has in its buffer or in memory.
 void Operation::check(const Block& block) noexcept {
   if (request_.checksum == nullptr) return;
+  if (!block.is_staged) return check(block.at, block.wanted);
+  const iovec staged = {block.buffer + block.ahead, block.wanted};
+  request_.checksum->take(block.at, &staged, 1);
+}
+
+// True: check() is called for the block's bytes, and checked() after it. False: they are too few for that.
+bool Operation::check_later(Block& block) noexcept {
+  if (block.wanted < kLongCheck) return false;
+  block.is_unchecked = true;
+  ++under_way_;
+  ++using_memory_;
+  return true;
+}
+
+void Operation::check(std::size_t at, std::size_t size) noexcept {
   std::array<iovec, Block::kMostPieces> pieces;
-  std::size_t count = 1;
-  if (block.is_staged) {
-    pieces[0] = {block.buffer + block.ahead, block.wanted};
-  } else {
-    count = request_.memory.pieces(block.at, block.wanted, pieces.data(), pieces.size());
-  }
-  request_.checksum->take(block.at, pieces.data(), count);
+  const std::size_t count = request_.memory.pieces(at, size, pieces.data(), pieces.size());
+  request_.checksum->take(at, pieces.data(), count);
+}
+
+void Operation::checked() noexcept {
+  --under_way_;
+  --using_memory_;
+  if (using_memory_ == 0 && !has_next()) release_memory();
 }
 
 void Operation::cut_through_cache(Block& block, std::size_t most) const noexcept {
@@ -207,8 +223,9 @@ Operation::Outcome Operation::ended(Block& block) noexcept {
     check(block);
     return give_back(block, empty_buffer(block));
   }
-  const bool has_work = block.is_staged || request_.checksum != nullptr;
-  return has_work ? Outcome::host : give_back(block, Outcome::ended);
+  if (block.is_staged) return Outcome::host;
+  if (request_.checksum != nullptr && !check_later(block)) return Outcome::host;
+  return give_back(block, Outcome::ended);
 }
 
 // The operation has done with a block, which may still be with a device.

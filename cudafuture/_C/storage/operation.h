@@ -6,6 +6,9 @@
 //        │        device ──► copied()
 //        └─────── while there is more
 //
+// The checksum of a long block that is not staged is taken in the caller's memory while the kernel is busy: of a write
+// after the kernel was asked, of a read when the block is free again.
+//
 // What is on a device goes by the block's buffer. Of a write the device fills it first. Of a read the device empties
 // it last, when the block has ended for the operation: its future is complete when the last such copy is enqueued.
 //
@@ -13,7 +16,7 @@
 // aligned; else they are staged in the block's buffer. A part of a unit is written through the cache; it is read past
 // it, with all of its unit, into the buffer. After a failure nothing more is cut.
 //
-// Used by one thread at a time, but for stage(): blocks that are staged are nobody else's meanwhile.
+// Used by one thread at a time, but for stage() and check(): each block, and each part of the checksum, has one thread.
 #pragma once
 
 #include <cstddef>
@@ -60,6 +63,8 @@ class Operation {
   Outcome next(Block& block) noexcept;
   Outcome take(Block& block) noexcept;
   void stage(Block& block) noexcept;
+  void check(std::size_t at, std::size_t size) noexcept;  // takes the checksum of bytes of the memory; on any thread
+  void checked() noexcept;                                // after it
   Outcome staged(Block& block) noexcept;
   Outcome copied(Block& block) noexcept;
   bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
@@ -86,6 +91,7 @@ class Operation {
   Outcome fill_buffer(Block& block) noexcept;
   Outcome empty_buffer(Block& block) noexcept;
   void check(const Block& block) noexcept;
+  bool check_later(Block& block) noexcept;
   Outcome failed(Block& block, int code) noexcept;
   Outcome failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept;
   void note_failure(std::size_t at, std::exception_ptr error) noexcept;
@@ -95,15 +101,24 @@ class Operation {
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;
 
+  static constexpr std::size_t kLongCheck = 64 * 1024;  // bytes, which take longer than a call of the kernel
+
   Request request_;
   const bool is_urgent_;  // of a negative priority
   File::Use use_;         // from the beginning to the end
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
-  std::size_t under_way_ = 0;     // blocks
+  std::size_t under_way_ = 0;     // blocks, and checks of blocks
   std::size_t using_memory_ = 0;  // of them those that are not staged, or not yet
   std::exception_ptr failure_;    // at the first byte that has failed
   std::size_t failed_after_ = 0;  // bytes before that one
+};
+
+// Bytes of an operation's memory whose checksum is to be taken.
+struct Check {
+  Operation* operation;
+  std::size_t at;
+  std::size_t size;
 };
 
 }  // namespace cudafuture::storage

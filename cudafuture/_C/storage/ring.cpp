@@ -87,6 +87,10 @@ class Ring final : public Backend {
     io_uring_sqe_set_data(entry, &block);
   }
 
+  void begin() noexcept override {
+    if (io_uring_sq_ready(&ring_) != 0) io_uring_submit(&ring_);
+  }
+
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override {
     // EINTR, EAGAIN, EBUSY: whoever calls this comes again.
     if (may_block) {

@@ -36,8 +36,13 @@ Threads::~Threads() {
 
 void Threads::put(Block& block) noexcept { new_.push_back(&block); }
 
-void Threads::wait(bool may_block, std::vector<Block*>& ended) noexcept {
-  std::unique_lock lock(mutex_);
+void Threads::begin() noexcept {
+  std::lock_guard lock(mutex_);
+  hand_over();
+}
+
+// Under the lock: gives the threads what was put.
+void Threads::hand_over() noexcept {
   for (Block* const block : new_) {
     block->next = nullptr;
     (last_ == nullptr ? first_ : last_->next) = block;
@@ -49,6 +54,11 @@ void Threads::wait(bool may_block, std::vector<Block*>& ended) noexcept {
     work_.notify_all();
   }
   new_.clear();
+}
+
+void Threads::wait(bool may_block, std::vector<Block*>& ended) noexcept {
+  std::unique_lock lock(mutex_);
+  hand_over();
   if (may_block) end_.wait(lock, [this] { return woken_ || !ended_.empty(); });
   woken_ = false;
   ended.insert(ended.end(), ended_.begin(), ended_.end());

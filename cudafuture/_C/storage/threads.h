@@ -19,6 +19,7 @@ class Threads final : public Backend {
   ~Threads() override;
 
   void put(Block& block) noexcept override;
+  void begin() noexcept override;
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override;
   void wake() noexcept override;
   void use_buffers(std::byte*, std::size_t) noexcept override {}
@@ -26,6 +27,7 @@ class Threads final : public Backend {
 
  private:
   void loop() noexcept;
+  void hand_over() noexcept;
 
   std::vector<Block*> new_;  // of the engine's thread
   std::mutex mutex_;

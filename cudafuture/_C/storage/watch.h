@@ -12,8 +12,9 @@ namespace cudafuture::storage {
 // An engine, as the watcher's thread sees it. It lives until everything that is watched has come back.
 class Watching {
  public:
-  virtual void put_in(Operation* operation) noexcept = 0;  // its source is ready
-  virtual void arrived(Block& block) noexcept = 0;         // devices have done with its buffer
+  virtual void put_in(Operation* operation) noexcept = 0;   // its source is ready
+  virtual void arrived(Block& block) noexcept = 0;          // devices have done with its buffer
+  virtual void checked(Operation* operation) noexcept = 0;  // another thread has taken a checksum
 
  protected:
   ~Watching() = default;
