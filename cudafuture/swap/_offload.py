@@ -51,7 +51,9 @@ def offload(
         prefetch: how many units of state are read ahead of the computation, and how many are written behind it.
         chunk_bytes: the size of a parameter from which an element-wise optimizer updates it in chunks, bytes. The
             update allocates some tensors of a chunk's size beside the buffers.
-        buffer_bytes: the memory for state on the host that is in flight. Default: enough for `prefetch`.
+        buffer_bytes: the memory for state on the host that is in flight. Default: enough for `prefetch`. The old values
+            of a parameter that is updated in chunks take up to an eighth more; where they are more, and cannot be read
+            from master weights, the store keeps them until the parameter is updated.
         when: "step" updates all parameters in ``step()``. "backward" updates each parameter as soon as its gradient is
             complete, while backward goes on; then what needs all gradients at once (clipping, a scaler, accumulation
             over several backward passes) raises an error.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import weakref
 from collections.abc import Mapping
@@ -13,7 +14,10 @@ import torch
 from cudafuture.swap._gradients import StoredGradient
 from cudafuture.swap._shards import local_of
 
-__all__ = ["Chunk", "ParameterState", "StoredTensor", "cast", "chunks_of", "copied"]
+__all__ = ["MASTER", "UNDO", "Chunk", "ParameterState", "StoredTensor", "UndoPlace", "cast", "chunks_of", "copied"]
+
+MASTER = "master"  # the name of the float32 copy of a parameter beside the names of its state
+UNDO = "undo"  # the name of the old values of a chunk
 
 _PAGE = 4096  # elements: whole pages for every dtype
 
@@ -28,6 +32,16 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+
+class UndoPlace(enum.Enum):
+    """The place of the old values of a chunk, while other chunks of its parameter have not been updated."""
+
+    MEMORY = enum.auto()
+    STORE = enum.auto()
+    """beside the new state"""
+    MASTER = enum.auto()
+    """the old master weights, of which the parameter is a copy"""
 
 
 @dataclass(eq=False)
@@ -51,6 +65,8 @@ class ParameterState:
     """of tensors that could be in the store, and stay in memory in ``values``; 0: the state is in the store"""
     new: tuple[torch.dtype, ...] = ()
     """the dtypes of the tensors that the first update allocates; empty where the parameter has state"""
+    undo: UndoPlace = UndoPlace.MEMORY
+    """the place of the old values while an update is not complete"""
     version: int = 0
     unwritten: dict[int, dict[str, torch.Tensor]] | None = None
     """tensors of chunks that could not be written, and are in memory until they can be: by chunk, then by name"""

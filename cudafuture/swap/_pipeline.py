@@ -23,9 +23,9 @@ from cudafuture.errors import SwapError
 from cudafuture.storage import Buffer, Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
+from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, StoredTensor
 from cudafuture.swap._tracebacks import error_of
-from cudafuture.swap._unit import UNDO, Unit, Write, by_parameter, copies, cut, size_of
+from cudafuture.swap._unit import Unit, Write, by_parameter, copies, cut, size_of
 
 __all__ = ["Pipeline"]
 
@@ -376,17 +376,28 @@ class Pipeline:
 
     # ---- the old values of a parameter that was updated in part
 
-    def undo_of(self, chunk: Chunk, version: int) -> torch.Tensor:
-        """Return the old values of a chunk, whose writes have ended.
+    def read_undo(self, chunk: Chunk, version: int) -> torch.Tensor:
+        """Return the old values of a chunk, which were written with the new state of a version.
 
         Raises:
-            SwapError: they cannot be read.
+            SwapError: the values cannot be read.
         """
         unwritten = chunk.unwritten()
         if unwritten is not None:
             return unwritten[UNDO]
+        return self._read_old(chunk, chunk.key(self._prefix, UNDO, version))
+
+    def read_master(self, chunk: Chunk, unwritten: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        """Return the master weights of a chunk before its update, given its state that was not in the store then.
+
+        Raises:
+            SwapError: the weights cannot be read.
+        """
+        return self._read_old(chunk, self._key(chunk, MASTER)) if unwritten is None else unwritten[MASTER]
+
+    def _read_old(self, chunk: Chunk, key: str) -> torch.Tensor:
         try:
-            return self._store.read(chunk.key(self._prefix, UNDO, version)).wait()
+            return self._store.read(key).wait()
         except Exception as e:
             what = "read, which the next call on the optimizer tries again, as the parameter is updated in part"
             raise self.error(chunk, what, e, "old values") from e

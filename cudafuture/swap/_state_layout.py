@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_state import chunks_of
+from cudafuture.swap._parameter_state import MASTER, ParameterState, UndoPlace, chunks_of
 from cudafuture.swap._shards import local_of
 from cudafuture.swap._update import Update
 
@@ -16,10 +16,16 @@ __all__ = ["StateLayout"]
 
 
 class StateLayout:
-    """The layout of each parameter's state, as the optimizer and the options determine it."""
+    """The layout of each parameter's state, as the optimizer and the options determine it.
 
-    def __init__(self, update: Update, options: SwapOptions) -> None:
-        self._update, self._options = update, options
+    Args:
+        update: the optimizer's.
+        options: of ``offload()``.
+        store_may_die: whether the store is another worker's. Then no old values are in it alone.
+    """
+
+    def __init__(self, update: Update, options: SwapOptions, store_may_die: bool) -> None:
+        self._update, self._options, self._store_may_die = update, options, store_may_die
 
     def device(self, parameter: torch.Tensor) -> torch.device:
         """Return the device on which a parameter is updated."""
@@ -57,6 +63,12 @@ class StateLayout:
         if not self._update.is_elementwise or self.dtype(parameter).itemsize < 4:
             return None
         return self._options.chunk_bytes // parameter.element_size()
+
+    def undo(self, state: ParameterState, memory: int) -> UndoPlace:
+        """Return the place of a parameter's old values during its update, for which there are some bytes of memory."""
+        if self._store_may_die or state.local.nbytes <= memory:
+            return UndoPlace.MEMORY
+        return UndoPlace.MASTER if MASTER in state.stored else UndoPlace.STORE
 
     def least_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> int:
         """Return the bytes that the largest parameter or chunk needs, given the parameters with their groups."""

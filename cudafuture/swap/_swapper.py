@@ -14,19 +14,20 @@ from cudafuture.storage import Offloader, Store
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, copied
+from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, StoredTensor, UndoPlace, cast, copied
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
 from cudafuture.swap._state_layout import StateLayout
 from cudafuture.swap._threads import one_thread_less
 from cudafuture.swap._tracebacks import clear_tracebacks
-from cudafuture.swap._unit import UNDO, Unit, size_of
+from cudafuture.swap._undo_log import UndoLog
+from cudafuture.swap._unit import Unit, size_of
 from cudafuture.swap._update import Update
 
 __all__ = ["Swapper"]
 
 _UNIT = 32 << 20  # bytes of state that are read together, where one parameter or chunk needs no more
-_MASTER = "master"
+_UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, beside those
 
 Group = dict[str, Any]
 
@@ -47,13 +48,11 @@ class Swapper:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._store, self._prefix, self._update, self._options = store, prefix, update, options
-        self._layout = StateLayout(update, options)
+        self._layout = StateLayout(update, options, store_may_die=not isinstance(store, Offloader))
         self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
-        self._half_updated: dict[Chunk, torch.Tensor | None] = {}  # the chunks of one parameter: their old values
-        self._keeps_old_values = not isinstance(store, Offloader)  # in memory: another worker may die
-        self._unwritten_before: dict[ParameterState, dict[int, dict[str, torch.Tensor]] | None] = {}
+        self._undo = UndoLog()
         self.resident_bytes = 0
         least = self._layout.least_buffer(parameters)
         units = options.prefetch + 2  # that are read, computed or written at one time
@@ -162,22 +161,21 @@ class Swapper:
             state = chunk.state
             versions.append(state.version)
             with one_thread_less(self._layout.longest_chunk(state.parameter) is not None):
+                if chunk.index == 0:
+                    self._undo.begin(state)
+                old = None
                 if state.is_chunked:
                     versions[-1] = 1 - state.version
-                    if not chunk.is_last:
-                        part = chunk.part_of(state.local)
-                        undo = None if self._keeps_old_values else undo
-                        self._half_updated[chunk] = part.clone() if undo is None else undo.copy_(part)
+                    old = None if chunk.is_last else self._undo.save(chunk, undo)
                 values = copied(state.values) if state.is_chunked else state.values
                 new = unit.moved(chunk, self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient)))
-            if chunk in self._half_updated and not self._keeps_old_values:
-                new[UNDO] = self._half_updated[chunk]  # type: ignore[assignment]
+            if old is not None:
+                new[UNDO] = old
             if chunk.is_last:
-                self._half_updated.clear()
+                self._undo.clear()
             written.append(new)
         self.pipeline.start_write(unit, written, versions)
-        if not self._keeps_old_values:
-            self._half_updated = dict.fromkeys(self._half_updated)
+        self._undo.release_memory()
 
     def _roll_back(self) -> None:
         """After an error: finish what is in flight, and give a parameter that was updated in part its old values.
@@ -187,17 +185,10 @@ class Swapper:
         """
         self.pipeline.drop_reads()
         self.pipeline.settle()
-        while self._half_updated:
-            chunk, old = next(iter(self._half_updated.items()))
-            state = chunk.state
-            chunk.part_of(state.local).copy_(self.pipeline.undo_of(chunk, 1 - state.version) if old is None else old)
-            del self._half_updated[chunk]
-            if not self._half_updated:
-                self.pipeline.forget(state, 1 - state.version)
-                state.unwritten = self._unwritten_before.get(state)
+        self._undo.roll_back(self.pipeline)
 
     def _roll_back_what_is_left(self) -> None:
-        if self._half_updated:
+        if not self._undo.is_empty:
             self._roll_back()
 
     def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
@@ -208,7 +199,7 @@ class Swapper:
         device = self._layout.device(parameter)
         leaf = part
         if self._layout.has_master(parameter):
-            leaf = state.pop(_MASTER) if _MASTER in state else part.to(device, torch.float32)
+            leaf = state.pop(MASTER) if MASTER in state else part.to(device, torch.float32)
         elif part.device != device:
             leaf = part.to(device)
         leaf.grad = gradient.to(device, leaf.dtype)
@@ -217,7 +208,7 @@ class Swapper:
         if leaf is not part:
             part.copy_(leaf)
         if self._layout.has_master(parameter):
-            new[_MASTER] = leaf
+            new[MASTER] = leaf
         if chunk.is_last and swapped is not None:
             self.pipeline.forget_gradient(chunk.state)
             parameter.grad = AppliedGradient(parameter)
@@ -239,8 +230,6 @@ class Swapper:
     def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
         state = chunk.state
-        if chunk.index == 0:
-            self._unwritten_before = {state: state.unwritten}
         shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
         tensors = {name: value for name, value in new.items() if self._is_swappable(value, shape, state)}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -261,7 +250,8 @@ class Swapper:
         }
         if state.is_chunked:
             state.version = 1 - state.version
-            old |= {chunk.key(self._prefix, UNDO, state.version) for chunk in state.chunks() if not chunk.is_last}
+            if state.undo is UndoPlace.STORE:
+                old |= {chunk.key(self._prefix, UNDO, state.version) for chunk in state.chunks() if not chunk.is_last}
         old -= {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
         self.pipeline.delete_later(sorted(old))
         return tensors
@@ -278,6 +268,7 @@ class Swapper:
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
             state, known = chunk.state, chunk.state.stored or chunk.state.values
             state.new = () if known else self._layout.dtypes(state.parameter, self._groups[state])
+            state.undo = self._layout.undo(state, self.buffer_bytes // _UNDO_SHARE)
             nbytes = size_of([chunk])
             next_device = self._layout.device(state.parameter)
             if chunks and (size + nbytes > self._unit_bytes or next_device != device):

@@ -13,11 +13,9 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.storage import Buffer
 from cudafuture.storage.engine import PAGE
-from cudafuture.swap._parameter_state import Chunk, StoredTensor
+from cudafuture.swap._parameter_state import UNDO, Chunk, StoredTensor, UndoPlace
 
-__all__ = ["UNDO", "Unit", "Write", "by_parameter", "copies", "cut", "pages", "size_of"]
-
-UNDO = "undo"  # the name of the old values of a chunk beside the names of its state
+__all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "pages", "size_of"]
 
 
 @dataclass(eq=False)
@@ -29,7 +27,7 @@ class Unit:
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """the state tensors of each chunk, once they were read"""
     undo: list[torch.Tensor | None] = field(default_factory=list)
-    """memory for the old values of each chunk of a parameter with several"""
+    """memory for the old values of each chunk whose parameter has them in the store"""
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """the gradient of each chunk that has one in the store, flat, once it was read"""
     new: dict[Chunk, list[torch.Tensor]] = field(default_factory=dict)
@@ -97,12 +95,16 @@ def size_of(chunks: Sequence[Chunk]) -> int:
 
 def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
     yield from chunk.stored().values()
-    if chunk.state.is_chunked:
+    if _has_undo(chunk):
         yield _flat(chunk, chunk.state.parameter.dtype)
     if chunk.state.gradient is not None:
         yield _flat(chunk, chunk.state.gradient.dtype)
     for dtype in chunk.state.new:
         yield _flat(chunk, dtype)
+
+
+def _has_undo(chunk: Chunk) -> bool:
+    return chunk.state.is_chunked and chunk.state.undo is UndoPlace.STORE
 
 
 def _flat(chunk: Chunk, dtype: torch.dtype) -> StoredTensor:
@@ -138,7 +140,7 @@ def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
                 outs += tensors.values()
             state = chunk.state
             unit.tensors.append(tensors)
-            unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if state.is_chunked else None)
+            unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if _has_undo(chunk) else None)
             unit.gradients.append(None if state.gradient is None else part(_flat(chunk, state.gradient.dtype)))
             unit.new[chunk] = [part(_flat(chunk, dtype)) for dtype in state.new]
         if outs:

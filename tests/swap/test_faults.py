@@ -13,7 +13,7 @@ import torch
 
 from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.storage import Offloader
-from cudafuture.swap import OptimizerSwapper
+from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.testing import FaultyEngine
 from swap.training import OPTIMIZERS, Pair, same
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(store: Offloader, **options: Any) -> Pair:
-    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
+    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, **{"chunk_bytes": CHUNK, "buffer_bytes": BUFFERS, **options})
     for _ in range(STEPS):
         pair.step()
     return pair
@@ -54,7 +54,12 @@ def expect_whole(pair: Pair, old: list[torch.Tensor], old_states: list[dict[str,
     return new
 
 
-OPTIONS = {"swapped": {}, "one in memory": {"memory": 2 * 4 * 256 * 255}, "gradients": {"swap_gradients": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "swapped": {},
+    "one in memory": {"memory": 2 * 4 * 256 * 255},
+    "gradients": {"swap_gradients": True},
+    "old values in memory": {"buffer_bytes": 2 * BUFFERS, "prefetch": 6},
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -87,6 +92,54 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
             pair.expect_same()
     kept = [record for record in caplog.records if "a gradient stays in memory" in record.getMessage()]
     assert failed + len(kept) == len(numbers) >= 24
+
+
+def with_masters(store: Offloader) -> tuple[list[torch.nn.Parameter], OffloadedOptimizer]:
+    """Return trained parameters whose old values are read from master weights: the buffers leave no memory for them."""
+    numbers = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(size, generator=numbers).bfloat16()) for size in (168_000, 100_000)]
+    adam = torch.optim.Adam(parameters, lr=0.1)
+    options: dict[str, Any] = {"chunk_bytes": CHUNK // 2, "buffer_bytes": 1 << 20, "prefetch": 0}
+    optimizer = offload(adam, store, master_weights=True, min_bytes=0, **options)
+    for _ in range(STEPS):
+        step_from_values(parameters, optimizer)
+    return parameters, optimizer
+
+
+def step_from_values(parameters: list[torch.nn.Parameter], optimizer: OffloadedOptimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+
+
+def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(tmp_path: Path) -> None:
+    with Offloader(tmp_path / "reference") as store:
+        new, optimizer = with_masters(store)
+        old, old_state = [p.detach().clone() for p in new], [optimizer.state_of(p) for p in new]
+        step_from_values(new, optimizer)
+        new_state = [optimizer.state_of(p) for p in new]
+    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(tmp_path / "count", engine=engine) as store:
+        parameters, optimizer = with_masters(store)
+        before = engine.statistics().blocks
+        step_from_values(parameters, optimizer)
+        numbers = range(before + 1, engine.statistics().blocks + 1)
+    failed = 0
+    for number in numbers:
+        engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
+        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+            parameters, optimizer = with_masters(store)
+            try:
+                step_from_values(parameters, optimizer)
+            except SwapError:
+                failed += 1
+                for i, parameter in enumerate(parameters):
+                    is_new = not same(parameter.detach(), old[i])
+                    assert not is_new or same(parameter.detach(), new[i].detach())
+                    expected, found = (new_state if is_new else old_state)[i], optimizer.state_of(parameter)
+                    assert all(same(value, found[name]) for name, value in expected.items()), (i, is_new)
+                optimizer.step()
+            assert all(same(a.detach(), b.detach()) for a, b in zip(parameters, new, strict=True))
+    assert failed == len(numbers) >= 24
 
 
 def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""The undo log of a parameter that is updated chunk by chunk."""
+
+from __future__ import annotations
+
+import torch
+
+from cudafuture.swap._parameter_state import Chunk, ParameterState, UndoPlace
+from cudafuture.swap._pipeline import Pipeline
+
+__all__ = ["UndoLog"]
+
+
+class UndoLog:
+    """The old values of the one parameter of which some chunks have been updated, and others have not.
+
+    If the update fails, the log gives the updated chunks their old values back. ``ParameterState.undo`` says where the
+    values are.
+    """
+
+    def __init__(self) -> None:
+        self._old: dict[Chunk, torch.Tensor | None] = {}  # by updated chunk; None: the values are in the store
+        self._unwritten: dict[int, dict[str, torch.Tensor]] | None = None  # the state's before the update
+
+    def begin(self, state: ParameterState) -> None:
+        """Begin the update of a parameter."""
+        self._unwritten = state.unwritten
+
+    def save(self, chunk: Chunk, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """Save the values of a chunk before its update; return them, in `memory`, if they belong in the store."""
+        place = chunk.state.undo
+        if place is UndoPlace.MASTER:
+            self._old[chunk] = None
+            return None
+        part = chunk.part_of(chunk.state.local)
+        self._old[chunk] = old = part.clone() if memory is None else memory.copy_(part)
+        return old if place is UndoPlace.STORE else None
+
+    def release_memory(self) -> None:
+        """Drop the values that are being written to the store."""
+        self._old = {chunk: None if chunk.state.undo is UndoPlace.STORE else old for chunk, old in self._old.items()}
+
+    def clear(self) -> None:
+        """End the update: its last chunk has been updated."""
+        self._old.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._old
+
+    def roll_back(self, pipeline: Pipeline) -> None:
+        """Give the updated chunks their old values; all writes have ended.
+
+        Raises:
+            SwapError: old values cannot be read. The next call tries that again.
+        """
+        while self._old:
+            chunk, old = next(iter(self._old.items()))
+            state = chunk.state
+            if old is None and state.undo is UndoPlace.MASTER:
+                old = pipeline.read_master(chunk, (self._unwritten or {}).get(chunk.index))
+            elif old is None:
+                old = pipeline.read_undo(chunk, 1 - state.version)
+            chunk.part_of(state.local).copy_(old)
+            del self._old[chunk]
+            if not self._old:
+                pipeline.forget(state, 1 - state.version)
+                state.unwritten = self._unwritten
