@@ -23,7 +23,7 @@ from cudafuture.errors import SwapError
 from cudafuture.storage import Buffer, Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
-from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, StoredTensor
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
 from cudafuture.swap._tracebacks import error_of
 from cudafuture.swap._unit import Unit, Write, by_parameter, copies, cut, size_of
 
@@ -373,36 +373,3 @@ class Pipeline:
     def _read_part(self, chunk: Chunk, name: str, out: torch.Tensor) -> torch.Tensor:
         unwritten = chunk.unwritten()
         return out.copy_(unwritten[name]) if unwritten else self._store.read(self._key(chunk, name), out).wait()
-
-    # ---- the old values of a parameter that was updated in part
-
-    def read_undo(self, chunk: Chunk, version: int) -> torch.Tensor:
-        """Return the old values of a chunk, which were written with the new state of a version.
-
-        Raises:
-            SwapError: the values cannot be read.
-        """
-        unwritten = chunk.unwritten()
-        if unwritten is not None:
-            return unwritten[UNDO]
-        return self._read_old(chunk, chunk.key(self._prefix, UNDO, version))
-
-    def read_master(self, chunk: Chunk, unwritten: dict[str, torch.Tensor] | None) -> torch.Tensor:
-        """Return the master weights of a chunk before its update, given its state that was not in the store then.
-
-        Raises:
-            SwapError: the weights cannot be read.
-        """
-        return self._read_old(chunk, self._key(chunk, MASTER)) if unwritten is None else unwritten[MASTER]
-
-    def _read_old(self, chunk: Chunk, key: str) -> torch.Tensor:
-        try:
-            return self._store.read(key).wait()
-        except Exception as e:
-            what = "read, which the next call on the optimizer tries again, as the parameter is updated in part"
-            raise self.error(chunk, what, e, "old values") from e
-
-    def forget(self, state: ParameterState, version: int) -> None:
-        """Delete the keys of a version that is not complete."""
-        names = [*state.stored, UNDO]
-        self._store.deletev([c.key(self._prefix, name, version) for c in state.chunks() for name in names]).exception()

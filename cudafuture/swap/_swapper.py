@@ -52,7 +52,6 @@ class Swapper:
         self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
-        self._undo = UndoLog()
         self.resident_bytes = 0
         least = self._layout.least_buffer(parameters)
         units = options.prefetch + 2  # that are read, computed or written at one time
@@ -63,6 +62,7 @@ class Swapper:
         self.pipeline = Pipeline(
             store, prefix, self.buffer_bytes, options.prefetch, lambda c: name_of(c.state.parameter), gradients
         )
+        self._undo = UndoLog(store, prefix, self.pipeline)
 
     def key(self, chunk: Chunk, name: str) -> str:
         """Return the key of the chunk's part of a state tensor in the store."""
@@ -185,7 +185,7 @@ class Swapper:
         """
         self.pipeline.drop_reads()
         self.pipeline.settle()
-        self._undo.roll_back(self.pipeline)
+        self._undo.roll_back()
 
     def _roll_back_what_is_left(self) -> None:
         if not self._undo.is_empty:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cudafuture.swap._parameter_state import Chunk, ParameterState, UndoPlace
+from cudafuture.storage import Store
+from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, UndoPlace
 from cudafuture.swap._pipeline import Pipeline
 
 __all__ = ["UndoLog"]
@@ -17,7 +18,8 @@ class UndoLog:
     values are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, prefix: str, pipeline: Pipeline) -> None:
+        self._store, self._prefix, self._pipeline = store, prefix, pipeline
         self._old: dict[Chunk, torch.Tensor | None] = {}  # by updated chunk; None: the values are in the store
         self._unwritten: dict[int, dict[str, torch.Tensor]] | None = None  # the state's before the update
 
@@ -47,7 +49,7 @@ class UndoLog:
     def is_empty(self) -> bool:
         return not self._old
 
-    def roll_back(self, pipeline: Pipeline) -> None:
+    def roll_back(self) -> None:
         """Give the updated chunks their old values; all writes have ended.
 
         Raises:
@@ -55,13 +57,28 @@ class UndoLog:
         """
         while self._old:
             chunk, old = next(iter(self._old.items()))
-            state = chunk.state
-            if old is None and state.undo is UndoPlace.MASTER:
-                old = pipeline.read_master(chunk, (self._unwritten or {}).get(chunk.index))
-            elif old is None:
-                old = pipeline.read_undo(chunk, 1 - state.version)
-            chunk.part_of(state.local).copy_(old)
+            chunk.part_of(chunk.state.local).copy_(self._read(chunk) if old is None else old)
             del self._old[chunk]
             if not self._old:
-                pipeline.forget(state, 1 - state.version)
-                state.unwritten = self._unwritten
+                self._delete_new_version(chunk.state)
+                chunk.state.unwritten = self._unwritten
+
+    def _read(self, chunk: Chunk) -> torch.Tensor:
+        """Return the old values of a chunk, or its old master weights."""
+        state = chunk.state
+        if state.undo is UndoPlace.MASTER:
+            unwritten, name, version = (self._unwritten or {}).get(chunk.index), MASTER, state.version
+        else:
+            unwritten, name, version = chunk.unwritten(), UNDO, 1 - state.version
+        if unwritten is not None:
+            return unwritten[name]
+        try:
+            return self._store.read(chunk.key(self._prefix, name, version)).wait()
+        except Exception as e:
+            what = "read, which the next call on the optimizer tries again, as the parameter is updated in part"
+            raise self._pipeline.error(chunk, what, e, "old values") from e
+
+    def _delete_new_version(self, state: ParameterState) -> None:
+        names = [*state.stored, UNDO]
+        keys = [chunk.key(self._prefix, name, 1 - state.version) for chunk in state.chunks() for name in names]
+        self._store.deletev(keys).exception()  # some were not written

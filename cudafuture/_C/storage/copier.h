@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "storage/block.h"
+#include "storage/checks.h"
 #include "storage/watch.h"
 
 namespace cudafuture::storage {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <list>
-#include <new>
 #include <utility>
 
 #include "core/error.h"
@@ -221,8 +220,8 @@ void Engine::loop() noexcept {
     bool may_block;
     {
       std::lock_guard lock(mutex_);
-      may_block =
-          !is_over() && arrived_.empty() && checked_.empty() && checks_.empty() && (inbox_.empty() || free_.empty());
+      may_block = !is_over() && arrived_.empty() && checked_.empty() && checks_.size() == 0 &&
+                  (inbox_.empty() || free_.empty());
       is_waiting_ = may_block;
       wants_work_ = may_block && !free_.empty();
     }
@@ -237,9 +236,7 @@ bool Engine::collect() noexcept {
   std::lock_guard lock(mutex_);
   is_waiting_ = wants_work_ = false;
   while (!inbox_.empty()) {
-    Operation* const operation = inbox_.pop();
-    const std::size_t line = (operation->size() > options_.block_size ? 1 : 0) + (operation->device() ? 2 : 0);
-    (operation->is_urgent() ? urgent_ : lines_).lines[line].push(operation);
+    queues_.push(inbox_.pop(), options_.block_size);
   }
   if (is_over()) return true;
   landed_.swap(arrived_);
@@ -249,46 +246,25 @@ bool Engine::collect() noexcept {
 
 void Engine::cut_blocks() noexcept {
   while (!free_.empty()) {
-    Line* const line = next_line();
-    if (line == nullptr) return;
-    Operation* const operation = line->first();
+    Line* const queue = queues_.next(blocks_for_devices());
+    if (queue == nullptr) return;
+    Operation* const operation = queue->first();
     pin_buffers_for(*operation);
     if (!operation->begin()) {
-      end(line->pop());
+      end(queue->pop());
       continue;
     }
     if (operation->has_next()) cut_block(*operation);
     if (operation->has_next()) continue;
-    line->pop();
+    queue->pop();
     if (operation->is_over()) end(operation);
   }
 }
 
-// The line whose turn it is; null: nobody's.
-Line* Engine::next_line() noexcept {
-  const bool is_turn_of_others = urgent_in_a_row_ >= kUrgentInARow;
-  bool must_wait = false;
-  for (const bool is_urgent : {!is_turn_of_others, is_turn_of_others}) {
-    Line* const line = next_line_of(is_urgent ? urgent_ : lines_, must_wait);
-    if (line != nullptr) urgent_in_a_row_ = is_urgent ? urgent_in_a_row_ + 1 : 0;
-    if (line != nullptr || must_wait) return line;
-  }
-  return nullptr;
-}
-
-Line* Engine::next_line_of(Lines& lines, bool& must_wait) noexcept {
-  for (std::size_t i = 0; i < lines.lines.size(); ++i) {
-    const std::size_t line = lines.turn;
-    lines.turn = (lines.turn + 1) % lines.lines.size();
-    if (lines.lines[line].empty()) continue;
-    if (!has_devices(line)) return &lines.lines[line];
-    if (of_device_lines_ >= most_for_devices_) continue;
-    if (buffers_.are_pinned() || free_.size() == blocks_.size()) return &lines.lines[line];
-    lines.turn = line;  // once: other buffers are taken when no block is in use
-    must_wait = true;
-    return nullptr;
-  }
-  return nullptr;
+Queues::ForDevices Engine::blocks_for_devices() const noexcept {
+  if (of_devices_ >= most_for_devices_) return Queues::ForDevices::none;
+  const bool has_buffers = buffers_.are_pinned() || free_.size() == blocks_.size();
+  return has_buffers ? Queues::ForDevices::some : Queues::ForDevices::later;
 }
 
 void Engine::pin_buffers_for(Operation& operation) noexcept {
@@ -305,7 +281,7 @@ void Engine::cut_block(Operation& operation) noexcept {
   Block& block = *free_.back();
   free_.pop_back();
   block.is_of_device = operation.device() != nullptr;
-  if (block.is_of_device) ++of_device_lines_;
+  if (block.is_of_device) ++of_devices_;
   add(counters_.blocks);
   const Operation::Outcome outcome = operation.next(block);
   if (block.is_staged) add(counters_.staged);
@@ -344,7 +320,7 @@ void Engine::pass_on(Block& block, Operation::Outcome outcome) noexcept {
 }
 
 void Engine::free_block(Block& block) noexcept {
-  if (block.is_of_device) --of_device_lines_;
+  if (block.is_of_device) --of_devices_;
   free_.push_back(&block);
 }
 
@@ -368,27 +344,17 @@ void Engine::wake() noexcept {
 }
 
 void Engine::note_check(Operation& operation, Block& block) noexcept {
-  if (!std::exchange(block.is_unchecked, false)) return;
-  const Check check = {&operation, block.at, block.wanted};
-  try {
-    if (operation.is_urgent()) {
-      checks_.push_front(check);
-    } else {
-      checks_.push_back(check);
-    }
-  } catch (const std::bad_alloc&) {
-    operation.check(check.at, check.size);
-    operation.checked();
-  }
+  if (!std::exchange(block.is_unchecked, false) || checks_.push({&operation, block.at, block.wanted})) return;
+  operation.check(block.at, block.wanted);
+  operation.checked();
 }
 
 // Takes one checksum, or two where the copier helps: then the kernel may have room for more.
 void Engine::check_some() noexcept {
-  if (checks_.size() > 1 && copier_->take(checks_.back())) checks_.pop_back();
-  if (checks_.empty()) return;
+  if (checks_.size() > 1 && copier_->take(checks_.last())) checks_.drop_last();
+  if (checks_.size() == 0) return;
   backend_->begin();
-  const Check check = checks_.front();
-  checks_.pop_front();
+  const Check check = checks_.pop_first();
   check.operation->check(check.at, check.size);
   end_check(check.operation);
 }
@@ -426,13 +392,9 @@ void Engine::end(Operation* operation) noexcept {
 }
 
 Engine::Statistics Engine::statistics() const noexcept {
-  const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
-  Statistics s{read(counters_.reads),         read(counters_.writes), read(counters_.bytes_read),
-               read(counters_.bytes_written), read(counters_.blocks), read(counters_.again),
-               read(counters_.staged),        read(counters_.copied), 0};
+  const auto& [reads, writes, bytes_read, bytes_written, blocks, again, staged, copied] = counters_;
   std::lock_guard lock(mutex_);
-  s.pending = pending_;
-  return s;
+  return {reads, writes, bytes_read, bytes_written, blocks, again, staged, copied, pending_};
 }
 
 }  // namespace cudafuture::storage

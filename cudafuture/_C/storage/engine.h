@@ -1,13 +1,11 @@
-// Reads and writes of files: a thread that asks the kernel, one that copies, a backend, and lines of operations.
+// Reads and writes of files: a thread that asks the kernel, one that copies, a backend, and queues of operations.
 //
-//     submit() ──► inbox ──► lines ──► blocks ◄──► backend ◄──► kernel
-//                                        ▲ ▲
-//                        free again ─────┘ └──► copies of devices
+//     submit() ──► inbox ──► queues ──► blocks ◄──► backend ◄──► kernel
+//                                         ▲ ▲
+//                         free again ─────┘ └──► copies of devices
 //
-// Any thread submits. The engine's own puts operations in lines, by whether they need devices and whether they are more
-// than a block: in each it takes them in the order in which they came, and it takes from the lines in turn, a block
-// from each. So what is small never waits for all of what is large; and as those with devices get at most three
-// quarters of the blocks, a device that is busy does not hold up the others.
+// Any thread submits. The engine's own cuts blocks from the operations that wait, in the order of their queues. As
+// operations with devices get at most three quarters of the blocks, a device that is busy does not hold up the others.
 //
 // There are as many blocks as the queue is deep, each with a buffer of the block's size: that is all the memory that an
 // engine takes. What is staged is copied by a second thread while there is more than that to do. Long checksums wait
@@ -37,11 +35,13 @@
 #include "core/thread_cache.h"
 #include "storage/backend.h"
 #include "storage/buffers.h"
+#include "storage/checks.h"
 #include "storage/copier.h"
 #include "storage/counter.h"
 #include "storage/faults.h"
 #include "storage/line.h"
 #include "storage/operation.h"
+#include "storage/queues.h"
 #include "storage/watch.h"
 
 namespace cudafuture::storage {
@@ -98,15 +98,6 @@ class Engine final : private ThreadCache::Task, private Watching {
   Statistics statistics() const noexcept;
 
  private:
-  // Operations of a negative priority are urgent: their lines go before the others, which get one block of some.
-  struct Lines {
-    // Of each line: bit 0, more than a block; bit 1, with devices.
-    std::array<Line, 4> lines;
-    std::size_t turn = 0;
-  };
-  static bool has_devices(std::size_t line) noexcept { return (line & 2) != 0; }
-  static constexpr std::size_t kUrgentInARow = 7;  // blocks, while others wait
-
   explicit Engine(const Options& options);
 
   void perform() noexcept override;
@@ -115,8 +106,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   void loop() noexcept;
   bool collect() noexcept;
   void cut_blocks() noexcept;
-  Line* next_line() noexcept;
-  Line* next_line_of(Lines& lines, bool& must_wait) noexcept;
+  Queues::ForDevices blocks_for_devices() const noexcept;
   void pin_buffers_for(Operation& operation) noexcept;
   void cut_block(Operation& operation) noexcept;
   void pass_on(Block& block, Operation::Outcome outcome) noexcept;
@@ -150,12 +140,10 @@ class Engine final : private ThreadCache::Task, private Watching {
   std::unique_ptr<Backend> backend_;
   Faults* faults_ = nullptr;
   std::optional<Copier> copier_;
-  Lines lines_;
-  Lines urgent_;
-  std::size_t urgent_in_a_row_ = 0;  // blocks
-  std::size_t most_for_devices_;     // blocks
-  std::size_t of_device_lines_ = 0;  // blocks that are not free
-  std::deque<Check> checks_;
+  Queues queues_;
+  std::size_t most_for_devices_;  // blocks
+  std::size_t of_devices_ = 0;    // blocks that are not free
+  Checks checks_;
   std::vector<Block*> landed_;
   std::vector<Operation*> landed_checks_;
   std::shared_ptr<Engine> self_;

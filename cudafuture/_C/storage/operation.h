@@ -114,11 +114,4 @@ class Operation {
   std::size_t failed_after_ = 0;  // bytes before that one
 };
 
-// Bytes of an operation's memory whose checksum is to be taken.
-struct Check {
-  Operation* operation;
-  std::size_t at;
-  std::size_t size;
-};
-
 }  // namespace cudafuture::storage

@@ -1,0 +1,35 @@
+#include "storage/queues.h"
+
+namespace cudafuture::storage {
+
+void Queues::push(Operation* operation, std::size_t block_size) noexcept {
+  const std::size_t queue = (operation->size() > block_size ? 1 : 0) + (operation->device() != nullptr ? 2 : 0);
+  (operation->is_urgent() ? urgent_ : ordinary_).queues[queue].push(operation);
+}
+
+Line* Queues::next(ForDevices blocks) noexcept {
+  const bool is_turn_of_others = urgent_in_a_row_ >= kUrgentInARow;
+  bool must_wait = false;
+  for (const bool is_urgent : {!is_turn_of_others, is_turn_of_others}) {
+    Line* const queue = next_of(is_urgent ? urgent_ : ordinary_, blocks, must_wait);
+    if (queue != nullptr) urgent_in_a_row_ = is_urgent ? urgent_in_a_row_ + 1 : 0;
+    if (queue != nullptr || must_wait) return queue;
+  }
+  return nullptr;
+}
+
+Line* Queues::next_of(Turns& turns, ForDevices blocks, bool& must_wait) noexcept {
+  for (std::size_t i = 0; i < turns.queues.size(); ++i) {
+    const std::size_t queue = turns.turn;
+    turns.turn = (turns.turn + 1) % turns.queues.size();
+    if (turns.queues[queue].empty()) continue;
+    if ((queue & 2) == 0 || blocks == ForDevices::some) return &turns.queues[queue];
+    if (blocks == ForDevices::none) continue;
+    turns.turn = queue;  // once: other buffers are taken when no block is in use
+    must_wait = true;
+    return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace cudafuture::storage
