@@ -183,16 +183,23 @@ def saving(rounds: int) -> Row:
 
 
 def during_backward(rounds: int) -> Row:
-    """The part of a step in which a program waits for I/O, where updates run during backward."""
-    layers, width, rows = 24, 2048, 80
+    """The part of a step in which a program waits for I/O, where updates run during backward.
+
+    The batch is as large as it takes for forward and backward to last as long as the reads and writes.
+    """
+    layers, width = 24, 2048
     with folder() as place, Offloader(place / "alone", direct=True) as store:
         transfers = Transfers(store, [width * width] * layers, "ab")
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
-        inputs = torch.randn(rows, width)
+        inputs = torch.randn(64, width)
 
         def train() -> None:
             model(inputs).square().mean().backward()
 
+        moving, computing = by_turns(3, timed(transfers.step), timed(train))
+        longer = 1.2 * statistics.median(moving) / statistics.median(computing)
+        inputs = torch.randn(max(64, int(64 * longer)), width)
+        model.zero_grad()
         exposed: list[float] = []
         with offload(torch.optim.Adam(model.parameters()), place / "ours", when="backward") as optimizer:
 

@@ -1,6 +1,6 @@
 """Checkpoints of optimizer state in a store: links to the tensors, and a manifest.
 
-    <name>/checkpoints/<checkpoint>           the manifest: groups, values in memory, and the chunks of each tensor
+    <name>/checkpoints/<checkpoint>           the manifest: groups, and each parameter's values and tensors
     <name>/saved/<number>/<key of a chunk>    the tensors of one call of save()
 
 The manifest is written last and replaces an older one at once, so a checkpoint is complete whenever its name is there.
@@ -9,6 +9,8 @@ The manifest is written last and replaces an older one at once, so a checkpoint 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ import torch
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Offloader, Store
 from cudafuture.swap._namespace import Namespace
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
 from cudafuture.swap._pipeline import Pipeline
 
 __all__ = ["Checkpoints", "SwappedStates"]
@@ -154,19 +156,15 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
         parameters.append([])
         for parameter in group["params"]:
             state = swapper.state(parameter)
-            places: dict[str, tuple[torch.dtype, tuple[int, ...], list[str]]] = {}
-            for tensor_name, stored in state.stored.items():
-                here = [chunk.key(place, tensor_name, 0) for chunk in state.chunks()]
-                for key, chunk in zip(here, state.chunks(), strict=True):
-                    unwritten = chunk.unwritten()
+            for chunk in state.chunks():
+                unwritten = chunk.unwritten()
+                for tensor_name in state.stored:
+                    key = chunk.key(place, tensor_name, 0)
                     if unwritten is None:
                         links[key] = swapper.key(chunk, tensor_name)
                     else:
                         tensors[key] = unwritten[tensor_name]
-                places[tensor_name] = (stored.dtype, tuple(stored.shape), here)
-            like = swapper.like(parameter)
-            entry = {"shape": tuple(like.shape), "dtype": like.dtype, "bounds": state.bounds}
-            parameters[-1].append({**entry, "values": state.values, "tensors": places})
+            parameters[-1].append(_entry(swapper, parameter))
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     manifest = io.BytesIO()
     manifest.write(number.to_bytes(_NUMBER, "little"))
@@ -181,7 +179,32 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
         store.deletev([*links, *tensors]).exception()
         raise
     if older is not None:
-        store.deletev([key for key in keys if key.startswith(older)]).wait()
+        store.deletev([key for key in keys if key.startswith(older)])  # the checkpoint does not wait for that
+
+
+def _entry(swapper: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the manifest's entry of a parameter, from which ``_keys`` and ``_bounds`` follow."""
+    state, like = swapper.state(parameter), swapper.like(parameter)
+    return {
+        "number": state.number,
+        "shape": tuple(like.shape),
+        "dtype": like.dtype,
+        "chunks": len(state.bounds),
+        "chunk": state.bounds[0][1],  # elements of each but the last
+        "values": state.values,
+        "tensors": {name: (stored.dtype, tuple(stored.shape)) for name, stored in state.stored.items()},
+    }
+
+
+def _keys(place: str, entry: dict[str, Any], tensor_name: str) -> list[str]:
+    """Return the keys of a state tensor in a checkpoint, one for each chunk."""
+    return [key_of(place, entry["number"], tensor_name, index, 0) for index in range(entry["chunks"])]
+
+
+def _bounds(entry: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the first element of each chunk and the first one after it."""
+    begins = [index * entry["chunk"] for index in range(entry["chunks"])]
+    return list(itertools.pairwise([*begins, math.prod(entry["shape"])]))
 
 
 def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
@@ -207,20 +230,21 @@ def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
     wanted = [[tuple(swapper.like(parameter).shape) for parameter in group["params"]] for group in groups]
     if found != wanted:
         raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
-    _expect_tensors(store, checkpoint, manifest)
+    place = _place_of(store, name, checkpoint)
+    _expect_tensors(store, place, checkpoint, manifest)
     for group, entries in zip(groups, manifest["parameters"], strict=True):
         for parameter, entry in zip(group["params"], entries, strict=True):
-            state = {**entry["values"], **_tensors_of(store, entry)}
+            state = {**entry["values"], **_tensors_of(store, place, entry)}
             state = cast(state, swapper.like(parameter), entry["dtype"])
             swapper.write_state(parameter, state)
     for group, options in zip(groups, manifest["groups"], strict=True):
         group.update(options)
 
 
-def _expect_tensors(store: Store, checkpoint: str, manifest: dict[str, Any]) -> None:
+def _expect_tensors(store: Store, place: str, checkpoint: str, manifest: dict[str, Any]) -> None:
     """Raise NotFoundError if the store lacks a tensor of a checkpoint."""
     entries = [entry for group in manifest["parameters"] for entry in group]
-    keys = [key for entry in entries for _, _, keys in entry["tensors"].values() for key in keys]
+    keys = [key for entry in entries for tensor_name in entry["tensors"] for key in _keys(place, entry, tensor_name)]
     missing = [key for key, found in zip(keys, store.find(keys).wait(), strict=True) if found is None]
     if missing:
         raise NotFoundError(
@@ -228,12 +252,13 @@ def _expect_tensors(store: Store, checkpoint: str, manifest: dict[str, Any]) -> 
         )
 
 
-def _tensors_of(store: Store, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors_of(store: Store, place: str, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for tensor_name, (dtype, shape, keys) in entry["tensors"].items():
+    for tensor_name, (dtype, shape) in entry["tensors"].items():
         whole = torch.empty(shape, dtype=dtype, device="cpu")
-        parts = [whole.view(-1)[begin:end] for begin, end in entry["bounds"]] if len(keys) > 1 else [whole]
-        store.readv(keys, parts).wait()
+        is_chunked = entry["chunks"] > 1
+        parts = [whole.view(-1)[begin:end] for begin, end in _bounds(entry)] if is_chunked else [whole]
+        store.readv(_keys(place, entry, tensor_name), parts).wait()
         tensors[tensor_name] = whole
     return tensors
 

@@ -14,7 +14,18 @@ import torch
 from cudafuture.swap._gradients import StoredGradient
 from cudafuture.swap._shards import local_of
 
-__all__ = ["MASTER", "UNDO", "Chunk", "ParameterState", "StoredTensor", "UndoPlace", "cast", "chunks_of", "copied"]
+__all__ = [
+    "MASTER",
+    "UNDO",
+    "Chunk",
+    "ParameterState",
+    "StoredTensor",
+    "UndoPlace",
+    "cast",
+    "chunks_of",
+    "copied",
+    "key_of",
+]
 
 MASTER = "master"  # the name of the float32 copy of a parameter beside the names of its state
 UNDO = "undo"  # the name of the old values of a chunk
@@ -147,7 +158,12 @@ class Chunk:
 
     def key(self, prefix: str, name: str, version: int) -> str:
         """Return the key of the chunk's part of a state tensor."""
-        return f"{prefix}{self.state.number}/{name}/{self.index}.{version}"
+        return key_of(prefix, self.state.number, name, self.index, version)
+
+
+def key_of(prefix: str, number: int, name: str, index: int, version: int) -> str:
+    """Return the key of a state tensor's part in a chunk, given the numbers of the parameter and the chunk."""
+    return f"{prefix}{number}/{name}/{index}.{version}"
 
 
 def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int], ...]:
