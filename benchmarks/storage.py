@@ -139,8 +139,8 @@ def race(contenders: Mapping[str, Contender], shape: Shape, rounds: int, where: 
 def fio_for(where: Path, direction: str, shape: Shape) -> Fio:
     """Return fio's job for a shape.
 
-    Small tensors are packed, so fio writes large blocks; they are read wherever they lie. Tensors of a page are compared
-    with the disk's rate at 1 MiB.
+    Small tensors are packed, so fio writes large blocks; they are read wherever they lie. Tensors of a page are
+    compared with the disk's rate at 1 MiB.
     """
     if shape.size >= MIB:
         return Fio(where, direction, shape)
