@@ -15,7 +15,7 @@ namespace {
 
 EntryPtr entry_at(Place&& place) {
   const auto entry = std::make_shared<Entry>();
-  entry->own = std::move(place);
+  entry->place = std::move(place);
   return entry;
 }
 

@@ -21,7 +21,7 @@ bool is_full(const Failure& failure) noexcept { return failure.code() == ENOSPC 
 }  // namespace
 
 Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
-  Entry entry = {std::move(write.shape), std::move(place), write.turn, hash_of(write.key)};
+  Entry entry = {std::move(write.shape), std::move(place), hash_of(write.key)};
   if (checksum != nullptr) {
     entry.has_digest = true;
     entry.digest = checksum->digest(part, entry.seed);
@@ -100,7 +100,7 @@ std::vector<Record> Committer::records_of(const std::vector<Change>& changes) co
     // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
     if (!store_.index_.needs_record(change)) continue;
     records.push_back(change.entry == nullptr ? deletion_of(change.key, change.turn)
-                                              : record_of(change.key, *change.entry));
+                                              : record_of(change.key, change.turn, *change.entry));
   }
   return records;
 }
@@ -128,7 +128,8 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
 std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noexcept {
   std::set<const Slab*> slabs;
   for (const Change& change : changes) {
-    if (change.entry != nullptr && change.entry->own) slabs.insert(&change.entry->own.slab());
+    const bool is_write = change.call->kind == Call::Kind::write;  // what a link shares was synced by its write
+    if (is_write && change.entry->place) slabs.insert(&change.entry->place.slab());
   }
   std::exception_ptr full;
   for (const Slab* slab : slabs) {

@@ -18,17 +18,15 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
-// Never changed once it is known: whoever reads it has its place for as long.
+// Never changed once it is known. A link shares the entry of the key that it is to, and whoever reads a key holds its
+// entry: the place is free when the last of them has dropped it.
 struct Entry {
-  const Place& place() const noexcept { return origin ? origin->own : own; }  // none: no bytes
-  std::uint64_t size() const noexcept { return place().size(); }              // bytes
+  std::uint64_t size() const noexcept { return place.size(); }  // bytes
   Shape shape;
-  Place own;
-  std::uint64_t turn = 0;  // of its write among all writes, links and deletions: a later one wins
-  std::uint64_t seed = 0;  // of the digest: the hash of the key that was written, so of a link that of another key
+  Place place;             // none: no bytes
+  std::uint64_t seed = 0;  // of the digest: the hash of the key that was written, also where a link shares the entry
   std::uint64_t digest = 0;
   bool has_digest = false;
-  std::shared_ptr<const Entry> origin = nullptr;  // of a link: the entry whose bytes it has
 };
 using EntryPtr = std::shared_ptr<const Entry>;
 

@@ -15,16 +15,16 @@ constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are
 
 std::vector<Reads> Gate::join(Reads&& reads, std::uint64_t size) {
   const auto where = [](const Read& read) {
-    const Place& place = read.entry->place();
+    const Place& place = read.entry->place;
     return std::pair(place.slab().number, place.offset());
   };
   std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
   std::vector<Reads> joined;
   std::uint64_t begin = 0;
   for (Read& read : reads) {
-    const Place& place = read.entry->place();
+    const Place& place = read.entry->place;
     if (!joined.empty()) {
-      const Place& last = joined.back().back().entry->place();
+      const Place& last = joined.back().back().entry->place;
       const std::uint64_t end = last.offset() + last.size();
       if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < kPage &&
           place.offset() + place.size() + kPage - begin <= size) {

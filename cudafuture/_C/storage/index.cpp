@@ -6,6 +6,15 @@
 #include <utility>
 
 namespace cudafuture::storage {
+namespace {
+
+// Whether a record at the place of an entry is of a key that shares the entry.
+bool is_of(const Record& record, const Entry& entry) {
+  return record.size == entry.size() && record.shape == entry.shape && record.seed == entry.seed &&
+         record.digest == entry.digest && record.has_digest == entry.has_digest;
+}
+
+}  // namespace
 
 void Index::begin(Writes& writes) {
   std::lock_guard lock(mutex_);
@@ -31,7 +40,7 @@ void Index::ended(Keys::iterator key) noexcept {
   Key& at = key->second;
   if (--at.changing != 0) return;
   at.begun = at.deleted = at.durably_deleted = 0;
-  if (!at.entry && !at.durable) keys_.erase(key);
+  if (!at.current.entry && !at.durable.entry) keys_.erase(key);
 }
 
 std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has_failed, Reach reach) {
@@ -41,7 +50,7 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
     const auto known = keys_.find(std::string_view(change.key));
     Key& at = known->second;
     if (change.entry != nullptr && !has_failed) {
-      install(at, change.entry, reach, dropped);
+      install(at, {change.entry, change.turn}, reach, dropped);
     } else if (change.entry == nullptr && !has_failed) {
       finish_erase(at, change.turn, reach, dropped);
     } else if (change.entry == nullptr) {
@@ -52,14 +61,15 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
   return dropped;
 }
 
-void Index::install(Key& at, const EntryPtr& entry, Reach reach, std::vector<EntryPtr>& dropped) {
-  if (entry->turn > at.deleted && (!at.entry || entry->turn > at.entry->turn)) {
-    if (at.entry) count(*at.entry, -1);
-    count(*entry, 1);
-    dropped.push_back(std::exchange(at.entry, entry));
+void Index::install(Key& at, const Known& written, Reach reach, std::vector<EntryPtr>& dropped) {
+  const std::uint64_t turn = written.turn;
+  if (turn > at.deleted && (!at.current.entry || turn > at.current.turn)) {
+    if (at.current.entry) count(*at.current.entry, -1);
+    count(*written.entry, 1);
+    dropped.push_back(std::exchange(at.current, written).entry);
   }
-  if (reach == Reach::journal && entry->turn > at.durably_deleted && (!at.durable || entry->turn > at.durable->turn)) {
-    dropped.push_back(std::exchange(at.durable, entry));
+  if (reach == Reach::journal && turn > at.durably_deleted && (!at.durable.entry || turn > at.durable.turn)) {
+    dropped.push_back(std::exchange(at.durable, written).entry);
   }
 }
 
@@ -81,13 +91,10 @@ std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, 
     return {};
   }
   for (std::size_t i = 0; i < links.size(); ++i) {
-    const EntryPtr& to = found[i];
     Key& at = make(links[i].key);
     ++at.changing;
     at.begun = ++turn_;
-    changes.push_back({call, std::move(links[i].key), turn_,
-                       std::make_shared<const Entry>(Entry{to->shape, Place(), turn_, to->seed, to->digest,
-                                                           to->has_digest, to->origin ? to->origin : to})});
+    changes.push_back({call, std::move(links[i].key), turn_, std::move(found[i])});
   }
   return changes;
 }
@@ -107,34 +114,34 @@ Index::Deleted Index::erase(const std::string& key) {
   const auto known = keys_.find(std::string_view(key));
   if (known == keys_.end()) return deleted;
   Key& at = known->second;
-  deleted.was_there = at.entry != nullptr || at.begun > at.deleted;
+  deleted.was_there = at.current.entry != nullptr || at.begun > at.deleted;
   if (!deleted.was_there) return deleted;
   ++at.changing;
   at.deleted = deleted.turn;
-  if (at.entry) count(*at.entry, -1);
-  deleted.entry = std::exchange(at.entry, nullptr);
+  if (at.current.entry) count(*at.current.entry, -1);
+  deleted.entry = std::exchange(at.current, {}).entry;
   return deleted;
 }
 
 void Index::finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped) {
   if (reach != Reach::journal) return;
   at.durably_deleted = std::max(at.durably_deleted, turn);
-  if (at.durable && at.durable->turn < turn) dropped.push_back(std::exchange(at.durable, nullptr));
+  if (at.durable.entry && at.durable.turn < turn) dropped.push_back(std::exchange(at.durable, {}).entry);
 }
 
 void Index::undo_erase(Key& at, std::uint64_t turn) {
   if (at.deleted != turn) return;
   at.deleted = at.durably_deleted;
-  if (at.entry || !at.durable) return;
-  at.entry = at.durable;
-  count(*at.entry, 1);
+  if (at.current.entry || !at.durable.entry) return;
+  at.current = at.durable;
+  count(*at.current.entry, 1);
 }
 
 bool Index::needs_record(const Change& change) const {
   std::lock_guard lock(mutex_);
   const Key& at = keys_.find(std::string_view(change.key))->second;
-  if (change.entry == nullptr && !at.durable) return false;
-  return at.durably_deleted <= change.turn && (!at.durable || at.durable->turn <= change.turn);
+  if (change.entry == nullptr && !at.durable.entry) return false;
+  return at.durably_deleted <= change.turn && (!at.durable.entry || at.durable.turn <= change.turn);
 }
 
 // Batches are in the order in which writes ended, which is not that of their turns.
@@ -150,18 +157,18 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
     if (!record.is_deletion && record.is_link() && record.size != 0) linked[{record.slab, record.offset}] = nullptr;
   }
   const auto install = [&](const std::string& key, Record& record) {
-    Entry entry = {std::move(record.shape), Place(), record.turn, record.seed, record.digest, record.has_digest};
     const auto known = linked.find({record.slab, record.offset});
     const bool may_share = record.size != 0 && known != linked.end();
-    if (may_share && known->second != nullptr && known->second->size() == record.size) {
-      entry.origin = known->second;
-    } else if (record.size != 0) {
-      entry.own = adopt(record);
+    EntryPtr entry = may_share ? known->second : nullptr;
+    if (entry == nullptr || !is_of(record, *entry)) {
+      Place place = record.size == 0 ? Place() : adopt(record);
+      entry = std::make_shared<const Entry>(
+          Entry{std::move(record.shape), std::move(place), record.seed, record.digest, record.has_digest});
+      if (may_share && known->second == nullptr) known->second = entry;
     }
     Key& at = make(key);
-    at.entry = at.durable = std::make_shared<const Entry>(std::move(entry));
-    if (may_share && known->second == nullptr) known->second = at.entry;
-    count(*at.entry, 1);
+    at.current = at.durable = {std::move(entry), record.turn};
+    count(*at.current.entry, 1);
   };
   for (auto& [key, record] : replayed_) {  // what links are to, before them
     if (!record.is_deletion && !record.is_link()) install(key, record);
@@ -194,7 +201,7 @@ bool Index::try_find(const std::string& key, EntryPtr& entry) const {
 
 EntryPtr Index::look_up(std::string_view key) const {
   const auto known = keys_.find(key);
-  return known == keys_.end() ? nullptr : known->second.entry;
+  return known == keys_.end() ? nullptr : known->second.current.entry;
 }
 
 std::vector<std::string> Index::keys() const {
@@ -202,7 +209,7 @@ std::vector<std::string> Index::keys() const {
   {
     std::lock_guard lock(mutex_);
     for (const auto& [key, at] : keys_) {
-      if (at.entry) by_turn.emplace_back(at.entry->turn, std::string(key));
+      if (at.current.entry) by_turn.emplace_back(at.current.turn, std::string(key));
     }
   }
   std::sort(by_turn.begin(), by_turn.end());
@@ -217,7 +224,7 @@ std::vector<Record> Index::records() const {
   std::vector<Record> records;
   records.reserve(keys_.size());
   for (const auto& [key, at] : keys_) {
-    if (at.durable) records.push_back(record_of(std::string(key), *at.durable));
+    if (at.durable.entry) records.push_back(record_of(std::string(key), at.durable.turn, *at.durable.entry));
   }
   return records;
 }

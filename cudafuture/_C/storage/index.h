@@ -71,9 +71,13 @@ class Index {
   Statistics statistics() const;
 
  private:
+  struct Known {
+    EntryPtr entry;          // null: none
+    std::uint64_t turn = 0;  // of the write or link that it is of
+  };
   struct Key {
-    EntryPtr entry;
-    EntryPtr durable;
+    Known current;
+    Known durable;
     // ---- while there are writes and deletions that have not ended
     std::size_t changing = 0;
     std::uint64_t begun = 0;    // the turn of the last write
@@ -87,7 +91,7 @@ class Index {
   using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
 
   Key& make(std::string_view key);  // or find
-  void install(Key& at, const EntryPtr& entry, Reach reach, std::vector<EntryPtr>& dropped);
+  void install(Key& at, const Known& written, Reach reach, std::vector<EntryPtr>& dropped);
   void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
   void undo_erase(Key& at, std::uint64_t turn);
   EntryPtr look_up(std::string_view key) const;

@@ -45,7 +45,7 @@ class Mapping {
 };
 
 void add(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::string& key, bool verify) {
-  const Place& place = entry->place();
+  const Place& place = entry->place;
   const std::shared_ptr<File> opened = Slabs::file_of(place.slab());
   if (opened == nullptr && place.slab().failure != nullptr) std::rethrow_exception(place.slab().failure);
   if (opened == nullptr) throw Failure("the store is closed", EBADF, "");
@@ -73,7 +73,7 @@ void expect_neighbours(const std::vector<EntryPtr>& entries, const std::vector<s
     const Entry& entry = *entries[i];
     const std::string name = "key '" + keys[i] + "'";
     if (entry.shape.dtype != entries[0]->shape.dtype) throw std::invalid_argument(name + " has another dtype");
-    if (entry.size() == 0 || entry.place().offset() % kPage != 0 ||
+    if (entry.size() == 0 || entry.place.offset() % kPage != 0 ||
         (i + 1 < entries.size() && entry.size() % kPage != 0)) {
       throw std::invalid_argument(name + " of " + std::to_string(entry.size()) +
                                   " bytes is not a whole number of pages (4 KiB), which all but the last have to be");
@@ -90,7 +90,7 @@ at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<s
   if (entries.size() > 1) expect_neighbours(entries, keys);
   std::size_t size = 0;
   for (const EntryPtr& entry : entries) size += entry->size();
-  const auto mapping = std::make_shared<Mapping>(first.place().offset() % kPage, size);
+  const auto mapping = std::make_shared<Mapping>(first.place.offset() % kPage, size);
   std::size_t end = 0;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     add(*mapping, end, entries[i], keys[i], verify);

@@ -93,16 +93,16 @@ Record body_of(Reader& reader) {
 
 }  // namespace
 
-Record record_of(const std::string& key, const Entry& entry) {
+Record record_of(const std::string& key, std::uint64_t turn, const Entry& entry) {
   Record record;
   record.key = key;
-  record.turn = entry.turn;
+  record.turn = turn;
   record.shape = entry.shape;
   record.size = entry.size();
   record.digest = entry.digest;
   record.has_digest = entry.has_digest;
   record.seed = entry.seed;
-  if (const Place& place = entry.place()) {
+  if (const Place& place = entry.place) {
     record.slab = place.slab().number;
     record.offset = place.offset();
   }

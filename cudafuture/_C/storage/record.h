@@ -30,7 +30,7 @@ struct Record {
 
   bool is_link() const noexcept { return seed != hash_of(key); }
 };
-Record record_of(const std::string& key, const Entry& entry);
+Record record_of(const std::string& key, std::uint64_t turn, const Entry& entry);
 Record deletion_of(const std::string& key, std::uint64_t turn);
 
 void append_record(std::string& bytes, const Record& record);

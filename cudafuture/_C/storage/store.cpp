@@ -321,7 +321,7 @@ void Store::read(Reads&& reads, const CallPtr& call) {
 void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   auto reading = std::make_shared<Reading>();
   reading->is_gated = is_gated;
-  const Place& first = reads.front().entry->place();
+  const Place& first = reads.front().entry->place;
   if (first.slab().file == nullptr) {
     for (const Read& read : reads) end_part(read.call, first.slab().failure);
     if (is_gated) go_on_with_reads();
@@ -335,7 +335,7 @@ void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   request.is_part = true;
   request.checksum = reading->checksum = checksum_of(reads, options_.checksum);
   for (Read& read : reads) {
-    request.memory.skip(read.entry->place().offset() - first.offset() - request.memory.size());
+    request.memory.skip(read.entry->place.offset() - first.offset() - request.memory.size());
     if (reading->checksum != nullptr) reading->checksum->add(request.memory.size(), read.entry->size());
     request.memory.add(Memory(read.memory));
   }
@@ -385,7 +385,7 @@ std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept
   const Entry& entry = *read.entry;
   if (!entry.has_digest || !options_.checksum || entry.digest == digest) return nullptr;
   add(counters_.checksum_errors);
-  const Place& place = entry.place();
+  const Place& place = entry.place;
   return std::make_exception_ptr(not_as_written(read.key, place.slab().file->path(), place.offset(), entry.size()));
 }
 
