@@ -105,13 +105,6 @@ Future::Rare& Future::rare() {
 
 // ---- facts
 
-const std::string& Future::name() const noexcept {
-  static const std::string none;
-  return name_ == nullptr ? none : *name_;
-}
-
-void Future::set_name(std::string name) { name_ = std::make_unique<const std::string>(std::move(name)); }
-
 bool Future::is_bounded() const noexcept {
   const Rare* rare = find_rare();
   return rare != nullptr && rare->bounding_set != nullptr;

@@ -69,8 +69,8 @@ class Future final : public c10::intrusive_ptr_target {
   // ---- facts, set by who makes the future, before anybody else sees it
   int priority() const noexcept { return priority_; }
   Lifetime lifetime() const noexcept { return lifetime_; }
-  const std::string& name() const noexcept;
-  void set_name(std::string name);
+  const std::string& name() const noexcept { return name_; }
+  void set_name(std::string name) { name_ = std::move(name); }
   // The bounding set: sorted, without duplicates. Not bounded: taken from the value.
   bool is_bounded() const noexcept;
   const std::vector<c10::Device>& bounding_set() const noexcept;
@@ -184,7 +184,7 @@ class Future final : public c10::intrusive_ptr_target {
   Waiter* waiters_ = nullptr;
   Value value_;
   EventSet events_;
-  std::unique_ptr<const std::string> name_;  // null: it has none
+  std::string name_;
   std::atomic<Rare*> rare_{nullptr};  // owned; made when it is first needed, under the lock once others see the future
   std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
 };
