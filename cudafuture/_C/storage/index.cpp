@@ -61,15 +61,15 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
   return dropped;
 }
 
-void Index::install(Key& at, const Known& written, Reach reach, std::vector<EntryPtr>& dropped) {
+void Index::install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped) {
   const std::uint64_t turn = written.turn;
+  if (reach == Reach::journal && turn > at.durably_deleted && (!at.durable.entry || turn > at.durable.turn)) {
+    dropped.push_back(std::exchange(at.durable, written).entry);
+  }
   if (turn > at.deleted && (!at.current.entry || turn > at.current.turn)) {
     if (at.current.entry) count(*at.current.entry, -1);
     count(*written.entry, 1);
-    dropped.push_back(std::exchange(at.current, written).entry);
-  }
-  if (reach == Reach::journal && turn > at.durably_deleted && (!at.durable.entry || turn > at.durable.turn)) {
-    dropped.push_back(std::exchange(at.durable, written).entry);
+    dropped.push_back(std::exchange(at.current, std::move(written)).entry);
   }
 }
 
@@ -78,11 +78,10 @@ void Index::give_up(const std::string& key) noexcept {
   ended(keys_.find(std::string_view(key)));
 }
 
-std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, std::string& missing) {
-  std::vector<EntryPtr> found;
+std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing) {
+  std::vector<EntryPtr> found, dropped;  // which outlive the lock
   found.reserve(links.size());
   std::vector<Change> changes;
-  changes.reserve(links.size());
   std::lock_guard lock(mutex_);
   for (Link& link : links) {
     found.push_back(look_up(link.to));
@@ -92,9 +91,14 @@ std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, 
   }
   for (std::size_t i = 0; i < links.size(); ++i) {
     Key& at = make(links[i].key);
-    ++at.changing;
-    at.begun = ++turn_;
-    changes.push_back({call, std::move(links[i].key), turn_, std::move(found[i])});
+    const std::uint64_t turn = ++turn_;
+    if (reach == Reach::memory) {
+      install(at, {std::move(found[i]), turn}, reach, dropped);
+    } else {
+      ++at.changing;
+      at.begun = turn;
+      changes.push_back({call, std::move(links[i].key), turn, std::move(found[i])});
+    }
   }
   return changes;
 }

@@ -43,11 +43,12 @@ class Index {
   void begin(Writes& writes);
   void give_up(const std::string& key) noexcept;
   // Links begin: keys for what others have now. None does where one of those is not there; then `missing` names it.
+  // Where no journal has to know of them they take effect at once, and there are no changes to finish.
   struct Link {
     std::string key;
     std::string to;
   };
-  std::vector<Change> link(std::vector<Link>&& links, const CallPtr& call, std::string& missing);
+  std::vector<Change> link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing);
   // A deletion begins, if something was there: then finish() has to follow.
   Deleted erase(const std::string& key);
   // Changes take effect, all at once for readers; or they have failed, and what is in the journal is there again.
@@ -91,7 +92,7 @@ class Index {
   using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
 
   Key& make(std::string_view key);  // or find
-  void install(Key& at, const Known& written, Reach reach, std::vector<EntryPtr>& dropped);
+  void install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped);
   void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
   void undo_erase(Key& at, std::uint64_t turn);
   EntryPtr look_up(std::string_view key) const;

@@ -257,8 +257,7 @@ void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noex
 
 // The last step of each write, link and deletion.
 void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
-  const auto reach = committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
-  std::vector<EntryPtr> dropped = index_.finish(changes, error != nullptr, reach);
+  std::vector<EntryPtr> dropped = index_.finish(changes, error != nullptr, reach());
   for (Change& change : changes) {
     if (change.entry != nullptr && change.call->kind == Call::Kind::write) add(counters_.writes);
     change.entry = nullptr;
@@ -274,7 +273,7 @@ void Store::link(std::vector<Index::Link>&& links, const CallPtr& call) {
   begin(call);
   if (options_.opening != Opening::write) return refuse(call);
   std::string missing;
-  std::vector<Change> changes = index_.link(std::move(links), call, missing);
+  std::vector<Change> changes = index_.link(std::move(links), call, reach(), missing);
   if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
   call->expect(changes.size() + 1);
   if (!changes.empty()) commit_now(std::move(changes));
