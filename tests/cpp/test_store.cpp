@@ -74,7 +74,7 @@ std::exception_ptr write(Store& store, const std::string& key, const Bytes& cont
                          std::optional<std::uint64_t> digest = std::nullopt) {
   Bytes bytes = content;  // gone when the call is done: the sanitizer sees who comes too late
   const CallPtr call = new_call(Call::Kind::write);
-  Writes writes(1);
+  WriteList writes(1);
   writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0, digest};
   writes[0].memory.add(bytes.data(), bytes.size());
   store.write(std::move(writes), call);
@@ -88,7 +88,7 @@ std::optional<Bytes> read(Store& store, const std::string& key) {
   if (entry == nullptr) return std::nullopt;
   Bytes bytes(entry->size());
   const CallPtr call = new_call(Call::Kind::read);
-  Reads reads(1);
+  ReadList reads(1);
   auto digest = std::make_unique<std::uint64_t>();
   reads[0] = {call, key, std::move(entry), {}, digest.get()};
   reads[0].memory.add(bytes.data(), bytes.size());
@@ -183,7 +183,7 @@ TEST_CASE("extents: a place that is not free cannot be taken") {
 TEST_CASE("packs: a full one goes at once, the rest when no other is under way") {
   Bytes bytes(1000);
   const auto writes = [&](std::size_t count) {
-    Writes made(count);
+    WriteList made(count);
     for (Write& write : made) write.memory.add(bytes.data(), bytes.size());
     return made;
   };
@@ -377,7 +377,7 @@ TEST_CASE("store: its last user may be a write that is under way") {
   auto store = Store::open(disk, durable(folder));
   const CallPtr call = new_call(Call::Kind::write);
   Bytes bytes = numbered(1000, 1);
-  Writes writes(1);
+  WriteList writes(1);
   writes[0] = {call, "key", {c10::ScalarType::Byte, {1000}}, {}, 0};
   writes[0].memory.add(bytes.data(), bytes.size());
   store->write(std::move(writes), call);

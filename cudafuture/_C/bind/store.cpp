@@ -59,6 +59,7 @@ std::string key_of(nb::handle object) {
 
 Keys keys_of(nb::handle objects) {
   Keys keys;
+  keys.reserve(nb::len(objects));
   for (nb::handle object : objects) keys.push_back(key_of(object));
   return keys;
 }
@@ -117,19 +118,14 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   bool* const outcome = outcomes ? outcomes->mutable_data_ptr<bool>() : nullptr;
   std::fill_n(outcome, outcomes ? names.size() : 0, false);
   if (outcomes) taken.keep.append(nb::steal(THPVariable_Wrap(outcomes->detach())));
-  storage::Writes writes(names.size());
-  for (std::size_t i = 0; i < writes.size(); ++i) {
-    writes[i] = {call,
-                 std::move(names[i]),
-                 shape_of(tensors[i]),
-                 std::move(taken.memory[i]),
-                 0,
-                 expected[i],
-                 outcome == nullptr ? nullptr : outcome + i};
+  storage::WriteList writes;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    writes.push_back({call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory.front()), 0, expected[i],
+                      outcome == nullptr ? nullptr : outcome + i});
+    taken.memory.pop_front();
   }
   if (atomic) call->atomic = std::make_shared<storage::AtomicWrite>(writes.size());
   names = {};
-  taken.memory = {};
   call->device = std::move(taken.device);
   call->keep = foreign(taken.kept());
   nb::object result = wrap(call->future);
@@ -214,14 +210,14 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   }
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
-  storage::Reads reads(names.size());
-  for (std::size_t i = 0; i < reads.size(); ++i) {
-    reads[i] = {call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory[i]),
-                digest == nullptr ? nullptr : digest + i};
+  storage::ReadList reads;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    reads.push_back({call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory.front()),
+                     digest == nullptr ? nullptr : digest + i});
+    taken.memory.pop_front();
   }
   entries.reset();
   names = {};
-  taken.memory = {};
   call->result = foreign(gives_list ? nb::object(tensors) : nb::object(tensors[0]));
   call->device = std::move(taken.device);
   nb::object result = wrap(call->future);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -14,7 +15,7 @@
 namespace cudafuture::bind {
 
 struct Tensors {
-  std::vector<storage::Memory> memory;          // of each
+  std::deque<storage::Memory> memory;           // of each
   std::shared_ptr<storage::DeviceSide> device;  // null: all are on the host
   nb::list keep;                                // what owns the memory
 

@@ -26,6 +26,11 @@ std::uint64_t digest_of(const void* data, std::size_t size) {
   return checksum.digest(0);
 }
 
+void Checksum::reserve(std::size_t parts) {
+  parts_.reserve(parts);
+  leaves_.reserve(parts);
+}
+
 void Checksum::add(std::size_t begin, std::size_t size) {
   parts_.push_back({begin, size, leaves_.size()});
   leaves_.resize(leaves_.size() + leaves_of(size));

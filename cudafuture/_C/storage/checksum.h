@@ -27,6 +27,7 @@ class Checksum {
  public:
   static constexpr std::size_t kLeaf = 64 * 1024;
 
+  void reserve(std::size_t parts);  // of one leaf each
   // One more part of the request's memory. Between parts there may be bytes that do not count.
   void add(std::size_t begin, std::size_t size);
 
@@ -55,7 +56,10 @@ class Checksum {
 template <class Part>
 std::shared_ptr<Checksum> checksum_of(const std::vector<Part>& parts, bool is_wanted) {
   for (const Part& part : parts) is_wanted = is_wanted || part.digest;
-  return is_wanted ? std::make_shared<Checksum>() : nullptr;
+  if (!is_wanted) return nullptr;
+  auto checksum = std::make_shared<Checksum>();
+  checksum->reserve(parts.size());
+  return checksum;
 }
 
 }  // namespace cudafuture::storage

@@ -11,29 +11,30 @@ namespace {
 
 constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are looked for
 
+std::uint64_t end_of(const Place& place) noexcept { return place.offset() + place.size(); }
+
+bool are_neighbours(const Place& place, const Place& next) noexcept {
+  return &place.slab() == &next.slab() && next.offset() >= end_of(place) && next.offset() - end_of(place) < kPage;
+}
+
 }  // namespace
 
-std::vector<Reads> Gate::join(Reads&& reads, std::uint64_t size) {
+std::vector<Reads> Gate::join(ReadList reads, std::uint64_t size) {
   const auto where = [](const Read& read) {
     const Place& place = read.entry->place;
     return std::pair(place.slab().number, place.offset());
   };
   std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
   std::vector<Reads> joined;
-  std::uint64_t begin = 0;
-  for (Read& read : reads) {
-    const Place& place = read.entry->place;
-    if (!joined.empty()) {
-      const Place& last = joined.back().back().entry->place;
-      const std::uint64_t end = last.offset() + last.size();
-      if (&last.slab() == &place.slab() && place.offset() >= end && place.offset() - end < kPage &&
-          place.offset() + place.size() + kPage - begin <= size) {
-        joined.back().push_back(std::move(read));
-        continue;
-      }
+  while (!reads.empty()) {
+    const std::uint64_t begin = reads.front().entry->place.offset() / kPage * kPage;
+    auto next = reads.begin() + 1;
+    while (next != reads.end() && are_neighbours(next[-1].entry->place, next->entry->place) &&
+           end_of(next->entry->place) + kPage - begin <= size) {
+      ++next;
     }
-    begin = place.offset() - place.offset() % kPage;
-    joined.emplace_back().push_back(std::move(read));
+    joined.emplace_back(std::move_iterator(reads.begin()), std::move_iterator(next));
+    reads.erase(reads.begin(), next);
   }
   return joined;
 }
@@ -56,7 +57,7 @@ std::vector<Reads> Gate::ended() {
   std::vector<Reads> joined;
   while (!waiting_.empty() && under_way_ <= busy_) {
     const auto some = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostTogether));
-    Reads reads(std::move_iterator(waiting_.begin()), std::move_iterator(some));
+    ReadList reads(std::move_iterator(waiting_.begin()), std::move_iterator(some));
     waiting_.erase(waiting_.begin(), some);
     std::vector<Reads> more = join(std::move(reads), size_);
     under_way_ += more.size();

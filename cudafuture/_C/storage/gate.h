@@ -28,7 +28,8 @@ struct Read {
   Memory memory;
   std::uint64_t* digest = nullptr;  // where that of its bytes goes; the call keeps it
 };
-using Reads = std::vector<Read>;
+using Reads = std::vector<Read>;    // that go together
+using ReadList = std::deque<Read>;  // all of a call; see WriteList
 
 class Gate {
  public:
@@ -40,13 +41,13 @@ class Gate {
   std::vector<Reads> ended();
 
   // Puts together those that lie side by side, as far as they have so many bytes.
-  static std::vector<Reads> join(Reads&& reads, std::uint64_t size);
+  static std::vector<Reads> join(ReadList reads, std::uint64_t size);
 
  private:
   const std::size_t busy_;
   const std::uint64_t size_;
   std::mutex mutex_;
-  std::deque<Read> waiting_;
+  ReadList waiting_;
   std::size_t under_way_ = 0;
 };
 

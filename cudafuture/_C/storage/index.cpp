@@ -16,7 +16,7 @@ bool is_of(const Record& record, const Entry& entry) {
 
 }  // namespace
 
-void Index::begin(Writes& writes) {
+void Index::begin(WriteList& writes) {
   std::lock_guard lock(mutex_);
   for (Write& write : writes) {
     Key& at = make(write.key);

@@ -40,7 +40,7 @@ class Index {
   enum class Reach : std::uint8_t { memory, journal };  // where it is known that something has ended
 
   // Writes begin, and get their turns; finish() or give_up() has to follow for each. Nothing comes between their turns.
-  void begin(Writes& writes);
+  void begin(WriteList& writes);
   void give_up(const std::string& key) noexcept;
   // Links begin: keys for what others have now. None does where one of those is not there; then `missing` names it.
   // Where no journal has to know of them they take effect at once, and there are no changes to finish.

@@ -22,6 +22,7 @@ class Memory {
 
   void add_on_device(at::Tensor bytes);  // of one dimension, dense
   void add(Memory&& more);
+  void reserve(std::size_t pieces) { pieces_.reserve(pieces); }
   void skip(std::size_t size);  // zeros to be written; read, and dropped
 
   std::size_t size() const noexcept { return size_; }                  // bytes

@@ -14,22 +14,22 @@ std::vector<std::uint64_t> sizes_of(const Writes& writes) {
   return sizes;
 }
 
-std::vector<Writes> Packs::cut(Writes&& writes, std::uint64_t size) {
+std::vector<Writes> Packs::cut(WriteList writes, std::uint64_t size) {
+  const auto end_behind = [](std::uint64_t end, const Write& write) {
+    return Slabs::next_offset(end, write.memory.size()) + write.memory.size();
+  };
   std::vector<Writes> packs;
-  std::uint64_t end = size;
-  for (Write& write : writes) {
-    const std::uint64_t offset = Slabs::next_offset(end, write.memory.size());
-    end = offset + write.memory.size();
-    if (end > size) {
-      packs.emplace_back();
-      end = write.memory.size();
-    }
-    packs.back().push_back(std::move(write));
+  while (!writes.empty()) {
+    std::uint64_t end = writes.front().memory.size();
+    auto next = writes.begin() + 1;
+    for (; next != writes.end() && end_behind(end, *next) <= size; ++next) end = end_behind(end, *next);
+    packs.emplace_back(std::move_iterator(writes.begin()), std::move_iterator(next));
+    writes.erase(writes.begin(), next);
   }
   return packs;
 }
 
-std::vector<Writes> Packs::add(Writes&& writes) {
+std::vector<Writes> Packs::add(WriteList&& writes) {
   std::lock_guard lock(mutex_);
   for (const Write& write : writes) bytes_ += write.memory.size();
   if (waiting_.empty()) {
@@ -53,7 +53,7 @@ std::vector<Writes> Packs::take(bool ended) {
   std::uint64_t last = 0;
   for (const Write& write : packs.back()) last += write.memory.size();
   if (last < size_ && (under_way_ != 0 || packs.size() > 1)) {
-    waiting_ = std::move(packs.back());
+    waiting_.assign(std::move_iterator(packs.back().begin()), std::move_iterator(packs.back().end()));
     packs.pop_back();
     bytes_ = last;
   }

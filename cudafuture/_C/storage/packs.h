@@ -29,7 +29,10 @@ struct Write {
   std::optional<std::uint64_t> digest = std::nullopt;  // that its bytes must have
   bool* written = nullptr;                             // set when it was written; the call keeps it
 };
-using Writes = std::vector<Write>;
+using Writes = std::vector<Write>;  // that go together
+// All of a call. In a vector, those of many keys would be one allocation of megabytes, which fits into no gap of the
+// heap; and this frees memory from the front on, while its elements move on.
+using WriteList = std::deque<Write>;
 std::vector<std::uint64_t> sizes_of(const Writes& writes);  // bytes
 
 class Packs {
@@ -37,18 +40,18 @@ class Packs {
   explicit Packs(std::uint64_t size) : size_(size) {}  // bytes of a pack at most
 
   // Return what is to go now, each of which has to be followed by ended().
-  std::vector<Writes> add(Writes&& writes);
+  std::vector<Writes> add(WriteList&& writes);
   std::vector<Writes> ended();
 
   // Cuts writes into packs.
-  static std::vector<Writes> cut(Writes&& writes, std::uint64_t size);
+  static std::vector<Writes> cut(WriteList writes, std::uint64_t size);
 
  private:
   std::vector<Writes> take(bool ended);
 
   const std::uint64_t size_;
   std::mutex mutex_;
-  Writes waiting_;
+  WriteList waiting_;
   std::uint64_t bytes_ = 0;  // of those
   std::size_t under_way_ = 0;
 };

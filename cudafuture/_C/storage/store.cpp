@@ -86,7 +86,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
 
 // ---- writing
 
-void Store::write(Writes&& writes, const CallPtr& call) {
+void Store::write(WriteList&& writes, const CallPtr& call) {
   begin(call);
   if (options_.opening != Opening::write) return refuse(call);
   call->expect(writes.size() + 1);  // and this function
@@ -170,6 +170,7 @@ void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, F
   request.device = writing->writes.front().call->device;
   request.is_part = true;
   request.checksum = writing->checksum = checksum_of(writing->writes, options_.checksum);
+  request.memory.reserve(writing->writes.size() + 1);  // and the rest of the last page
   for (std::size_t i = 0; i < writing->writes.size(); ++i) {
     const Place& place = writing->places[i];
     request.memory.skip(place.offset() - first.offset() - request.memory.size());
@@ -298,7 +299,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
 
 // ---- reading
 
-void Store::read(Reads&& reads, const CallPtr& call) {
+void Store::read(ReadList&& reads, const CallPtr& call) {
   begin(call);
   call->expect(reads.size() + 1);
   for (const Read& read : reads) {
@@ -333,6 +334,7 @@ void Store::get(Reads&& reads, bool is_gated, Full when_full) {
   request.device = reads.front().call->device;
   request.is_part = true;
   request.checksum = reading->checksum = checksum_of(reads, options_.checksum);
+  request.memory.reserve(reads.size());
   for (Read& read : reads) {
     request.memory.skip(read.entry->place.offset() - first.offset() - request.memory.size());
     if (reading->checksum != nullptr) reading->checksum->add(request.memory.size(), read.entry->size());

@@ -56,8 +56,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   Store& operator=(const Store&) = delete;
 
   // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call.
-  void write(Writes&& writes, const CallPtr& call);
-  void read(Reads&& reads, const CallPtr& call);
+  void write(WriteList&& writes, const CallPtr& call);
+  void read(ReadList&& reads, const CallPtr& call);
   void link(std::vector<Index::Link>&& links, const CallPtr& call);  // all of them, or none
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return ledger_.flush(); }
