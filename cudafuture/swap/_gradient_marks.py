@@ -39,7 +39,7 @@ class GradientMark(torch.Tensor):
             return args[0]
         mark = args[0] if args else None
         if operation is torch.ops.aten.add_.Tensor and isinstance(mark, SwappedGradient) and not kwargs:
-            mark.added = args[1] if mark.added is None else mark.added + args[1]
+            mark.added = args[1].clone() if mark.added is None else mark.added + args[1]
             return mark
         raise RuntimeError(cls.reason)
 

@@ -73,6 +73,8 @@ def offload(
     >>> model(torch.ones(1, 1024)).sum().backward()
     >>> optimizer.step()
     """
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError("the optimizer is offloaded already")
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("params= is for a function that makes an optimizer; this one has its parameters")
@@ -83,7 +85,8 @@ def offload(
             raise ValueError("a function that makes an optimizer needs params=")
         make = optimizer
         groups = _groups(params)
-        optimizer = make([torch.zeros(0, requires_grad=True)])
+        shape = (0,) * max(groups[0]["params"][0].dim(), 1) if groups[0]["params"] else (0,)  # Muon takes matrices only
+        optimizer = make([torch.zeros(shape, requires_grad=True)])
     options = SwapOptions(
         min_bytes, memory, prefetch, chunk_bytes, buffer_bytes, compute, master_weights, swap_gradients
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 
+from cudafuture.errors import SwapError
 from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
 from cudafuture.swap._shards import is_shard
 from cudafuture.swap._swapper import Swapper
 
 __all__ = ["OffloadedGradients"]
+
+_logger = logging.getLogger("cudafuture.swap")
 
 
 class OffloadedGradients(ABC):
@@ -33,7 +37,11 @@ class OffloadedGradients(ABC):
         """Move the gradient that backward has made, or what it has added to one, into the store."""
         with self._lock, torch.no_grad():
             gradient = parameter.grad
-            if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
+            try:
+                if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
+                    return
+            except SwapError as e:  # an error would end this backward; what it has added stays in memory
+                _logger.warning("a gradient is added up when it is used: %s", e)
                 return
             if gradient.is_sparse or is_shard(parameter) or not parameter.is_contiguous():
                 return

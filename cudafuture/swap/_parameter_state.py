@@ -24,6 +24,7 @@ __all__ = [
     "cast",
     "chunks_of",
     "copied",
+    "expect_shape",
     "key_of",
 ]
 
@@ -146,6 +147,16 @@ class Chunk:
             )
         return tensor.view(-1)[self.begin : self.end]
 
+    def copy_of(self, value: Any, device: torch.device) -> Any:
+        """Return the chunk's part of a value of a state: tensors like the parameter are cut, others copied."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = local_of(value, self.state.parameter)
+        if value.shape == self.state.local.shape and value.numel() > 1:
+            value = value.contiguous() if self.state.is_chunked else value
+            return self.part_of(value).to(device, copy=not self.state.is_chunked)
+        return value.clone()
+
     def stored(self) -> dict[str, StoredTensor]:
         """Return the chunk's part of each tensor in the store."""
         if not self.state.is_chunked:
@@ -178,6 +189,16 @@ def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int
     size = max(most // _PAGE, 1) * _PAGE
     begins = list(range(0, count - _PAGE + 1, size))
     return tuple(itertools.pairwise([*begins, count]))
+
+
+def expect_shape(state: ParameterState, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if a tensor of several elements has another shape than the parameter."""
+    wanted = tuple(state.local.shape)
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            shape = tuple(local_of(value, state.parameter).shape)
+            if shape != wanted:
+                raise ValueError(f"{name!r} has the shape {shape}, and the parameter {wanted}")
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:

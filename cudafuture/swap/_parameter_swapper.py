@@ -365,8 +365,8 @@ class ParameterSwapper:
             own = tensor.detach().reshape(-1).to(state.parameter.device, gradient.dtype, copy=True)
             futures.append(self.gradients.write(gradient, state.number, offset, own))
             state.gradient = gradient
-        written = {piece.key for piece in gradient.pieces.values()}
-        self.pipeline.obsolete = [key for key in self.pipeline.obsolete if key not in written]
+        for piece in gradient.pieces.values():
+            self.pipeline.obsolete.pop(piece.key, None)
         return self._ended(state, futures, "gradient")
 
     def flush_gradients(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from cudafuture.errors import SwapError
 from cudafuture.storage import Buffer, Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
+from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
 from cudafuture.swap._tracebacks import error_of
 from cudafuture.swap._unit import Unit, Write, by_parameter, copies, cut, size_of
@@ -48,7 +49,8 @@ class Pipeline:
         self._buffers = Buffers(buffer_bytes)
         self._reading: deque[Unit] = deque()
         self._writing: deque[Write] = deque()
-        self.obsolete: list[str] = []  # keys that are deleted when what replaces them was written
+        self.obsolete: dict[str, ParameterState] = {}  # keys that are deleted when their parameter has been written
+        self._deletions: deque[CUDAFuture[None]] = deque()
         self._error_of_write: SwapError | None = None
 
     def resize(self, buffer_bytes: int) -> None:
@@ -74,11 +76,11 @@ class Pipeline:
             SwapError: it cannot be read.
         """
         unit = self.finish_read()
-        waited = self.counters.write_wait_seconds
+        self._limit_writes()  # so that start_write() need not wait
         begin = time.perf_counter()
-        compute(unit)
-        waited = self.counters.write_wait_seconds - waited
-        self.counters.compute_seconds += time.perf_counter() - begin - waited
+        with interrupts_deferred():  # what is updated is also written
+            compute(unit)
+        self.counters.compute_seconds += time.perf_counter() - begin
 
     # ---- reads
 
@@ -234,8 +236,7 @@ class Pipeline:
             the futures of the writes, one for each parameter that has anything to write.
         """
         futures: list[CUDAFuture[int]] = []
-        while len({id(write.unit) for write in self._writing}) > self._prefetch:
-            self._finish_write()
+        self._limit_writes()
         new = iter(zip(tensors, versions, strict=True))
         for chunks in by_parameter(unit.chunks):
             written: list[dict[str, torch.Tensor]] = []
@@ -243,10 +244,22 @@ class Pipeline:
             for chunk, (named, version) in zip(chunks, new, strict=False):
                 written.append(named)
                 keys |= {chunk.key(self._prefix, name, version): tensor for name, tensor in named.items()}
+            self.obsolete = {key: state for key, state in self.obsolete.items() if key not in keys}
             if keys:
-                futures.append(self._store.writev(keys))
+                futures.append(self._write(keys))
                 self._writing.append(Write(unit, chunks, written, futures[-1]))
         return futures
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> CUDAFuture[int]:
+        try:
+            return self._store.writev(tensors)
+        except Exception as e:  # the new state stays in memory, as after any write that fails
+            return CUDAFuture.failed(e)
+
+    def _limit_writes(self) -> None:
+        """Wait until no more units are being written than are read ahead."""
+        while len({id(write.unit) for write in self._writing}) > self._prefetch:
+            self._finish_write()
 
     def _finish_writes_of(self, states: set[ParameterState]) -> None:
         """Wait for the writes of some parameters: a read that overtakes a write gets the old tensor."""
@@ -254,9 +267,10 @@ class Pipeline:
             self._finish_write()
 
     def _finish_write(self) -> None:
-        write = self._writing.popleft()
+        write = self._writing[0]
         begin = time.perf_counter()
         error = error_of(write.future)
+        self._writing.popleft()
         self.counters.write_wait_seconds += time.perf_counter() - begin
         state = write.chunks[0].state
         unwritten = dict(state.unwritten or {})
@@ -272,9 +286,17 @@ class Pipeline:
         if not self._writing or self._writing[0].unit is not write.unit:
             write.unit.forget()
 
-    def delete_later(self, keys: Sequence[str]) -> None:
-        """Delete keys when what replaces them was written."""
-        self.obsolete += keys
+    def delete_later(self, state: ParameterState, keys: Iterable[str]) -> None:
+        """Delete keys of a parameter when the tensors that replace them have been written."""
+        self.obsolete |= dict.fromkeys(keys, state)
+
+    def _delete_obsolete(self) -> None:
+        """Delete the obsolete keys of all parameters that are not being written; ``drain`` waits for that."""
+        written = {write.chunks[0].state for write in self._writing}
+        keys = [key for key, state in self.obsolete.items() if state not in written]
+        self.obsolete = {key: state for key, state in self.obsolete.items() if state in written}
+        if keys:
+            self._deletions.append(self._store.deletev(keys))
 
     def reap(self) -> None:
         """Forget the writes that have ended, without waiting for others.
@@ -283,6 +305,9 @@ class Pipeline:
             SwapError: something cannot be written.
         """
         self._release()
+        self._delete_obsolete()
+        while self._deletions and self._deletions[0].done():
+            self._deletions.popleft().exception()
         self.raise_error()
 
     def _release(self) -> None:
@@ -308,9 +333,9 @@ class Pipeline:
             SwapError: something cannot be written. Its state is in memory until it can be.
         """
         self.settle()
-        if self.obsolete:
-            obsolete, self.obsolete = self.obsolete, []
-            self._store.deletev(obsolete).exception()  # some may not be there: their writes have failed
+        self._delete_obsolete()
+        while self._deletions:
+            self._deletions.popleft().exception()  # some keys may not be there: their writes have failed
         self.raise_error()
 
     # ---- gradients
@@ -322,8 +347,8 @@ class Pipeline:
         flat = gradient.detach().contiguous().view(-1)
         for begin, end in state.bounds:
             self._gradients.write(state.gradient, state.number, begin, flat[begin:end])
-        written = {piece.key for piece in state.gradient.pieces.values()}
-        self.obsolete = [key for key in self.obsolete if key not in written]
+        for piece in state.gradient.pieces.values():
+            self.obsolete.pop(piece.key, None)
 
     def read_gradient(self, state: ParameterState) -> torch.Tensor:
         """Return a copy of a gradient that is in the store, with its factors applied.
@@ -345,7 +370,7 @@ class Pipeline:
     def forget_gradient(self, state: ParameterState) -> None:
         """Drop a gradient, if it is in the store."""
         if state.gradient is not None:
-            self.delete_later(self._gradients.forget(state.gradient))
+            self.delete_later(state, self._gradients.forget(state.gradient))
             state.gradient = None
 
     # ---- single tensors

@@ -70,6 +70,18 @@ class StateLayout:
             return UndoPlace.MEMORY
         return UndoPlace.MASTER if MASTER in state.stored else UndoPlace.STORE
 
+    def is_swappable(self, value: object, shape: torch.Size, state: ParameterState) -> bool:
+        """Return whether a value of a state belongs in the store; the parameter, or its chunk, has a shape."""
+        if not isinstance(value, torch.Tensor) or value.numel() < 2:
+            return False
+        return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
+
+    def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]], nbytes: int) -> None:
+        """Raise ValueError if buffers of some bytes have no room for the state of each of the parameters."""
+        least = self.least_buffer(parameters)
+        if nbytes < least:
+            raise ValueError(f"buffer_bytes={nbytes} is less than one parameter or chunk needs: {least}")
+
     def least_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> int:
         """Return the bytes that the largest parameter or chunk needs, given the parameters with their groups."""
         least = 4096

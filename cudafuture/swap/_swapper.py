@@ -14,7 +14,17 @@ from cudafuture.storage import Offloader, Store
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, StoredTensor, UndoPlace, cast, copied
+from cudafuture.swap._parameter_state import (
+    MASTER,
+    UNDO,
+    Chunk,
+    ParameterState,
+    StoredTensor,
+    UndoPlace,
+    cast,
+    copied,
+    expect_shape,
+)
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
 from cudafuture.swap._state_layout import StateLayout
@@ -104,6 +114,7 @@ class Swapper:
         for parameter, group in work:
             state = self.state(parameter)
             self._groups[state] = group
+            self._keep_resident(state)
             if state.is_resident and state.gradient is None:
                 self._update_resident(state)
             else:
@@ -127,6 +138,7 @@ class Swapper:
         self._roll_back_what_is_left()
         state = self.state(parameter)
         self._groups[state] = group
+        self._keep_resident(state)
         if state.is_resident:
             self._update_resident(state)
             return
@@ -147,6 +159,20 @@ class Swapper:
         if not state.is_resident:
             for unit in self._units([state]):
                 self.pipeline.start_read(unit)
+
+    def _keep_resident(self, state: ParameterState) -> None:
+        """Keep the first state of a parameter in memory if there is room for it; then the parameter has one chunk.
+
+        A parameter whose gradient may be in the store keeps its chunks: the buffers have room for one chunk's gradient.
+        """
+        if state.values or state.stored or state.is_resident or (state.is_chunked and self._options.swap_gradients):
+            return
+        dtypes = self._layout.dtypes(state.parameter, self._groups[state])
+        nbytes = state.local.numel() * sum(dtype.itemsize for dtype in dtypes)
+        if 0 < nbytes <= self._options.memory - self.resident_bytes:
+            state.bounds = ((0, state.local.numel()),)
+            state.resident_bytes = nbytes
+            self.resident_bytes += nbytes
 
     def _update_resident(self, state: ParameterState) -> None:
         (chunk,) = state.chunks()
@@ -191,6 +217,15 @@ class Swapper:
         if not self._undo.is_empty:
             self._roll_back()
 
+    def flush(self) -> None:
+        """Wait until all state was written.
+
+        Raises:
+            SwapError: some state cannot be written, or the old values of a parameter cannot be read.
+        """
+        self._roll_back_what_is_left()
+        self.pipeline.drain()
+
     def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
         """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
         parameter = chunk.state.parameter
@@ -231,14 +266,13 @@ class Swapper:
         """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
         state = chunk.state
         shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
-        tensors = {name: value for name, value in new.items() if self._is_swappable(value, shape, state)}
+        tensors = {name: value for name, value in new.items() if self._layout.is_swappable(value, shape, state)}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if not state.is_chunked and not state.stored and nbytes:
-            if not state.is_resident and self.resident_bytes + nbytes <= self._options.memory:
-                state.resident_bytes = nbytes
-                self.resident_bytes += nbytes
-            if state.is_resident:
-                tensors = {}
+        may_be_resident = not state.is_chunked and not state.stored and nbytes > 0
+        if may_be_resident and (state.is_resident or nbytes <= self._options.memory - self.resident_bytes):
+            self.resident_bytes += nbytes - state.resident_bytes
+            state.resident_bytes = nbytes
+            tensors = {}
         if not chunk.is_last:
             return tensors
         whole = state.local.shape
@@ -253,13 +287,8 @@ class Swapper:
             if state.undo is UndoPlace.STORE:
                 old |= {chunk.key(self._prefix, UNDO, state.version) for chunk in state.chunks() if not chunk.is_last}
         old -= {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
-        self.pipeline.delete_later(sorted(old))
+        self.pipeline.delete_later(state, sorted(old))
         return tensors
-
-    def _is_swappable(self, value: object, shape: torch.Size, state: ParameterState) -> bool:
-        if not isinstance(value, torch.Tensor) or value.numel() < 2:
-            return False
-        return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
 
     def _units(self, states: Iterable[ParameterState]) -> Iterator[Unit]:
         """Divide the chunks of parameters into units, which have the same device and at most `unit_bytes` each."""
@@ -314,7 +343,7 @@ class Swapper:
         self._roll_back_what_is_left()
         known = self.state(parameter)
         if known.is_chunked:
-            self._expect_shape(known, state)
+            expect_shape(known, state)
         self.pipeline.drop_reads()
         self.pipeline.settle()
         known.applied, known.unwritten = None, None
@@ -322,17 +351,8 @@ class Swapper:
         known.resident_bytes = 0
         device = self._layout.device(parameter)
         for chunk in known.chunks():
-            self._write_chunk(chunk, {name: self._part_of(chunk, value, device) for name, value in state.items()})
+            self._write_chunk(chunk, {name: chunk.copy_of(value, device) for name, value in state.items()})
         self.pipeline.drain()
-
-    @staticmethod
-    def _expect_shape(known: ParameterState, state: Mapping[str, Any]) -> None:
-        wanted = tuple(known.local.shape)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
-                shape = tuple(local_of(value, known.parameter).shape)
-                if shape != wanted:
-                    raise ValueError(f"{name!r} has the shape {shape}, and the parameter {wanted}")
 
     def discard_state(self, parameter: torch.Tensor) -> None:
         """Drop the state of a parameter, of which some perhaps could not be written."""
@@ -359,26 +379,22 @@ class Swapper:
         tensors = self._keep(chunk, new)
         self.pipeline.start_write(Unit([chunk], self._layout.device(chunk.state.parameter)), [tensors], [version])
 
-    def _part_of(self, chunk: Chunk, value: Any, device: torch.device) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = local_of(value, chunk.state.parameter)
-        if value.shape == chunk.state.local.shape and value.numel() > 1:
-            value = value.contiguous() if chunk.state.is_chunked else value
-            return chunk.part_of(value).to(device, copy=not chunk.state.is_chunked)
-        return value.clone()
-
     def close(self) -> None:
-        """Wait for what is in flight, and delete all states."""
-        self.pipeline.drop_reads()
-        self.pipeline.settle()
-        for state in self._states.values():
-            self.pipeline.forget_gradient(state)
-        keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
-        self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
+        """Wait for what is in flight, and delete all states.
+
+        Raises:
+            SwapError: a parameter is updated in part, and its old values cannot be read.
+        """
+        try:
+            self._roll_back_what_is_left()
+        finally:
+            self.pipeline.drop_reads()
+            self.pipeline.settle()
+            for state in self._states.values():
+                self.pipeline.forget_gradient(state)
+            keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
+            self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
 
     def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> None:
         """Raise ValueError if the buffers have no room for the state of each of the parameters."""
-        least = self._layout.least_buffer(parameters)
-        if self.buffer_bytes < least:
-            raise ValueError(f"buffer_bytes={self.buffer_bytes} is less than one parameter or chunk needs: {least}")
+        self._layout.expect_buffer(parameters, self.buffer_bytes)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.storage import Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._counters import SwapCounters
@@ -57,6 +57,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self._lock = threading.RLock()  # backward runs in a thread of its own for each device
         self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
+        self._failed_update: SwapError | None = None  # of this backward's updates
         self._is_made = False  # torch's constructor adds the groups before there is a swapper
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
@@ -115,9 +116,8 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         >>> optimizer = offload(torch.optim.Adam([weight]), "states")
         >>> weight.sum().backward()
         >>> optimizer.step()
-        >>> weight
-        Parameter containing:
-        tensor([0.9990, 0.9990, 0.9990], requires_grad=True)
+        >>> weight.detach()
+        tensor([0.9990, 0.9990, 0.9990])
         """
         loss = None
         if closure is not None:
@@ -127,8 +127,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             swap = self._swap
             counters = swap.pipeline.counters
             counters.steps += 1
+            failed, self._failed_update = self._failed_update, None
             try:
                 due = [(parameter, group) for parameter, group in self._parameters() if self._is_due(parameter)]
+                if failed is not None:
+                    raise failed
                 if self._when == "backward":
                     self._end_backward(due)
                 else:
@@ -155,10 +158,14 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Update a parameter whose gradient is complete, and start to read the state of the next ones."""
         with self._lock, torch.no_grad():
-            if not self._is_due(parameter):
+            if not any(known is parameter for known, _ in self._parameters()) or not self._is_due(parameter):
                 return
             self._order.begin_update(parameter)
-            self._swap.update_now(parameter, self._group_of(parameter))
+            try:
+                self._swap.update_now(parameter, self._group_of(parameter))
+            except SwapError as e:  # an error would end this backward, and other parameters would get no gradient
+                self._failed_update = self._failed_update or e
+                return
             parameter.grad = AppliedGradient(parameter)
             self._start_reads()
 
@@ -365,7 +372,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         >>> optimizer.flush()
         """
         with self._lock:
-            self._swap.pipeline.drain()
+            self._swap.flush()
 
     def close(self) -> None:
         """Wait for what is in flight, and delete the state from the store; checkpoints stay. Close an own store.

@@ -155,8 +155,8 @@ class OptimizerSwapper(Registration, Checkpoints):
             state = swap.find(parameter)
             if state is None:
                 return CUDAFuture.completed(None)
-            swap.pipeline.forget_gradient(state)
             written = swap.swap_out(state)
+            swap.pipeline.forget_gradient(state)
         if not async_swap:
             with self._stage("async_swap_out_state") as swap:
                 swap.pipeline.drain()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,136 @@ def test_a_step_that_is_made_again_uses_the_gradients_again(store: Offloader) ->
     pair.optimizer.step()
     pair.offloaded.step()
     pair.expect_same()
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_state_stays_whole_where_writes_stay_in_flight(when: str, store: Offloader) -> None:
+    """Each step writes keys that the one before it has replaced; what has gone from the store then stays gone."""
+    pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, when=when, chunk_bytes=1 << 16, prefetch=4)
+    for step in range(6):
+        pair.step()
+        pair.offloaded.zero_grad()
+        if step % 3 == 2:
+            pair.offloaded.flush()
+            assert len(pair.offloaded.state_of(pair.swapped[0])) == 3
+    pair.offloaded.save("latest")
+    pair.expect_same()
+    tensors = 2 * sum(-(-4 * a * b // (1 << 16)) for a, b in SHAPES)
+    pair.offloaded.flush()
+    assert len([key for key in store.list_keys().wait() if "/state/" in key]) <= tensors
+
+
+def test_a_batch_that_is_dropped_after_an_error_costs_no_state(tmp_path: Path) -> None:
+    numbers = ios_of_a_step(tmp_path / "count", {})
+    for number in numbers[:: len(numbers) // 6]:
+        engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
+        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+            pair = trained(store)
+            pair.give_gradients()
+            with contextlib.suppress(SwapError):
+                pair.offloaded.step()
+            pair.give_gradients()  # of the next batch
+            pair.offloaded.step()
+            for plain, swapped in zip(pair.plain, pair.swapped, strict=True):
+                steps = int(pair.offloaded.state_of(swapped)["step"]) - STEPS
+                assert steps in (1, 2)
+                pair.offloaded.set_state(swapped, pair.optimizer.state[plain])
+            pair.offloaded.flush()
+            for plain, swapped in zip(pair.plain, pair.swapped, strict=True):
+                found = pair.offloaded.state_of(swapped)
+                assert all(same(value, found[name]) for name, value in pair.optimizer.state[plain].items())
+
+
+@pytest.mark.parametrize("options", [{"when": "backward"}, {"swap_gradients": True}], ids=["updates", "gradients"])
+def test_io_that_fails_during_backward_leaves_every_parameter_its_gradient(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The error comes out of the next step; a further step updates what is left."""
+
+    def train(pair: Pair) -> None:
+        """Accumulate over two backward passes, where gradients are in the store."""
+        pair.give_gradients()
+        if "swap_gradients" in options:
+            for plain, swapped in zip(pair.plain, pair.swapped, strict=True):
+                gradient = pair.random(tuple(plain.shape), plain.dtype)
+                for parameter in (plain, swapped):
+                    (parameter * gradient).sum().backward()
+        pair.optimizer.step()
+
+    def step(pair: Pair) -> None:
+        train(pair)
+        pair.offloaded.step()
+        pair.offloaded.zero_grad()
+
+    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(tmp_path / "count", engine=engine) as store:
+        pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
+        for _ in range(STEPS):
+            step(pair)
+        before = engine.statistics().blocks
+        step(pair)
+        numbers = range(before + 1, engine.statistics().blocks + 1)
+    failed = 0
+    for number in numbers:
+        engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
+        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+            pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
+            for _ in range(STEPS):
+                step(pair)
+            train(pair)
+            try:
+                pair.offloaded.step()
+            except SwapError:
+                failed += 1
+                with contextlib.suppress(SwapError):  # a write of the step before
+                    pair.offloaded.step()
+            pair.offloaded.flush()
+            pair.expect_same()
+    assert failed > len(numbers) // 4
+
+
+INTERRUPTED = """
+import signal, sys
+import torch
+from cudafuture.swap import offload
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupts = iter([False, True, False, True, False, False, False])
+
+class Interrupted(torch.optim.SGD):
+    def step(self, closure=None):
+        interrupted = self.param_groups[0]["params"][0].numel() == 100_000 and next(interrupts, False)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        super().step()
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+plain, swapped = ([torch.nn.Parameter(torch.ones(100_000)) for _ in range(3)] for _ in range(2))
+sgd = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
+adopted = Interrupted(swapped, lr=0.1, momentum=0.9)
+caught = 0
+with offload(adopted, sys.argv[1], min_bytes=0, prefetch=0, buffer_bytes=1 << 20) as optimizer:
+    for _ in range(3):
+        for parameter in (*plain, *swapped):
+            parameter.grad = torch.ones_like(parameter)
+        sgd.step()
+        while True:
+            try:
+                optimizer.step()
+                break
+            except KeyboardInterrupt:
+                caught += 1
+    for a, b in zip(plain, swapped, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(sgd.state[a]["momentum_buffer"], optimizer.state_of(b)["momentum_buffer"])
+print(caught)
+"""
+
+
+def test_an_interrupted_step_can_be_repeated(tmp_path: Path) -> None:
+    """Ctrl-C takes effect when a parameter has been updated and its write has begun."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout == "2\n"
 
 
 def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: Off
 
 def with_checkpoint(store: Offloader) -> tuple[Pair, list[list[dict[str, Any]]]]:
     """Return a pair with a checkpoint of its first step, and the states after both of its steps."""
-    pair, found = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=1 << 16), []
+    pair, found = Pair(OPTIMIZERS["Adam"], store, ((400, 420), (256, 255)), chunk_bytes=1 << 18), []
     for number in range(2):
         pair.step()
         found.append(states(pair))

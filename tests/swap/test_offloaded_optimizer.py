@@ -330,6 +330,36 @@ def test_backward_updates_once_for_each_backward_without_a_step(
     pair.expect_same()  # not before the end: it would drop what was read ahead
 
 
+def test_large_parameters_stay_in_memory_within_the_budget(store: Offloader) -> None:
+    """The first ones that are updated get it; parameters over `chunk_bytes` are then updated as a whole."""
+    shapes = ((300, 301), (200, 301), (300, 300))
+    memory = 2 * 4 * (300 * 301 + 200 * 301)
+    pair = Pair(OPTIMIZERS["Adam"], store, shapes, chunk_bytes=1 << 16, memory=memory)
+    for _ in range(3):
+        pair.step()
+    assert pair.offloaded.statistics().resident_bytes == memory
+    assert pair.offloaded.statistics(last_step=True).swap_in_state_bytes == 2 * 4 * 300 * 300
+    pair.offloaded.save("latest")
+    pair.step()
+    pair.expect_same()
+
+
+def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(store: Offloader) -> None:
+    parameter = nn.Parameter(torch.ones(3, 4))
+    with offload(torch.optim.Muon, store, params=[parameter], min_bytes=0) as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert optimizer.state_of(parameter)["momentum_buffer"].shape == (3, 4)
+
+
+def test_an_offloaded_optimizer_is_not_offloaded_again(store: Offloader) -> None:
+    with (
+        offload(torch.optim.Adam([nn.Parameter(torch.ones(3))]), store) as optimizer,
+        pytest.raises(ValueError, match="offloaded already"),
+    ):
+        offload(optimizer, store, name="again")
+
+
 def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:
     parameter = nn.Parameter(torch.ones(10, 10))
     with pytest.raises(ValueError, match="LBFGS"):
