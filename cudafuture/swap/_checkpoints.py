@@ -1,9 +1,16 @@
 """Checkpoints of optimizer state in a store: links to the tensors, and a manifest.
 
-    <name>/checkpoints/<checkpoint>           the manifest: groups, and each parameter's values and tensors
-    <name>/saved/<number>/<key of a chunk>    the tensors of one call of save()
+    <name>/checkpoints/<checkpoint>/<number>              the manifest: groups, and each parameter's values and tensors
+    <name>/saved/<checkpoint>/<number>/<key of a chunk>   the tensors to which the manifest refers
 
-The manifest is written last and replaces an older one at once, so a checkpoint is complete whenever its name is there.
+Each ``save()`` of a checkpoint has a number of its own, above all that the store has of that checkpoint:
+
+1. The tensors are linked or written, under keys that no manifest refers to yet.
+2. The manifest is written. From now on the checkpoint is the one with this number: the highest with a manifest.
+3. The manifests and tensors of lower numbers are deleted. ``save()`` does not wait for that.
+
+A crash or an error before 2 leaves tensors without a manifest, and one before 3 leaves two manifests. All keys that do
+not belong to the highest manifest of a checkpoint are obsolete, and the next ``save()`` deletes them.
 """
 
 from __future__ import annotations
@@ -14,11 +21,12 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from cudafuture.errors import NotFoundError
+from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Offloader, Store
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
@@ -26,8 +34,9 @@ from cudafuture.swap._pipeline import Pipeline
 
 __all__ = ["Checkpoints", "SwappedStates"]
 
-_FORMAT = 1
-_NUMBER = 8  # bytes of the checkpoint's number, at the beginning of the manifest
+_FORMAT = 2
+_LARGEST_VALUE = 1 << 16  # bytes of a tensor that is in the manifest; larger ones have keys of their own
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class SwappedStates(Protocol):
@@ -50,6 +59,7 @@ class Checkpoints(ABC):
 
     _namespace: Namespace
     _lock: threading.RLock
+    _is_settled = False  # whether no call of save() was interrupted, whose writes may be in flight
     param_groups: list[dict[str, Any]]
 
     @property
@@ -69,6 +79,7 @@ class Checkpoints(ABC):
         Raises:
             SwapError: state of a step before cannot be written.
             StorageError: the checkpoint cannot be written; an older one of the name is as it was.
+            TypeError: an option or a value of a state has a type that ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
 
         >>> from cudafuture.storage import Offloader
@@ -82,7 +93,10 @@ class Checkpoints(ABC):
         """
         with self._lock, torch.no_grad():
             self._swap.pipeline.drain()
+            self._settle()
+            self._is_settled = False
             _save(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
+            self._is_settled = True
 
     def load(self, checkpoint: str) -> None:
         """Take over the state and the groups' options of a checkpoint, whatever its chunks were.
@@ -104,6 +118,7 @@ class Checkpoints(ABC):
         """
         with self._lock, torch.no_grad():
             self._forget_reads()
+            self._settle()
             _load(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
 
     def checkpoints(self) -> list[str]:
@@ -116,7 +131,7 @@ class Checkpoints(ABC):
         >>> optimizer.checkpoints()
         []
         """
-        return _names(self._namespace.store, self._namespace.name)
+        return sorted(_Listing.of(self._namespace.store, self._namespace.name).numbers)
 
     def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint.
@@ -131,80 +146,173 @@ class Checkpoints(ABC):
         >>> optimizer.save("epoch 1")
         >>> optimizer.delete_checkpoint("epoch 1")
         """
-        _delete(self._namespace.store, self._namespace.name, checkpoint)
+        with self._lock:
+            self._settle()
+            _delete(self._namespace.store, self._namespace.name, checkpoint)
+
+    def _settle(self) -> None:
+        """Wait for the writes of a call of save() that was interrupted: the list of keys lacks them until they end."""
+        if not self._is_settled:
+            self._namespace.store.flush().exception()  # an error of a write is its call's
+            self._is_settled = True
 
 
-def _names(store: Store, name: str) -> list[str]:
-    """Return the names of the checkpoints of an optimizer, sorted."""
-    prefix = f"{name}/checkpoints/"
-    return sorted(key[len(prefix) :] for key in store.list_keys().wait() if key.startswith(prefix))
+@dataclass(frozen=True)
+class _Listing:
+    """The keys of all checkpoints of an optimizer."""
+
+    keys: dict[tuple[str, int], list[str]]
+    """the keys of manifests and tensors, by checkpoint and number"""
+    numbers: dict[str, int]
+    """the highest number that has a manifest, by checkpoint"""
+
+    @classmethod
+    def of(cls, store: Store, name: str) -> _Listing:
+        listing = cls({}, {})
+        manifests, saved = f"{name}/checkpoints/", f"{name}/saved/"
+        for key in store.list_keys().wait():
+            if key.startswith((manifests, saved)):
+                _, kind, checkpoint, number, *_ = key.split("/", 4)
+                listing.keys.setdefault((checkpoint, int(number)), []).append(key)
+                if kind == "checkpoints":
+                    listing.numbers[checkpoint] = max(int(number), listing.numbers.get(checkpoint, 0))
+        return listing
+
+    def of_checkpoint(self, checkpoint: str) -> dict[int, list[str]]:
+        """Return the keys of a checkpoint by number, in ascending order."""
+        return {n: self.keys[c, n] for c, n in sorted(self.keys) if c == checkpoint}
+
+    def obsolete(self) -> list[str]:
+        """Return the keys that no checkpoint needs: a later manifest replaced them, or no manifest refers to them."""
+        return [key for (c, n), keys in self.keys.items() if self.numbers.get(c) != n for key in keys]
+
+    def number(self, checkpoint: str) -> int:
+        """Return the number of a checkpoint.
+
+        Raises:
+            NotFoundError: there is no checkpoint of that name.
+        """
+        if checkpoint not in self.numbers:
+            known = ", ".join(map(repr, sorted(self.numbers))) or "none"
+            raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}")
+        return self.numbers[checkpoint]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The tensors of a checkpoint that is being saved, whose keys begin with `place`."""
+
+    place: str
+    links: dict[str, str] = field(default_factory=dict)
+    """the keys of tensors that are in the store, by new key"""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """tensors in memory, by key"""
+
+    def add(self, swapper: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
+        """Add a parameter's tensors; return its entry in the manifest, from which ``_keys`` and ``_bounds`` follow."""
+        state, like = swapper.state(parameter), swapper.like(parameter)
+        tensors = {name: (t.dtype, tuple(t.shape), len(state.bounds)) for name, t in state.stored.items()}
+        for chunk in state.chunks():
+            unwritten = chunk.unwritten()
+            for name in state.stored:
+                key = chunk.key(self.place, name, 0)
+                if unwritten is None:
+                    self.links[key] = swapper.key(chunk, name)
+                else:
+                    self.tensors[key] = unwritten[name]
+        values = {}
+        for name, value in state.values.items():
+            if _is_plain(value) and value.layout == torch.strided and value.nbytes > _LARGEST_VALUE:
+                tensors[name] = (value.dtype, tuple(value.shape), 1)
+                self.tensors[key_of(self.place, state.number, name, 0, 0)] = value.detach()
+            else:
+                values[name] = _loadable(value, f"{name!r} of the state of parameter {state.number}")
+        return {
+            "number": state.number,
+            "shape": tuple(like.shape),
+            "dtype": like.dtype,
+            "chunk": state.bounds[0][1],  # elements of each chunk but the last
+            "values": values,
+            "tensors": tensors,  # dtype, shape and the number of chunks
+        }
 
 
 def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Save the state of all parameters, no write of which is in flight."""
     if not checkpoint or "/" in checkpoint:
         raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is empty or has a '/'")
-    saved = f"{name}/saved/"
-    keys = store.list_keys().wait()
-    numbers = [int(key[len(saved) :].split("/")[0]) for key in keys if key.startswith(saved)]
-    number = max(numbers, default=0) + 1
-    place = f"{saved}{number}/"
-    parameters: list[list[dict[str, Any]]] = []
-    links: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for group in groups:
-        parameters.append([])
-        for parameter in group["params"]:
-            state = swapper.state(parameter)
-            for chunk in state.chunks():
-                unwritten = chunk.unwritten()
-                for tensor_name in state.stored:
-                    key = chunk.key(place, tensor_name, 0)
-                    if unwritten is None:
-                        links[key] = swapper.key(chunk, tensor_name)
-                    else:
-                        tensors[key] = unwritten[tensor_name]
-            parameters[-1].append(_entry(swapper, parameter))
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    manifest = io.BytesIO()
-    manifest.write(number.to_bytes(_NUMBER, "little"))
+    listing = _Listing.of(store, name)
+    older = listing.of_checkpoint(checkpoint)
+    number = max(older, default=0) + 1
+    contents = _Contents(_place(name, checkpoint, number))
+    parameters = [[contents.add(swapper, parameter) for parameter in group["params"]] for group in groups]
+    options = [
+        {key: _loadable(value, f"option {key!r} of group {i}") for key, value in group.items() if key != "params"}
+        for i, group in enumerate(groups)
+    ]
     classes = _class_names(swapper.optimizer_class)
-    torch.save({"format": _FORMAT, "classes": classes, "groups": options, "parameters": parameters}, manifest)
+    content = {"format": _FORMAT, "classes": classes, "groups": options, "parameters": parameters}
+    torch.save(content, manifest := io.BytesIO())
+    if obsolete := listing.obsolete():
+        store.deletev(obsolete)  # without a wait, like the deletion below
+    is_sent = False
     try:
-        _copy(store, links)
-        store.writev(tensors).wait()
-        older = _place_of(store, name, checkpoint) if _key(name, checkpoint) in keys else None
-        store.write(_key(name, checkpoint), torch.frombuffer(manifest.getbuffer(), dtype=torch.uint8)).wait()
-    except BaseException:
-        store.deletev([*links, *tensors]).exception()
+        _copy(store, contents.links)
+        store.writev(contents.tensors).wait()
+        is_sent = True
+        store.write(_key(name, checkpoint, number), torch.frombuffer(manifest.getbuffer(), dtype=torch.uint8)).wait()
+    except BaseException as e:
+        # After an interrupt or the loss of a connection the store may have the manifest, or write it later.
+        if not is_sent or isinstance(e, StorageError):
+            store.deletev([*contents.links, *contents.tensors]).exception()
         raise
-    if older is not None:
-        store.deletev([key for key in keys if key.startswith(older)])  # the checkpoint does not wait for that
+    if checkpoint in listing.numbers:
+        store.deletev(older[listing.numbers[checkpoint]])
 
 
-def _entry(swapper: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the manifest's entry of a parameter, from which ``_keys`` and ``_bounds`` follow."""
-    state, like = swapper.state(parameter), swapper.like(parameter)
-    return {
-        "number": state.number,
-        "shape": tuple(like.shape),
-        "dtype": like.dtype,
-        "chunks": len(state.bounds),
-        "chunk": state.bounds[0][1],  # elements of each but the last
-        "values": state.values,
-        "tensors": {name: (stored.dtype, tuple(stored.shape)) for name, stored in state.stored.items()},
-    }
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor, and not of a subclass."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _loadable(value: Any, what: str) -> Any:
+    """Return a value as a checkpoint holds it: with Python's numbers in place of numpy's.
+
+    Raises:
+        TypeError: ``load()`` could not read the value; the message begins with `what`.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (list, tuple):
+        return kind(_loadable(item, what) for item in value)
+    if kind is dict:
+        return dict(_loadable(list(value.items()), what))
+    if _is_plain(value):
+        is_part = value.layout == torch.strided and value.nbytes < value.untyped_storage().nbytes()
+        return value.detach().clone() if is_part else value  # torch.save() writes all of the memory
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) in _PLAIN:
+        return value.item()
+    try:
+        torch.save(value, buffer := io.BytesIO())
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as e:
+        raise TypeError(
+            f"{what} has the type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. Use numbers, "
+            "strings or tensors, or lists, tuples or dicts of those"
+        ) from e
+    return value
 
 
 def _keys(place: str, entry: dict[str, Any], tensor_name: str) -> list[str]:
     """Return the keys of a state tensor in a checkpoint, one for each chunk."""
-    return [key_of(place, entry["number"], tensor_name, index, 0) for index in range(entry["chunks"])]
+    chunks = entry["tensors"][tensor_name][2]
+    return [key_of(place, entry["number"], tensor_name, index, 0) for index in range(chunks)]
 
 
-def _bounds(entry: dict[str, Any]) -> list[tuple[int, int]]:
+def _bounds(entry: dict[str, Any], chunks: int) -> list[tuple[int, int]]:
     """Return the first element of each chunk and the first one after it."""
-    begins = [index * entry["chunk"] for index in range(entry["chunks"])]
-    return list(itertools.pairwise([*begins, math.prod(entry["shape"])]))
+    return list(itertools.pairwise([*range(0, chunks * entry["chunk"], entry["chunk"]), math.prod(entry["shape"])]))
 
 
 def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
@@ -222,7 +330,8 @@ def _copy(store: Store, links: dict[str, str]) -> None:
 
 def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Load the state of all parameters."""
-    manifest = _manifest(store, name, checkpoint)
+    number = _Listing.of(store, name).number(checkpoint)
+    manifest = _manifest(store, _key(name, checkpoint, number), checkpoint)
     classes = _class_names(swapper.optimizer_class)
     if classes[0] not in manifest["classes"] and manifest["classes"][0] not in classes:
         raise ValueError(f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, and the optimizer is {classes[0]}")
@@ -230,7 +339,7 @@ def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
     wanted = [[tuple(swapper.like(parameter).shape) for parameter in group["params"]] for group in groups]
     if found != wanted:
         raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
-    place = _place_of(store, name, checkpoint)
+    place = _place(name, checkpoint, number)
     _expect_tensors(store, place, checkpoint, manifest)
     for group, entries in zip(groups, manifest["parameters"], strict=True):
         for parameter, entry in zip(group["params"], entries, strict=True):
@@ -254,43 +363,37 @@ def _expect_tensors(store: Store, place: str, checkpoint: str, manifest: dict[st
 
 def _tensors_of(store: Store, place: str, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for tensor_name, (dtype, shape) in entry["tensors"].items():
+    for tensor_name, (dtype, shape, chunks) in entry["tensors"].items():
         whole = torch.empty(shape, dtype=dtype, device="cpu")
-        is_chunked = entry["chunks"] > 1
-        parts = [whole.view(-1)[begin:end] for begin, end in _bounds(entry)] if is_chunked else [whole]
+        parts = [whole.view(-1)[begin:end] for begin, end in _bounds(entry, chunks)] if chunks > 1 else [whole]
         store.readv(_keys(place, entry, tensor_name), parts).wait()
         tensors[tensor_name] = whole
     return tensors
 
 
 def _delete(store: Store, name: str, checkpoint: str) -> None:
-    """Delete a checkpoint: its name first, so that what is left of it is never loaded."""
-    place = _place_of(store, name, checkpoint)
-    store.delete(_key(name, checkpoint)).wait()
-    store.deletev([key for key in store.list_keys().wait() if key.startswith(place)]).wait()
+    """Delete a checkpoint: its manifests first, so that tensors without one are left where this is interrupted."""
+    listing = _Listing.of(store, name)
+    listing.number(checkpoint)
+    kept = listing.of_checkpoint(checkpoint)
+    manifests = [key for number in kept if (key := _key(name, checkpoint, number)) in kept[number]]
+    for key in manifests:  # in ascending order: a crash leaves the highest one
+        store.delete(key).wait()
+    store.deletev([key for keys in kept.values() for key in keys if key not in manifests]).wait()
 
 
-def _place_of(store: Store, name: str, checkpoint: str) -> str:
-    """Return the beginning of the keys of a checkpoint's tensors."""
-    number = int.from_bytes(_content(store, name, checkpoint)[:_NUMBER], "little")
-    return f"{name}/saved/{number}/"
-
-
-def _manifest(store: Store, name: str, checkpoint: str) -> dict[str, Any]:
-    manifest = torch.load(io.BytesIO(_content(store, name, checkpoint)[_NUMBER:]), weights_only=True)
+def _manifest(store: Store, key: str, checkpoint: str) -> dict[str, Any]:
+    manifest = torch.load(io.BytesIO(store.read(key).wait().numpy().tobytes()), weights_only=True)
     if manifest["format"] != _FORMAT:
         raise ValueError(f"checkpoint {checkpoint!r} has format {manifest['format']}; this version reads {_FORMAT}")
     return manifest  # type: ignore[no-any-return]
 
 
-def _content(store: Store, name: str, checkpoint: str) -> bytes:
-    """Return the number of a checkpoint, and after it the groups and parameters."""
-    try:
-        return store.read(_key(name, checkpoint)).wait().numpy().tobytes()
-    except NotFoundError:
-        known = ", ".join(map(repr, _names(store, name))) or "none"
-        raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}") from None
+def _key(name: str, checkpoint: str, number: int) -> str:
+    """Return the key of a manifest."""
+    return f"{name}/checkpoints/{checkpoint}/{number}"
 
 
-def _key(name: str, checkpoint: str) -> str:
-    return f"{name}/checkpoints/{checkpoint}"
+def _place(name: str, checkpoint: str, number: int) -> str:
+    """Return the beginning of the keys of a checkpoint's tensors."""
+    return f"{name}/saved/{checkpoint}/{number}/"

@@ -1,14 +1,17 @@
-"""Checkpoints of optimizer state: names, replacement, crashes, and other chunk sizes."""
+"""Checkpoints of optimizer state: names, replacement, crashes, failures, values, and other chunk sizes."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from cudafuture.errors import NotFoundError
+from cudafuture import CUDAFuture
+from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
 from soak import SOAK
 from swap.training import OPTIMIZERS, Pair, same
@@ -75,6 +78,202 @@ def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair
     assert pair.offloaded.checkpoints() == []
     pair.offloaded.close()
     assert store.keys() == []
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_checkpoints_without_tensors_have_numbers_of_their_own(is_replaced: bool, store: Offloader) -> None:
+    pair = Pair(OPTIMIZERS["Adam"], store)
+    pair.offloaded.save("before the first step")
+    pair.step()
+    pair.offloaded.save("first step")
+    if is_replaced:
+        pair.offloaded.save("before the first step")
+    else:
+        pair.offloaded.delete_checkpoint("before the first step")
+    pair.offloaded.load("first step")
+    pair.expect_same()
+
+
+class Interrupted:
+    """A future of a write, the wait for which is interrupted."""
+
+    def wait(self) -> int:
+        raise KeyboardInterrupt
+
+
+def saved_keys(store: Offloader) -> set[str]:
+    return {key for key in store.list_keys().wait() if "/state/" not in key}
+
+
+@pytest.fixture
+def two_steps(pair: Pair, store: Offloader) -> tuple[Pair, dict[str, Any]]:
+    """Give a pair with a checkpoint of its first step, and the state of that, after its second step."""
+    pair.step()
+    pair.offloaded.save("latest")
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    pair.step()
+    return pair, state
+
+
+def expect_loads(pair: Pair, state: dict[str, Any]) -> None:
+    pair.optimizer.load_state_dict(state)
+    pair.offloaded.load("latest")
+    pair.expect_same()
+
+
+def test_an_interrupt_after_the_manifest_was_written_leaves_a_whole_checkpoint(
+    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, _ = two_steps
+    second = copy.deepcopy(pair.optimizer.state_dict())
+    write = store.write
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", lambda key, tensor: write(key, tensor).wait() and Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            pair.offloaded.save("latest")
+    pair.step()
+    expect_loads(pair, second)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "delete_checkpoint"])
+def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
+    call: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is in flight until the store is flushed."""
+    pair, _ = two_steps
+    pair.offloaded.save("other")
+    second = copy.deepcopy(pair.optimizer.state_dict())
+    write, in_flight = store.write, []
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", lambda key, tensor: in_flight.append((key, tensor)) or Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            pair.offloaded.save("latest")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "flush", lambda: write(*in_flight.pop()))
+        getattr(pair.offloaded, call)("other")
+    assert not in_flight
+    pair.step()
+    expect_loads(pair, second)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_older_checkpoint_and_no_tensors(
+    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, first = two_steps
+    before = saved_keys(store)
+
+    def fail(key: str, tensor: torch.Tensor) -> CUDAFuture[int]:
+        future = CUDAFuture[int]()
+        future.set_exception(StorageError("the disk is full"))
+        return future
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", fail)
+        with pytest.raises(StorageError, match="full"):
+            pair.offloaded.save("latest")
+    assert saved_keys(store) == before
+    expect_loads(pair, first)
+
+
+@pytest.mark.parametrize("checkpoint", ["latest", "other"])
+def test_the_next_checkpoint_deletes_tensors_without_a_manifest(
+    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, first = two_steps
+    pair.offloaded.save("other")
+    before = saved_keys(store)
+    for name in ("latest", "never complete"):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "write", lambda key, tensor: Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                pair.offloaded.save(name)
+    assert len(saved_keys(store)) > len(before)
+    expect_loads(pair, first)
+    pair.offloaded.save(checkpoint)
+    assert len(saved_keys(store)) == len(before)
+    expect_loads(pair, first)
+
+
+@pytest.mark.parametrize("checkpoint", ["latest", "other"])
+def test_the_last_manifest_counts_where_a_crash_has_left_two(
+    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, _ = two_steps
+    before = len(saved_keys(store))
+    second = copy.deepcopy(pair.optimizer.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "deletev", lambda keys: CUDAFuture.completed(None))
+        pair.offloaded.save("latest")
+        assert len(saved_keys(store)) == 2 * before
+    pair.step()
+    assert pair.offloaded.checkpoints() == ["latest"]
+    expect_loads(pair, second)
+    pair.offloaded.save(checkpoint)
+    assert len(saved_keys(store)) == before * len(pair.offloaded.checkpoints())
+    expect_loads(pair, second)
+
+
+def test_all_manifests_of_a_checkpoint_are_deleted(
+    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, _ = two_steps
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "deletev", lambda keys: CUDAFuture.completed(None))
+        pair.offloaded.save("latest")
+    pair.offloaded.delete_checkpoint("latest")
+    assert saved_keys(store) == set()
+
+
+def test_numbers_of_numpy_are_saved_as_numbers_of_python(pair: Pair) -> None:
+    pair.step()
+    options = pair.offloaded.param_groups[0]
+    options["lr"], options["betas"] = np.float64(0.25), (np.float32(0.5), 0.75)
+    pair.offloaded.set_state(pair.swapped[1], {**pair.offloaded.state_of(pair.swapped[1]), "count": np.int64(3)})
+    pair.offloaded.save("here")
+    options["lr"] = 1.0
+    pair.offloaded.load("here")
+    loaded = pair.offloaded.param_groups[0]
+    assert (type(loaded["lr"]), loaded["lr"], loaded["betas"]) == (float, 0.25, (0.5, 0.75))
+    assert pair.offloaded.state_of(pair.swapped[1])["count"] == 3
+
+
+def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: Offloader) -> None:
+    pair.step()
+    pair.offloaded.save("here")
+    before = saved_keys(store)
+    pair.offloaded.param_groups[0]["folder"] = {"of": [Path("here")]}
+    with pytest.raises(TypeError, match=r"option 'folder' of group 0 .*pathlib.*which a checkpoint cannot hold"):
+        pair.offloaded.save("here")
+    del pair.offloaded.param_groups[0]["folder"]
+    state = pair.offloaded.state_of(pair.swapped[1])
+    pair.offloaded.set_state(pair.swapped[1], {**state, "scale": lambda: 1})
+    with pytest.raises(TypeError, match=r"'scale' of the state of parameter 1 .*function"):
+        pair.offloaded.save("here")
+    assert saved_keys(store) == before
+    pair.offloaded.set_state(pair.swapped[1], state)
+    pair.offloaded.save("here")
+
+
+def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: Offloader) -> None:
+    pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,)), chunk_bytes=1 << 16, memory=1 << 20)
+    pair.step()
+    assert pair.offloaded.statistics().stored_bytes == 0
+    part = torch.ones(1 << 16)[:3]  # a manifest has all of the memory of a tensor
+    pair.offloaded.param_groups[0]["part"] = part
+    pair.offloaded.save("latest")
+    (manifest,) = [key for key in store.list_keys().wait() if "/checkpoints/" in key]
+    assert store.stat(manifest).nbytes < 1 << 14
+    first = copy.deepcopy(pair.optimizer.state_dict())
+    pair.step()
+    del pair.offloaded.param_groups[0]["part"]
+    expect_loads(pair, first)
+    assert same(pair.offloaded.param_groups[0]["part"], part)
+    pair.offloaded.close()
+    other = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,)), chunk_bytes=1 << 16)
+    other.offloaded.load("latest")
+    for plain, swapped in zip(pair.plain, other.swapped, strict=True):
+        found = other.offloaded.state_of(swapped)
+        assert all(same(value, found[name]) for name, value in pair.optimizer.state[plain].items())
 
 
 def test_what_is_no_checkpoint_is_refused(pair: Pair, store: Offloader) -> None:
