@@ -264,7 +264,8 @@ def test_io_that_fails_during_backward_leaves_every_parameter_its_gradient(
                 failed += 1
                 with contextlib.suppress(SwapError):  # a write of the step before
                     pair.offloaded.step()
-            pair.offloaded.flush()
+            with contextlib.suppress(SwapError):  # a write of this step, whose tensors stay in memory
+                pair.offloaded.flush()
             pair.expect_same()
     assert failed > len(numbers) // 4
 
