@@ -59,7 +59,7 @@ class Checkpoints(ABC):
 
     _namespace: Namespace
     _lock: threading.RLock
-    _is_settled = False  # whether no call of save() was interrupted, whose writes may be in flight
+    _is_settled = False  # whether no write of an interrupted save() can be in flight
     param_groups: list[dict[str, Any]]
 
     @property

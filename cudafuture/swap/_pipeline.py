@@ -78,7 +78,7 @@ class Pipeline:
         unit = self.finish_read()
         self._limit_writes()  # so that start_write() need not wait
         begin = time.perf_counter()
-        with interrupts_deferred():  # what is updated is also written
+        with interrupts_deferred():  # an updated unit is also written
             compute(unit)
         self.counters.compute_seconds += time.perf_counter() - begin
 

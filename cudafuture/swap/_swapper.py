@@ -393,7 +393,7 @@ class Swapper:
             for state in self._states.values():
                 self.pipeline.forget_gradient(state)
             keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
-            self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # what could not be written is not there
+            self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # some writes have failed
 
     def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> None:
         """Raise ValueError if the buffers have no room for the state of each of the parameters."""

@@ -223,8 +223,8 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   nb::object result = wrap(call->future);
   if (call->device != nullptr) taken.keep.append(result);
   if (told) taken.keep.append(nb::steal(THPVariable_Wrap(told->detach())));
-  // What the result owns needs no second owner, which the callback thread would have to drop: it takes the GIL for that
-  // while whoever waits for this read wants it, too.
+  // The result owns its tensor. The callback thread would have to drop a second owner, and take the GIL for that while
+  // the thread that waits for this read needs the GIL.
   if (const nb::object kept = taken.kept(); gives_list || !kept.is(tensors[0])) call->keep = foreign(kept);
   {
     const WithoutGil released;

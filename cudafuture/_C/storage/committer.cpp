@@ -128,7 +128,7 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
 std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noexcept {
   std::set<const Slab*> slabs;
   for (const Change& change : changes) {
-    const bool is_write = change.call->kind == Call::Kind::write;  // what a link shares was synced by its write
+    const bool is_write = change.call->kind == Call::Kind::write;  // a link shares an entry whose write was synced
     if (is_write && change.entry->place) slabs.insert(&change.entry->place.slab());
   }
   std::exception_ptr full;

@@ -18,8 +18,8 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
-// Never changed once it is known. A link shares the entry of the key that it is to, and whoever reads a key holds its
-// entry: the place is free when the last of them has dropped it.
+// Immutable once it is in the index. A link shares the entry of the key that it links to, and every reader of a key
+// holds the key's entry. The place is free when the last holder has dropped the entry.
 struct Entry {
   std::uint64_t size() const noexcept { return place.size(); }  // bytes
   Shape shape;

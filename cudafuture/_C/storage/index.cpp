@@ -8,7 +8,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// Whether a record at the place of an entry is of a key that shares the entry.
+// Returns whether a record at the place of an entry belongs to a key that shares the entry.
 bool is_of(const Record& record, const Entry& entry) {
   return record.size == entry.size() && record.shape == entry.shape && record.seed == entry.seed &&
          record.digest == entry.digest && record.has_digest == entry.has_digest;

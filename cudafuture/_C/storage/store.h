@@ -102,7 +102,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
-  // Who has to know of a change before it has ended.
+  // Where a change is recorded before it ends.
   Index::Reach reach() const noexcept { return committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal; }
   void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
