@@ -173,8 +173,8 @@ def torch_futures() -> None:
         keep.append(CUDAFuture().to_torch())
 
 
-def collectives() -> None:
-    """Leave a collective that lacks a rank, a receive that nobody sends, and callbacks of Gloo's threads in flight."""
+def two_gloo_groups() -> list[Any]:
+    """Make the two ends of a Gloo group in this process, and keep them."""
     store = dist.HashStore()
     patience = dt.timedelta(seconds=1000)
     groups: list[Any] = [None, None]
@@ -188,12 +188,28 @@ def collectives() -> None:
     for maker in makers:
         maker.join()
     keep.append(groups)
+    return groups
+
+
+def collectives() -> None:
+    """Leave a collective that lacks a rank, a receive that nobody sends, and callbacks of Gloo's threads in flight."""
+    groups = two_gloo_groups()
     options = dist.AllreduceOptions()
     for _ in range(20):
         works = [group.allreduce([torch.ones(1)], options) for group in groups]
         keep.extend(CUDAFuture.from_torch(work).then(lambda f: sum(range(1000))) for work in works)
     keep.append(CUDAFuture.from_torch(groups[0].recv([torch.ones(1)], 1, 7)).then(lambda f: f.value()))
     keep.append(CUDAFuture.from_torch(groups[0].allreduce([torch.ones(1)], options)).then(lambda f: f.value()))
+
+
+def sends_just_done() -> None:
+    """End sends whose threads are the last owners of the tensors, and drop these while the process goes away."""
+    groups = two_gloo_groups()
+    inboxes = [torch.empty(1) for _ in range(50)]
+    received = [CUDAFuture.from_torch(groups[1].recv([t], 0, tag)) for tag, t in enumerate(inboxes)]
+    sent = [CUDAFuture.from_torch(groups[0].send([torch.ones(1)], 1, tag)) for tag in range(50)]
+    keep.extend([inboxes, received])
+    wait(sent)
 
 
 def failing_threads() -> None:
@@ -319,6 +335,7 @@ SCENARIOS = {
         busy_executors,
         torch_futures,
         collectives,
+        sends_just_done,
         failing_threads,
         works_in_python,
         event_loops,

@@ -28,7 +28,13 @@ main(say, *sys.argv[1:])
 """
 
 # They do not go with others, or slowly.
-APART = ("a_callback_that_posts_itself", "a_callback_that_waits", "failing_threads", "devices_at_work")
+APART = (
+    "a_callback_that_posts_itself",
+    "a_callback_that_waits",
+    "sends_just_done",
+    "failing_threads",
+    "devices_at_work",
+)
 EVERYTHING = [name for name in SCENARIOS if name not in APART]
 
 

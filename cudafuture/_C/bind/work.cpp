@@ -147,7 +147,12 @@ void wait_for(c10d::Work& work, Promise& promise) noexcept {
 // thread of its own, since a bounded pool would deadlock; it is detached, since nothing can wake it.
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
   try {
-    std::thread([work, promise] { wait_for(*work, *promise); }).detach();
+    std::thread([work = std::move(work), promise]() mutable {
+      const Entry entry;  // the last owner of a tensor asks for the GIL
+      wait_for(*work, *promise);
+      promise.reset();
+      work.reset();
+    }).detach();
   } catch (const std::system_error&) {
     promise->fail(std::make_exception_ptr(no_thread("following a send or recv")), {});
   }
