@@ -176,6 +176,23 @@ class BufferPool:
         loan = _C.make_buffer_loan()
         return self._native.take(nbytes, Buffer(loan), loan, f"take {nbytes} bytes")
 
+    @property
+    def outside(self) -> int:
+        """The bytes that its ``allocator`` has allocated outside of the pool so far."""
+        return self._native.outside
+
+    def allocator(self) -> object:
+        """Return a capsule of a ``c10::Allocator``, for C++ code whose threads must not wait for a future.
+
+        It allocates from the pool at once. When too little is free, or requests of ``take`` wait, it allocates memory
+        outside of the pool, which begins at a page as well, and counts that in ``outside``. The capsule has the name
+        "c10::Allocator". It keeps the pool, and C++ code keeps the capsule while it uses the allocator.
+
+        >>> BufferPool(1 << 20).allocator()  # doctest: +ELLIPSIS
+        <capsule object "c10::Allocator" at 0x...>
+        """
+        return self._native.allocator()
+
     def close(self) -> None:
         """Give nothing more; futures that wait fail. Buffers stay until they are released.
 

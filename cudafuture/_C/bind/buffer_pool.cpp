@@ -32,6 +32,15 @@ nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, 
   return result;
 }
 
+// A capsule of an allocator that lends the pool's memory, and keeps the pool.
+nb::capsule allocator(std::shared_ptr<BufferPool> self) {
+  auto made = std::make_unique<storage::BufferPoolAllocator>(std::move(self));
+  c10::Allocator* const base = made.get();
+  nb::capsule capsule(base, "c10::Allocator", [](void* p) noexcept { delete static_cast<c10::Allocator*>(p); });
+  made.release();
+  return capsule;
+}
+
 }  // namespace
 
 void bind_buffer_pool(nb::module_& m) {
@@ -47,7 +56,9 @@ void bind_buffer_pool(nb::module_& m) {
       });
   nb::class_<BufferPool>(m, "BufferPool")
       .def("take", take_buffer, nb::arg("size"), nb::arg("buffer"), nb::arg("loan"), nb::arg("name"))
+      .def("allocator", allocator)
       .def_prop_ro("free", &BufferPool::free)
+      .def_prop_ro("outside", &BufferPool::outside)
       .def("close", [](BufferPool& self) {
         const Entry entry;
         self.close();

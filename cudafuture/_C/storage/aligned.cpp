@@ -30,11 +30,16 @@ class Aligned final : public c10::Allocator {
 };
 
 at::Tensor make_aligned(c10::IntArrayRef sizes, c10::ScalarType dtype) {
-  static Aligned allocator;
-  return at::detail::empty_generic(sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+  return at::detail::empty_generic(sizes, &aligned_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype,
+                                   std::nullopt);
 }
 
 }  // namespace
+
+c10::Allocator& aligned_allocator() {
+  static Aligned allocator;
+  return allocator;
+}
 
 at::Tensor make_aligned_bytes(std::size_t size) {
   return make_aligned({static_cast<std::int64_t>(size)}, c10::ScalarType::Byte);

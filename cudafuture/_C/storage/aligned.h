@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <cstddef>
 
@@ -14,7 +15,10 @@ namespace cudafuture::storage {
 // more than a copy to them.
 at::Tensor make_tensor_on_host(const Shape& shape);
 
-// So many bytes that a disk can take as they are: at a page, from 2 MiB on at a huge page.
+// Allocates memory that a disk can take as it is: at a page, from 2 MiB on at a huge page.
+c10::Allocator& aligned_allocator();
+
+// So many bytes that a disk can take as they are.
 at::Tensor make_aligned_bytes(std::size_t size);
 
 }  // namespace cudafuture::storage

@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 
+#include <cstring>
 #include <exception>
 #include <optional>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "core/process.h"
 #include "core/stream_pool.h"
 #include "core/watcher.h"
+#include "storage/aligned.h"
 #include "storage/page.h"
 #include "storage/watch.h"
 
@@ -87,6 +89,18 @@ class BufferPool::Return final : public Continuation {
   std::uint64_t size_;
 };
 
+// Memory that was lent at once.
+struct BufferPool::Lease {
+  std::shared_ptr<BufferPool> pool;
+  std::uint64_t place;
+  std::uint64_t size;
+
+  static void end(void* context) {
+    const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
+    lease->pool->returned(lease->place, lease->size);
+  }
+};
+
 BufferPool::BufferPool(const at::Tensor& arena, bool is_pinned)
     : memory_(arena.storage()),
       data_(static_cast<std::byte*>(arena.data_ptr())),
@@ -101,6 +115,27 @@ void BufferPool::take(Request&& request) {
     waiting_.push_back(std::move(request));
   }
   serve(Caller::function);
+}
+
+c10::DataPtr BufferPool::allocate(std::uint64_t size) {
+  c10::DataPtr memory = try_take(size);
+  if (memory) return memory;
+  memory = aligned_allocator().allocate(size);
+  outside_.fetch_add(size, std::memory_order_relaxed);
+  return memory;
+}
+
+c10::DataPtr BufferPool::try_take(std::uint64_t size) {
+  auto lease = std::make_unique<Lease>(Lease{shared_from_this(), 0, pages(size)});
+  {
+    std::lock_guard lock(mutex_);
+    if (is_closed_ || !waiting_.empty() || size == 0) return {};
+    const std::optional<std::uint64_t> place = free_.take(lease->size);
+    if (!place) return {};
+    lease->place = *place;
+  }
+  void* const memory = data_ + lease->place;
+  return {memory, lease.release(), &Lease::end, c10::Device(c10::kCPU)};
 }
 
 void BufferPool::serve(Caller caller) noexcept {
@@ -196,5 +231,7 @@ void BufferPool::close() noexcept {
         Value::of_error(std::make_exception_ptr(Error(ErrorKind::invalid_state, "the pool was closed"))));
   }
 }
+
+void BufferPoolAllocator::copy_data(void* to, const void* from, std::size_t size) const { std::memcpy(to, from, size); }
 
 }  // namespace cudafuture::storage

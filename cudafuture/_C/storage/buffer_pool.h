@@ -9,12 +9,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "core/event_set.h"
 #include "core/foreign.h"
@@ -42,16 +45,27 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   BufferPool(const at::Tensor& arena, bool is_pinned);
 
   void take(Request&& request);  // throws when the pool is closed
-  std::uint64_t free() const;    // bytes
-  void close() noexcept;         // fails the requests that wait
+
+  // Allocates at once, for threads that must not wait. What the pool has no room for is allocated outside of it, as
+  // well aligned, and counted.
+  c10::DataPtr allocate(std::uint64_t size);
+
+  std::uint64_t free() const;  // bytes
+  void close() noexcept;       // fails the requests that wait
+
+  // Bytes that have been allocated outside of the pool so far.
+  std::uint64_t outside() const noexcept { return outside_.load(std::memory_order_relaxed); }
 
  private:
   class Canceller;
   class Return;
+  struct Lease;
 
   // Where callbacks of Python may run that are inline: not in a destructor, which may be in the middle of anything.
   enum class Caller : std::uint8_t { function, destructor };
 
+  // Null where no run is so long, where requests wait, which come first, and in a closed pool.
+  c10::DataPtr try_take(std::uint64_t size);
   // Lends to the requests that wait, as far as there is memory.
   void serve(Caller caller) noexcept;
   at::Tensor part(std::uint64_t place, std::uint64_t size);
@@ -67,6 +81,18 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   std::deque<Request> waiting_;
   bool is_serving_ = false;
   bool is_closed_ = false;
+  std::atomic<std::uint64_t> outside_ = 0;
+};
+
+// A pool as one of torch's allocators.
+class BufferPoolAllocator final : public c10::Allocator {
+ public:
+  explicit BufferPoolAllocator(std::shared_ptr<BufferPool> pool) noexcept : pool_(std::move(pool)) {}
+  c10::DataPtr allocate(std::size_t size) override { return pool_->allocate(size); }
+  void copy_data(void* to, const void* from, std::size_t size) const override;
+
+ private:
+  const std::shared_ptr<BufferPool> pool_;
 };
 
 }  // namespace cudafuture::storage
