@@ -1,33 +1,98 @@
-"""The bytes that travel: in memory that is used again, and the few that a message carries itself."""
+"""The bytes that travel: in memory of pools, and the few that a message carries itself."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from rpc_ext._C import Pieces, alone, memory, receive_into
-from rpc_ext._offload_wire import PACK, PIECE
+from cudafuture import CUDAFuture, executors
+from cudafuture.storage import Buffer, BufferPool
+from rpc_ext._C import alone, memory, receive_into
+from rpc_ext._expiry import cancel_after
+from rpc_ext._offload_wire import PIECE
 
-__all__ = ["Carried", "alone", "arrived", "carried", "receive_here", "take"]
+__all__ = ["Carried", "SendBuffers", "alone", "arrived", "carried", "receive_here", "received_outside"]
 
 Carried = bytes | torch.Tensor
-_KEPT = 8  # of each kind, that this process keeps while they are not in use: 160 MiB
+_RECEIVED = 32 * PIECE  # bytes of the pool that messages of other workers are received into
+_LEAST_RECEIVED = 1 << 20  # bytes from which on a tensor is received into the pool: smaller ones have disks copy them
 _SMALL = 1 << 14  # bytes up to which a tensor is slower than a part of the message, which takes no handshake
+_LEAST_BUFFER = 1 << 16  # bytes from which on a buffer of a pool is worth it
 
-_pieces, _packs = Pieces(PIECE, _KEPT), Pieces(PACK, _KEPT)
-_is_received_here = False
+_received: BufferPool | None = None
 
 
 def receive_here() -> None:
-    """Receive what comes from other workers into such memory, too."""
-    global _is_received_here
-    if not _is_received_here:
-        receive_into([_packs, _pieces])
-        _is_received_here = True
+    """Receive tensors of other workers into a pool of this process.
+
+    TensorPipe allocates on a thread that serves all connections and must not wait. When the pool is exhausted, it gets
+    memory outside of the pool. The kernel provides the pool's memory when it is first used.
+    """
+    global _received
+    if _received is None:
+        _received = BufferPool(_RECEIVED, pin=False)
+        receive_into(_received.allocator(), _LEAST_RECEIVED, PIECE)
 
 
-def take(nbytes: int) -> torch.Tensor:
-    """Return a tensor of bytes, which are not initialized, in a storage of its own."""
-    return (_packs if nbytes <= PACK else _pieces).take(nbytes)
+def received_outside() -> int:
+    """Return the bytes that were received outside of the pool, because it was exhausted."""
+    return 0 if _received is None else _received.outside
+
+
+class SendBuffers:
+    """Buffers that one sender fills for one receiver: a client for its service, or a session for its client.
+
+    They come from a pool of their own, so a receiver that takes nothing holds up no other one. A buffer is in use until
+    its message has been sent, also when the call has timed out before. A message takes one buffer, and nothing that it
+    waits for needs another, so messages that hold buffers always make progress.
+
+    Args:
+        nbytes: of the pool.
+        executor: where callbacks run when there was no buffer at once.
+    """
+
+    def __init__(self, nbytes: int, executor: executors.HostExecutor) -> None:
+        self._pool, self._executor = BufferPool(nbytes, pin=False), executor
+
+    def take(self, nbytes: int, seconds: float = 0.0) -> CUDAFuture[torch.Tensor]:
+        """Return a future of a tensor of bytes, not initialized, in a storage of its own.
+
+        The future fails with TimeoutError when it has waited for so many seconds (0: no limit), and with
+        InvalidStateError when the buffers are closed.
+        """
+        if nbytes < _LEAST_BUFFER:
+            return CUDAFuture.completed(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+        taken = self._pool.take(nbytes)
+        if taken.done():
+            return CUDAFuture.completed(_tensor_of(taken))
+        # A future of its own: children of the pool's would have the callback thread for their default executor, which
+        # a callback of the program may block.
+        future: CUDAFuture[torch.Tensor] = CUDAFuture(executor=self._executor)
+        taken.add_done_callback(partial(_pass_on, future), executor=self._executor)
+        cancel_after(taken, seconds)
+        return future
+
+    def close(self) -> None:
+        """Fail the futures that wait."""
+        self._pool.close()
+
+
+def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> None:
+    try:
+        tensor = _tensor_of(taken)
+    except BaseException as e:
+        future.set_exception(e)
+    else:
+        future.set_result(tensor)
+
+
+def _tensor_of(taken: CUDAFuture[Buffer]) -> torch.Tensor:
+    """Return the tensor of a buffer, which is released when the tensor is dropped."""
+    if taken.cancelled():
+        raise TimeoutError("no buffer was free in time")
+    with taken.value() as buffer:
+        return buffer.tensor
 
 
 def carried(data: torch.Tensor) -> Carried:

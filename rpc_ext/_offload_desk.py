@@ -22,9 +22,9 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
-from cudafuture.storage import Offloader
+from cudafuture.storage import Offloader, empty
 from rpc_ext._histogram import Histogram
-from rpc_ext._memory import arrived, carried, take
+from rpc_ext._memory import arrived, carried
 from rpc_ext._offload_calls import Answer, Found, Terms
 from rpc_ext._offload_errors import for_client
 from rpc_ext._offload_order import Late
@@ -56,7 +56,7 @@ class Desk:
         self.name = name
         self.store = store
         self._window = memory // clients
-        self._sessions = Sessions(name, store, clients, namespace_capacity, patience, self._count_late)
+        self._sessions = Sessions(name, store, clients, self._window, namespace_capacity, patience, self._count_late)
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._under_way = self._most_under_way = 0
         self._written = self._read = self._refused = self._late = 0
@@ -192,12 +192,10 @@ class Desk:
         if not found:
             return CUDAFuture.completed(Answer(failures))
 
-        data = take(end)
-        outs = [view_of(data, header) if header.upload == WHOLE else piece_of(data, header) for _, _, header in found]
         names = [name for _, name, _ in found]
         digests = torch.empty(len(found), dtype=torch.uint64, device="cpu")
 
-        def answer(errors: list[BaseException | None]) -> Answer:
+        def answer(data: torch.Tensor, errors: list[BaseException | None]) -> Answer:
             headers = []
             for (i, name, header), error, digest in zip(found, errors, digests.tolist(), strict=True):
                 if error is None:
@@ -219,22 +217,29 @@ class Desk:
                 sent[behind : behind + -behind % _LINE].zero_()  # it is sent, too, and was others' bytes before
             return Answer(failures, pack(headers), carried(sent), left)
 
-        def whose_fault(done: CUDAFuture[list[torch.Tensor]]) -> CUDAFuture[Answer]:
+        def whose_fault(
+            data: torch.Tensor, outs: list[torch.Tensor], done: CUDAFuture[list[torch.Tensor]]
+        ) -> CUDAFuture[Answer]:
             error = done.exception()
             if error is None or len(found) == 1:
-                return CUDAFuture.completed(answer([error] * len(found)))
+                return CUDAFuture.completed(answer(data, [error] * len(found)))
             each = zip(names, outs, digests.tensor_split(len(found)), strict=True)
             parts = [begun(self.store.readv, [name], [out], digests=own) for name, out, own in each]
             return collect_all(parts).then(
-                lambda ended: answer([part.exception() for part in ended.value()]), executor=service_thread
+                lambda ended: answer(data, [part.exception() for part in ended.value()]), executor=service_thread
             )
 
-        def read() -> CUDAFuture[Answer]:
+        def read(taken: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
+            data = taken.value()
+            outs = [view_of(data, h) if h.upload == WHOLE else piece_of(data, h) for _, _, h in found]
             return begun(self.store.readv, names, outs, digests=digests).then_async(
-                whose_fault, executor=service_thread
+                partial(whose_fault, data, outs), executor=service_thread
             )
 
-        return self._answered(session, end, read)
+        def begin() -> CUDAFuture[Answer]:
+            return session.buffers.take(end).then_async(read, executor=executors.inline)
+
+        return self._answered(session, end, begin)
 
     # ---- the rest
 
@@ -364,7 +369,7 @@ def _moved_together(headers: list[Header], data: torch.Tensor) -> tuple[list[Hea
     for header in headers:
         moved.append(header._replace(at=math.ceil(end / _LINE) * _LINE))
         end = moved[-1].at + header.length
-    together = take(end)
+    together = empty(end, torch.uint8)
     for header, new in zip(headers, moved, strict=True):
         piece_of(together, new).copy_(piece_of(data, header))
     return moved, together

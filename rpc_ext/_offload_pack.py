@@ -14,14 +14,15 @@ import torch
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import digests
 from rpc_ext import _minder
-from rpc_ext._memory import arrived, take
+from rpc_ext._memory import alone, arrived
 from rpc_ext._offload_calls import Answer
 from rpc_ext._offload_source import Source
 from rpc_ext._offload_wire import Header, Wanted, unpack
 
-__all__ = ["Deadline", "Get", "Pack", "Put", "opened", "packed"]
+__all__ = ["Deadline", "Get", "Pack", "Put", "opened", "packed", "room_for"]
 
 _SLACK = 0.1  # seconds by which the times of what travels together may differ without anybody minding
+_SOON = 0.001  # seconds: the least that is waited, since 0 is no limit
 _LINE = 64  # bytes: what small tensors of one request lie at
 _GAP = torch.zeros(_LINE, dtype=torch.uint8)
 
@@ -117,6 +118,11 @@ class Pack:
         late = self._end_late()
         return [thing for thing in self._things if isinstance(thing, Put) and thing not in late]
 
+    def seconds(self) -> float:
+        """Return the seconds until the first that is not over is late; 0: no limit."""
+        ends = [thing.deadline.at for thing in self._things if thing.deadline.seconds and not thing.is_over]
+        return max(min(ends) - time.monotonic(), _SOON) if ends else 0.0
+
     def end(self) -> None:
         """Mind them no more."""
         if self._is_minded:
@@ -143,8 +149,13 @@ class Pack:
         return late
 
 
-def packed(puts: list[Put]) -> tuple[torch.Tensor, list[Header]]:
-    """Return the bytes of small tensors one behind the other, and their headers; release their sources."""
+def room_for(puts: Sequence[Put]) -> int:
+    """Return the bytes of a buffer for small tensors."""
+    return sum(math.ceil(put.header.nbytes / _LINE) * _LINE for put in puts)
+
+
+def packed(puts: list[Put], buffer: torch.Tensor) -> tuple[torch.Tensor, list[Header]]:
+    """Return the bytes of small tensors one behind the other, in a buffer, and their headers; release their sources."""
     parts, places = [], []
     end = 0
     for put in puts:
@@ -154,7 +165,7 @@ def packed(puts: list[Put]) -> tuple[torch.Tensor, list[Header]]:
         places.append(end + gap)
         parts.append(put.data)
         end = places[-1] + put.header.nbytes
-    data = take(end)
+    data = alone(buffer, 0, end)
     torch.cat(parts, out=data)
     for put in puts:
         put.source.release()

@@ -10,24 +10,28 @@ from collections.abc import Callable
 from cudafuture import CUDAFuture
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
 from cudafuture.storage import Offloader
+from rpc_ext._memory import SendBuffers
 from rpc_ext._offload_order import RequestOrder
 from rpc_ext._offload_space import Space, by_prefix, prefix_of
 from rpc_ext._offload_thread import service_thread
 from rpc_ext._offload_uploads import Uploads
+from rpc_ext._offload_wire import PIECE
 from rpc_ext.watch import watch
 
 __all__ = ["ClientSession", "Sessions"]
 
 _REMEMBERED = 1024  # sessions that have ended
+_MOST_BUFFERED = 16 * PIECE  # bytes of the answers to one client that have not been sent
 _SPARE = 64  # namespaces without a session or a tensor that may be kept
 
 
 class ClientSession:
     """The session of one client."""
 
-    def __init__(self, space: Space, client: str, order: RequestOrder) -> None:
+    def __init__(self, space: Space, client: str, order: RequestOrder, window: int) -> None:
         self.space, self.client, self.order = space, client, order
         self.uploads = Uploads(space)
+        self.buffers = SendBuffers(min(2 * window, _MOST_BUFFERED), service_thread)
         self.under_way = 0  # bytes of its requests that have not been answered
         self.heard = time.monotonic()  # when its last request came
 
@@ -43,6 +47,7 @@ class Sessions:
         service: the name of the service, for messages.
         store: of the service.
         most: sessions that there may be.
+        window: bytes that each client may have under way.
         namespace_capacity: bytes of each namespace, or None.
         patience: seconds.
         on_late: see ``RequestOrder``.
@@ -53,11 +58,12 @@ class Sessions:
         service: str,
         store: Offloader,
         most: int,
+        window: int,
         namespace_capacity: int | None,
         patience: float,
         on_late: Callable[[], None],
     ) -> None:
-        self._service, self._store, self._most = service, store, most
+        self._service, self._store, self._most, self._window = service, store, most, window
         self._namespace_capacity, self._patience, self._on_late = namespace_capacity, patience, on_late
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, ClientSession] = {}
@@ -94,7 +100,7 @@ class Sessions:
                 if space is None:
                     self._forget_unused()
                     space = self._spaces[prefix] = Space(self._store, prefix, self._namespace_capacity)
-                self._sessions[token] = ClientSession(space, client, RequestOrder(sent, self._on_late))
+                self._sessions[token] = ClientSession(space, client, RequestOrder(sent, self._on_late), self._window)
         self._watch(client)
 
     def _forget_unused(self) -> None:
@@ -124,7 +130,8 @@ class Sessions:
             if session is None and token in self._silent:
                 self._expect_room()
                 silent = self._silent.pop(token)
-                session = self._sessions[token] = ClientSession(silent.space, silent.client, silent.order)
+                session = ClientSession(silent.space, silent.client, silent.order, self._window)
+                self._sessions[token] = session
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
                 raise AuthenticationError(f"offload service {self._service!r} knows no such session: {why}")
@@ -156,6 +163,7 @@ class Sessions:
             watched.cancel()
         if session is None:
             return
+        session.buffers.close()
         session.uploads.end()
         if session.space.is_private:
             session.space.clear()

@@ -2,8 +2,8 @@
 
 ::
 
-    write ──► alone, piece by piece ──► flow ──► put
-          └─► small: packer ────────────┘
+    write ──► alone, piece by piece ──► flow ───────────► put
+          └─► small: packer ──────────► flow ──► buffer ──┘
     read  ──► small: packer ──► flow ──► get ──► the other pieces ──► flow ──► get
 
 What has come is dealt with at once, in the agent's thread that has brought it: there are several of them.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,12 +26,12 @@ from cudafuture import CUDAFuture, collect_all, executors, gather
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, WorkerLostError
 from cudafuture.storage import Digest, digest
 from rpc_ext import _offload_calls
-from rpc_ext._memory import carried
+from rpc_ext._memory import SendBuffers, carried
 from rpc_ext._offload_calls import Answer, Terms
 from rpc_ext._offload_errors import named
 from rpc_ext._offload_flow import Flow, NoRoomError, Packer
 from rpc_ext._offload_order import Stamps
-from rpc_ext._offload_pack import Deadline, Get, Pack, Put, opened, packed
+from rpc_ext._offload_pack import Deadline, Get, Pack, Put, opened, packed, room_for
 from rpc_ext._offload_source import ExpectedDigest, Source, expect_digest
 from rpc_ext._offload_tally import Tally
 from rpc_ext._offload_target import Target
@@ -51,7 +52,10 @@ __all__ = ["Transport", "ignore"]
 
 T = TypeVar("T")
 _SMALL = 1 << 20  # bytes from which on a tensor travels alone
+_BUFFERED = 8 * (PACK + 64 * MOST_HEADERS)  # bytes of packs that have not been sent, and of what lies between tensors
 _GUESS = PACK // 128  # bytes that a tensor of unknown size counts for, of those that are asked for together
+
+_thread = executors.serial("offload client")  # where packs go on that had to wait for a buffer
 
 
 class Transport:
@@ -66,6 +70,7 @@ class Transport:
         self._worker, self._name, self._token = worker, name, token
         self._stamps = Stamps()
         self.flow = Flow(terms.window)
+        self._buffers = SendBuffers(_BUFFERED, _thread)
         self._puts: Packer[Put] = Packer(MOST_HEADERS, PACK, self._send_puts)
         self._gets: Packer[Get] = Packer(MOST_HEADERS, PACK, self._send_gets)
 
@@ -179,23 +184,7 @@ class Transport:
         """Send small tensors together."""
         nbytes = sum(put.header.nbytes for put in puts)  # what lies between them is not worth counting
         together = Pack(puts, self._worker)
-        sent: list[Put] = []
-        made: list[tuple[torch.Tensor, bytes]] = []  # once: the tensors themselves may be overwritten from then on
-
-        def send() -> CUDAFuture[Answer]:
-            if not made:
-                sent[:] = together.leaving()
-                if not sent:
-                    return CUDAFuture.completed(Answer([]))
-                data, headers = packed(sent)
-                together.is_copied = True
-                fit = [self._has_digest(together, put, header) for put, header in zip(sent, headers, strict=True)]
-                sent[:] = itertools.compress(sent, fit)
-                if not sent:
-                    return CUDAFuture.completed(Answer([]))
-                made.append((data, pack(list(itertools.compress(headers, fit)))))
-            data, block = made[0]
-            return self.call(together.deadline, _offload_calls.put, block, carried(data), together.expiries(sent))
+        request = _PutRequest(puts)
 
         def ended(done: CUDAFuture[Answer]) -> None:
             answer, error = outcome(done)
@@ -204,12 +193,47 @@ class Transport:
                 error = TypeError(f"{answer!r} is no answer to a write")
             elif error is None:
                 failures = dict(answer.failures)
+            else:  # a program that keeps the error must not keep the buffer, which the error's frames have
+                traceback.clear_frames(error.__traceback__)
+            request.data = None
             together.end()
-            for i, put in enumerate(sent if error is None else puts):
+            for i, put in enumerate(request.sent if error is None else puts):
                 if together.take(put):
                     put.ended(error or failures.get(i))
 
-        return begun(self.flow.send, nbytes, send).then(ended, executor=executors.inline)
+        return begun(self.flow.send, nbytes, partial(self._put, together, request)).then(
+            ended, executor=executors.inline
+        )
+
+    def _put(self, together: Pack, request: _PutRequest) -> CUDAFuture[Answer]:
+        """Send small tensors when there is a buffer for them. They are copied once, and sent again from the buffer."""
+        if request.data is not None:
+            data = carried(request.data)
+            return self.call(
+                together.deadline, _offload_calls.put, request.block, data, together.expiries(request.sent)
+            )
+        fill = partial(self._fill_and_put, together, request)
+        # Not a local variable: this frame calls `fill`, whose error keeps it.
+        return self._buffers.take(room_for(request.sent), together.seconds()).then_async(
+            fill, executor=executors.inline
+        )
+
+    def _fill_and_put(
+        self, together: Pack, request: _PutRequest, taken: CUDAFuture[torch.Tensor]
+    ) -> CUDAFuture[Answer]:
+        request.sent = together.leaving()
+        if not request.sent:
+            return CUDAFuture.completed(Answer([]))
+        if isinstance(outcome(taken)[1], TimeoutError):
+            return self._put(together, request)  # the others, which have more time
+        data, headers = packed(request.sent, taken.value())
+        together.is_copied = True
+        fit = [self._has_digest(together, put, h) for put, h in zip(request.sent, headers, strict=True)]
+        request.sent = list(itertools.compress(request.sent, fit))
+        if not request.sent:
+            return CUDAFuture.completed(Answer([]))
+        request.data, request.block = data, pack(list(itertools.compress(headers, fit)))
+        return self._put(together, request)
 
     @staticmethod
     def _has_digest(together: Pack, put: Put, header: Header) -> bool:
@@ -349,6 +373,19 @@ class Transport:
                     get.arrived(*what)
                 except Exception as e:  # the others have arrived all the same
                     get.fail(e)
+
+
+class _PutRequest:
+    """A request of small tensors.
+
+    Its functions are methods of the transport: functions that refer to each other would keep the tensors until the next
+    garbage collection.
+    """
+
+    def __init__(self, puts: list[Put]) -> None:
+        self.sent = puts  # those of them that are sent
+        self.data: torch.Tensor | None = None  # the buffer, once they have been copied
+        self.block = b""  # their headers
 
 
 def _ordered(value: T, after: Sequence[CUDAFuture[Any]]) -> CUDAFuture[T]:

@@ -51,3 +51,5 @@ class Statistics:
     """calls that have begun here and were not answered yet"""
     refused: Mapping[str, int]
     """messages that were not signed as they should be, by the worker that they claim to come from; ``""``: by none"""
+    received_outside: int
+    """bytes of tensors that this process has received into new memory so far, because its pool was exhausted"""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _engine, _listeners, _offload_calls
+from rpc_ext import _C, _engine, _listeners, _memory, _offload_calls
 from rpc_ext._backend import PATIENCE, Options, backend
 from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
@@ -139,6 +139,7 @@ class Session:
             served=self.server.served,
             serving=self.server.serving,
             refused=refused,
+            received_outside=_memory.received_outside(),
         )
 
 

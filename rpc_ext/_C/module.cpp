@@ -5,7 +5,7 @@
 
 #include "agent.h"
 #include "autograd.h"
-#include "pieces.h"
+#include "part.h"
 #include "python.h"
 #include "receiving.h"
 #include "references.h"
@@ -120,6 +120,15 @@ py::memoryview memory(const at::Tensor& data) {
   return py::memoryview::from_memory(data.const_data_ptr(), static_cast<py::ssize_t>(data.nbytes()));
 }
 
+// The allocator is that of a capsule, which is kept.
+void receive_into_capsule(const py::capsule& allocator, std::size_t smallest, std::size_t largest) {
+  if (allocator.name() == nullptr || std::string_view(allocator.name()) != "c10::Allocator") {
+    throw py::type_error("a capsule of a c10::Allocator is wanted");
+  }
+  receive_into(*allocator.get_pointer<c10::Allocator>(), smallest, largest);
+  allocator.inc_ref();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -165,11 +174,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
 
-  py::class_<Pieces, std::shared_ptr<Pieces>>(m, "Pieces")
-      .def(py::init<std::size_t, std::size_t>(), py::arg("size"), py::arg("keep"))
-      .def("take", &Pieces::take, py::arg("nbytes"))
-      .def("kept", &Pieces::kept);
-  m.def("receive_into", receive_into, py::arg("pieces"));
+  m.def("receive_into", receive_into_capsule, py::arg("allocator"), py::arg("smallest"), py::arg("largest"));
   m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("memory", memory, py::arg("data"));
 }

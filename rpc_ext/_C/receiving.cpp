@@ -14,8 +14,9 @@ namespace rpc = torch::distributed::rpc;
 // torch's own way for tensors on the host, but for the memory that they are received into.
 class Converter final : public rpc::TensorpipeDeviceTypeConverter {
  public:
-  Converter(const rpc::TensorpipeDeviceTypeConverter* usual, std::vector<std::shared_ptr<Pieces>> pieces)
-      : usual_(usual), pieces_(std::move(pieces)) {}
+  Converter(const rpc::TensorpipeDeviceTypeConverter* usual, c10::Allocator& allocator, std::size_t smallest,
+            std::size_t largest)
+      : usual_(usual), allocator_(allocator), smallest_(smallest), largest_(largest) {}
 
   std::optional<std::vector<char>> prepareTensorForSending(const c10::Storage& storage,
                                                            const std::vector<c10::Stream>& streams,
@@ -26,28 +27,28 @@ class Converter final : public rpc::TensorpipeDeviceTypeConverter {
   at::DataPtr allocateTensorForReceiving(c10::DeviceIndex index, std::size_t length,
                                          const std::vector<c10::Stream>& streams,
                                          tensorpipe::Allocation& allocation) const override {
-    for (const auto& pieces : pieces_) {
-      c10::DataPtr memory = pieces->receive(length);
-      if (!memory) continue;
-      tensorpipe::Allocation::Tensor tensor;
-      tensor.buffer = tensorpipe::CpuBuffer{memory.get()};
-      allocation.tensors.push_back(std::move(tensor));
-      return memory;
+    if (length < smallest_ || length > largest_) {
+      return usual_->allocateTensorForReceiving(index, length, streams, allocation);
     }
-    return usual_->allocateTensorForReceiving(index, length, streams, allocation);
+    at::DataPtr memory = allocator_.allocate(length);
+    tensorpipe::Allocation::Tensor tensor;
+    tensor.buffer = tensorpipe::CpuBuffer{memory.get()};
+    allocation.tensors.push_back(std::move(tensor));
+    return memory;
   }
 
  private:
   const rpc::TensorpipeDeviceTypeConverter* usual_;
-  std::vector<std::shared_ptr<Pieces>> pieces_;
+  c10::Allocator& allocator_;
+  const std::size_t smallest_, largest_;
 };
 
 }  // namespace
 
-void receive_into(std::vector<std::shared_ptr<Pieces>> pieces) {
+void receive_into(c10::Allocator& allocator, std::size_t smallest, std::size_t largest) {
   const auto* usual = rpc::getDeviceTypeConverter(c10::kCPU);
   // Never destroyed: agents' threads use it until the process has ended.
-  const rpc::TensorpipeDeviceTypeConverterRegistrar now(c10::kCPU, new Converter(usual, std::move(pieces)));
+  const rpc::TensorpipeDeviceTypeConverterRegistrar now(c10::kCPU, new Converter(usual, allocator, smallest, largest));
 }
 
 }  // namespace rpc_ext

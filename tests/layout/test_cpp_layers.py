@@ -47,8 +47,8 @@ LAYERS = {
         "private": set(),
         "references": {"private"},
         "autograd": {"private"},
-        "pieces": set(),
-        "receiving": {"pieces"},
+        "part": set(),
+        "receiving": set(),
         "python": set(),
         "refusals": {"python", "seal"},
         "announcement": {"seal"},
@@ -56,7 +56,7 @@ LAYERS = {
         "callback": {"pipe", "python", "references", "reply"},
         "store": {"python"},
         "agent": {"callback", "pipe", "python", "refusals", "store"},
-        "module": {"agent", "autograd", "pieces", "python", "receiving", "references", "reply"},
+        "module": {"agent", "autograd", "part", "python", "receiving", "references", "reply"},
     },
 }
 RPC_WITHOUT_PYTHON = {
@@ -65,7 +65,7 @@ RPC_WITHOUT_PYTHON = {
         "autograd",
         "counters",
         "crypto",
-        "pieces",
+        "part",
         "private",
         "receiving",
         "references",

@@ -16,8 +16,9 @@ import rpc_ext
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, digest
-from rpc_ext import _memory, rpc_sync
+from cudafuture.storage.engine import PAGE
 from rpc_ext import _offload_calls as calls
+from rpc_ext import rpc_sync
 from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, pack, pack_wanted
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
@@ -160,15 +161,14 @@ def test_every_read_ends_whatever_is_answered(
     assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
 
 
-def test_what_has_come_lies_in_memory_that_is_used_again(remote: RemoteOffloader) -> None:
-    tensor = numbered(PIECE // 4)
-    remote.write("x", tensor).wait(timeout=PATIENCE)
+@pytest.mark.parametrize("nbytes", [1 << 20, (6 << 20) + 100, PIECE])
+def test_received_tensors_are_aligned_for_disks(worker: rpc_ext.Session, nbytes: int) -> None:
+    tensor = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+    outside = rpc_ext.statistics().received_outside
     back = rpc_sync(ME, torch.clone, (tensor,), timeout=PATIENCE)
     assert torch.equal(back, tensor)
-    assert back.data_ptr() % (1 << 21) == 0
-    kept = _memory._pieces.kept()
-    del back
-    assert _memory._pieces.kept() == min(kept + 1, _memory._KEPT)
+    assert back.data_ptr() % PAGE == 0
+    assert rpc_ext.statistics().received_outside == outside
 
 
 def test_errors_name_worker_and_key(remote: RemoteOffloader) -> None:

@@ -79,7 +79,7 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        ("small", "_offload_pack.take"),
+        ("small", "_offload_pack.alone"),
         ("small", "_offload_pack.digests"),
         ("small", "_offload_transport.pack"),
         ("small", "_offload_transport.carried"),
