@@ -42,6 +42,7 @@ from rpc_ext._device_order import DeviceOrder
 from rpc_ext._expiry import expire
 from rpc_ext._later import Later
 from rpc_ext._promises import Promises
+from rpc_ext._turns import without_frame
 
 __all__ = ["Server", "expect_free_thread", "is_serving"]
 
@@ -250,7 +251,7 @@ class Server:
         try:
             answer = self._packed(outcome.value(), caller)
         except BaseException as e:
-            answer = self._failed(e)
+            answer = self._failed(without_frame(e))
         return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
 
     def _packed(self, value: object, caller: int) -> Answer | CUDAFuture[Answer]:
@@ -287,8 +288,7 @@ class Server:
     def _begin(self) -> int:
         """Count a call, and return its number."""
         with self._lock:
-            self._begun += 1
-            number = self._begun
+            number = self._begun = self._begun + 1
         self._open.add(number)
         return number
 

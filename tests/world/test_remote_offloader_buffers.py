@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,9 +14,9 @@ import torch
 
 from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.storage import Engine
-from rpc_ext import Session, statistics
+from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext._offload_wire import PACK, PIECE
-from rpc_ext.offload_service import OffloadService, serve_offload
+from rpc_ext.offload_service import OffloadService
 from rpc_ext.remote_offloader import RemoteOffloader
 from world.offload_seams import Kept
 from world.rpc_callees import ME, PATIENCE, alone
@@ -24,6 +26,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 SMALL = 64 << 10  # bytes of a tensor, of which many travel together
 IN_PACK = PACK // SMALL
 BUFFERS = 8  # that a client has for packs
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the test, and none during the test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def small(i: int) -> torch.Tensor:
@@ -173,6 +184,21 @@ def test_the_service_writes_received_memory_and_reads_into_buffers_without_a_cop
         remote.write("x", tensor).wait(timeout=PATIENCE)
         assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
         assert engine.statistics().staged == 0
+
+
+def refuse(tensor: torch.Tensor) -> NoReturn:
+    raise ValueError(f"{tensor.nbytes} bytes")
+
+
+@pytest.mark.usefixtures("worker", "no_garbage_collection")
+def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> None:
+    """All calls together have more bytes than the pool of received tensors."""
+    before = statistics().received_outside
+    tensor = torch.zeros(PIECE, dtype=torch.uint8)
+    for _ in range(36):
+        with pytest.raises(ValueError, match=f"{PIECE} bytes"):
+            rpc_sync(ME, refuse, (tensor,), timeout=PATIENCE)
+    assert statistics().received_outside == before
 
 
 EXHAUSTED = """
