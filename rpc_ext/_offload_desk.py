@@ -118,7 +118,7 @@ class Desk:
                 session.space.index.take(header.nbytes)
                 taken.append(i)
             except Exception as e:
-                failures.append((i, e))
+                failures.append((i, for_client(header.key, e)))
         if not taken:
             return CUDAFuture.completed(Answer(failures))
 
@@ -181,7 +181,7 @@ class Desk:
             try:
                 name, header = session.space.place_of(wanted)
             except Exception as e:
-                failures.append((i, e))
+                failures.append((i, for_client(wanted.key, e)))
                 continue
             at = math.ceil(end / _LINE) * _LINE
             if found and at + header.length > PIECE:
@@ -224,7 +224,7 @@ class Desk:
             if error is None or len(found) == 1:
                 return CUDAFuture.completed(answer(data, [error] * len(found)))
             each = zip(names, outs, digests.tensor_split(len(found)), strict=True)
-            parts = [begun(self.store.readv, [name], [out], digests=own) for name, out, own in each]
+            parts = [self._read_store([name], [out], own) for name, out, own in each]
             return collect_all(parts).then(
                 lambda ended: answer(data, [part.exception() for part in ended.value()]), executor=service_thread
             )
@@ -232,7 +232,7 @@ class Desk:
         def read(taken: CUDAFuture[torch.Tensor]) -> CUDAFuture[Answer]:
             data = taken.value()
             outs = [view_of(data, h) if h.upload == WHOLE else piece_of(data, h) for _, _, h in found]
-            return begun(self.store.readv, names, outs, digests=digests).then_async(
+            return self._read_store(names, outs, digests).then_async(
                 partial(whose_fault, data, outs), executor=service_thread
             )
 
@@ -240,6 +240,18 @@ class Desk:
             return session.buffers.take(end).then_async(read, executor=executors.inline)
 
         return self._answered(session, end, begin)
+
+    def _read_store(
+        self, names: list[str], outs: list[torch.Tensor], digests: torch.Tensor
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Call `readv` and return its future; if `readv` raises, return a failed future.
+
+        The error has no traceback: see ``for_client``.
+        """
+        try:
+            return self.store.readv(names, outs, digests=digests)
+        except BaseException as e:
+            return CUDAFuture.failed(e.with_traceback(None))
 
     # ---- the rest
 

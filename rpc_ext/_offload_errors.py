@@ -17,7 +17,11 @@ _KEY = re.compile(r"^key '.*'(?=: its \d+ bytes)", re.DOTALL)
 
 
 def for_client(key: str, error: BaseException, nbytes: int | None = None) -> BaseException:
-    """Return a copy of a store's error with the client's key, and the size of its tensor where that is given."""
+    """Return a copy of a store's error with the client's key, and the size of its tensor where that is given.
+
+    The copy has no traceback. The frames of a traceback have the reply among their local variables, so an error in a
+    reply would keep the buffer of the reply until the next garbage collection.
+    """
     told = copy_of(error)
     vars(told).pop("__notes__", None)  # they name futures of the store
     if isinstance(told, QuotaError) and nbytes is not None:

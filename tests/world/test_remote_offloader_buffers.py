@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, wait_all
+from cudafuture.errors import NotFoundError
 from cudafuture.storage import Engine
 from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext._offload_wire import PACK, PIECE
@@ -184,6 +185,45 @@ def test_the_service_writes_received_memory_and_reads_into_buffers_without_a_cop
         remote.write("x", tensor).wait(timeout=PATIENCE)
         assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
         assert engine.statistics().staged == 0
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session, tmp_path: Path) -> None:
+    """The session has buffers for four replies. The fifth read gets one only if the first reads left no garbage."""
+    with (
+        serve_offload(tmp_path / "served", memory=2 * PIECE, clients=1),
+        RemoteOffloader(ME, timeout=10) as remote,
+    ):
+        remote.write("x", torch.zeros(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+        for _ in range(6):
+            assert isinstance(remote.readv(["x", "missing"]).exception(timeout=PATIENCE), NotFoundError)
+        assert remote.read("x").wait(timeout=PATIENCE).nbytes == PIECE
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_replies_to_reads_of_replaced_keys_return_their_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each turn the store refuses the second tensor of a reply, because its shape has changed since the lookup."""
+    with (
+        alone(tmp_path / "rendezvous", num_worker_threads=2),
+        serve_offload(tmp_path / "served", memory=4 * PIECE, clients=2) as service,
+        RemoteOffloader(ME, namespace="shared", timeout=10) as one,
+        RemoteOffloader(ME, namespace="shared") as other,
+    ):
+        half = PIECE // 2
+        one.writev({key: torch.zeros(half, dtype=torch.uint8) for key in "xy"}).wait(timeout=PATIENCE)
+        readv = service.store.readv
+        for turn in range(1, 6):
+
+            def readv_too_late(*args: Any, shape: tuple[int, int] = (turn, half // turn), **kwargs: Any) -> Any:
+                monkeypatch.undo()
+                other.write("y", torch.ones(shape, dtype=torch.uint8)).wait(timeout=PATIENCE)
+                return readv(*args, **kwargs)
+
+            monkeypatch.setattr(service.store, "readv", readv_too_late)
+            _, replaced = one.readv(["x", "y"]).wait(timeout=PATIENCE)
+            assert replaced.shape == (turn, half // turn)
 
 
 def refuse(tensor: torch.Tensor) -> NoReturn:
