@@ -5,6 +5,14 @@ from __future__ import annotations
 import gc
 
 import pytest
+from hypothesis import settings
+
+from soak import SOAK
+
+# The same examples in every run, so that a change is what makes a test fail; new ones each time under soak.
+settings.register_profile("repeatable", derandomize=True)
+if not SOAK:
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture

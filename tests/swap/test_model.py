@@ -87,6 +87,8 @@ class Sequence:
             states = pair.offloaded.state_dict()
             pair.optimizer.load_state_dict(copy.deepcopy(states))
             pair.offloaded.load_state_dict(states)
+            if self.applied:  # a new state has not used the gradients
+                self.zero_grad()
         elif action == "flush":
             pair.offloaded.flush()
         elif action == "clip":
