@@ -18,6 +18,7 @@ enum class Direction : std::uint8_t { read, write };
 
 struct Block {
   static constexpr std::size_t kMostPieces = 64;
+  static constexpr std::size_t kLong = 64 * 1024;  // bytes: staging or checking them takes longer than a kernel call
 
   // ---- what the kernel is asked for
   Direction direction = Direction::read;

@@ -17,7 +17,7 @@ Copier::~Copier() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool Copier::take(Block& block) noexcept { return block.wanted >= kWorthIt && take(Work{&block, {}}); }
+bool Copier::take(Block& block) noexcept { return block.wanted >= Block::kLong && take(Work{&block, {}}); }
 
 bool Copier::take(const Check& check) noexcept { return take(Work{nullptr, check}); }
 

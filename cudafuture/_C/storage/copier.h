@@ -20,8 +20,6 @@ namespace cudafuture::storage {
 
 class Copier {
  public:
-  static constexpr std::size_t kWorthIt = 64 * 1024;  // bytes of a block that takes longer than a call of the kernel
-
   explicit Copier(Watching& engine) noexcept : engine_(engine) {}
   ~Copier();
   Copier(const Copier&) = delete;

@@ -302,7 +302,7 @@ void Engine::pass_on(Block& block, Operation::Outcome outcome) noexcept {
   if (outcome == Operation::Outcome::host) {
     block.is_with_copier = is_busy() && copier_->take(block);
     if (block.is_with_copier) return;
-    if (block.wanted >= Copier::kWorthIt) backend_->begin();
+    if (block.wanted >= Block::kLong) backend_->begin();
     block.operation->stage(block);
     outcome = block.operation->staged(block);
   }

@@ -114,7 +114,7 @@ void Operation::check(const Block& block) noexcept {
 
 // True: check() is called for the block's bytes, and checked() after it. False: they are too few for that.
 bool Operation::check_later(Block& block) noexcept {
-  if (block.wanted < kLongCheck) return false;
+  if (block.wanted < Block::kLong) return false;
   block.is_unchecked = true;
   ++under_way_;
   ++using_memory_;

@@ -101,8 +101,6 @@ class Operation {
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;
 
-  static constexpr std::size_t kLongCheck = 64 * 1024;  // bytes, which take longer than a call of the kernel
-
   Request request_;
   const bool is_urgent_;  // of a negative priority
   File::Use use_;         // from the beginning to the end
