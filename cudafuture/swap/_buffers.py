@@ -15,20 +15,33 @@ _logger = logging.getLogger("cudafuture.swap")
 
 
 class Buffers:
-    """A pool that is allocated with the first request, and replaced where a program does not give its memory back."""
+    """A pool that is allocated with the first request, and replaced where a program does not give its memory back.
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+    Args:
+        given: the bytes that the user has given. None: as many as the largest of some units needs, for each of them.
+        units: that are read, computed or written at one time.
+        least_unit: the bytes from which the size of a unit counts.
+    """
+
+    def __init__(self, given: int | None, units: int, least_unit: int) -> None:
+        self._given, self._units = given, units
+        self.nbytes = units * least_unit if given is None else given
         self._pool: BufferPool | None = None
 
-    def resize(self, nbytes: int) -> None:
-        """Use a pool of another size from the next request on."""
-        self._nbytes = nbytes
-        self._pool = None
+    def expect_room(self, nbytes: int, name: str) -> None:
+        """Use a larger pool from the next request on, if a unit of some bytes needs that.
+
+        Raises:
+            ValueError: the user has given fewer bytes than the unit needs. The message has its name.
+        """
+        if self._given is not None and nbytes > self._given:
+            raise ValueError(f"buffer_bytes={self._given} is less than {name} needs: {nbytes}")
+        if self._given is None and self._units * nbytes > self.nbytes:
+            self.nbytes, self._pool = self._units * nbytes, None
 
     def take(self, nbytes: int) -> CUDAFuture[Buffer]:
         """Request a buffer of at most the size of the pool."""
-        self._pool = BufferPool(self._nbytes) if self._pool is None else self._pool
+        self._pool = BufferPool(self.nbytes) if self._pool is None else self._pool
         return self._pool.take(nbytes)
 
     def expect(self, request: CUDAFuture[Buffer]) -> bool:

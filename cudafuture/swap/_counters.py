@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from cudafuture.swap.statistics import SwapStatistics
@@ -22,6 +25,15 @@ class SwapCounters:
     read_wait_seconds: float = 0.0
     write_wait_seconds: float = 0.0
     gradient_wait_seconds: float = 0.0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to a count."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def since(self, earlier: SwapCounters) -> SwapCounters:
         """Return what was added since an earlier copy."""

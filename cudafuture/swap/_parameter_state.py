@@ -164,6 +164,17 @@ class Chunk:
         shape = torch.Size([self.end - self.begin])
         return {name: StoredTensor(tensor.dtype, shape) for name, tensor in self.state.stored.items()}
 
+    def gradient(self, swapped: torch.Tensor | None) -> torch.Tensor:
+        """Return the chunk's part of the gradient, given as much of it as was read from the store."""
+        stored = self.state.gradient
+        if swapped is not None and stored is not None:
+            shape = swapped.shape if self.state.is_chunked else self.state.local.shape
+            return stored.scaled(swapped).view(shape)
+        gradient = self.state.parameter.grad
+        assert gradient is not None
+        gradient = local_of(gradient, self.state.parameter)
+        return self.part_of(gradient.contiguous() if self.state.is_chunked else gradient)
+
     def unwritten(self) -> dict[str, torch.Tensor] | None:
         return (self.state.unwritten or {}).get(self.index)
 

@@ -12,6 +12,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.storage import Store
+from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
 from cudafuture.swap._pipeline import Pipeline
@@ -45,11 +46,11 @@ class ParameterSwapper:
         self._optimizer, self._store, self._prefix = optimizer, store, prefix
         self._update = Update(optimizer)
         self.optimizer_class = self._update.optimizer_class
-        self._min_bytes, self._prefetch, self._given_bytes = min_bytes, prefetch, buffer_bytes
-        self.buffer_bytes = (prefetch + 2) * _LEAST_UNIT if buffer_bytes is None else buffer_bytes
-        self.gradients = Gradients(store, prefix, min_bytes, self.buffer_bytes)
+        self._min_bytes, self._prefetch = min_bytes, prefetch
+        self.buffers = Buffers(buffer_bytes, prefetch + 2, _LEAST_UNIT)
+        self.gradients = Gradients(store, prefix, min_bytes, self.buffers.nbytes)
         self.pipeline = Pipeline(
-            store, prefix, self.buffer_bytes, prefetch, lambda chunk: self._name(chunk.state), self.gradients
+            store, prefix, self.buffers, prefetch, lambda chunk: self._name(chunk.state), self.gradients
         )
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._shapes: dict[ParameterState, torch.Size] = {}
@@ -92,12 +93,7 @@ class ParameterSwapper:
         options = {name: value for name, value in options.items() if name != "params"}
         tensors = 2 + self._update.count_tensors(options)
         least = tensors * (shape.numel() * parameter.element_size() + 4096) if parameter.device.type == "cpu" else 0
-        if self._given_bytes is not None and least > self._given_bytes:
-            raise ValueError(f"buffer_bytes={self._given_bytes} is less than one parameter needs: {least}")
-        if (self._prefetch + 2) * least > self.buffer_bytes and self._given_bytes is None:
-            self.pipeline.drop_reads()
-            self.buffer_bytes = (self._prefetch + 2) * least
-            self.pipeline.resize(self.buffer_bytes)
+        self.buffers.expect_room(least, "one parameter")
 
     def is_swappable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor belongs into the store."""
@@ -233,11 +229,11 @@ class ParameterSwapper:
         if chunk.state.parameter.device.type != "cpu":
             return
         needed = size_of([chunk])
-        if self._bytes_bound() + needed > self.buffer_bytes:
+        if self._bytes_bound() + needed > self.buffers.nbytes:
             names = ", ".join(map(self._name, self._bound)) or "none"
             raise ValueError(
-                f"{self._name(chunk.state)} needs {needed} bytes of the buffers' {self.buffer_bytes}; swapped in are: "
-                f"{names}. Swap some out, or give buffer_bytes={self._bytes_bound() + needed} or more"
+                f"{self._name(chunk.state)} needs {needed} bytes of the buffers' {self.buffers.nbytes}; "
+                f"swapped in are: {names}. Swap some out, or give buffer_bytes={self._bytes_bound() + needed} or more"
             )
 
     def _bytes_bound(self) -> int:
@@ -266,7 +262,7 @@ class ParameterSwapper:
             chunk = Chunk(state, 0)
             if state.parameter.device.type == "cpu":
                 taken += size_of([chunk])
-                if taken > self.buffer_bytes:
+                if taken > self.buffers.nbytes:
                     return
             self.pipeline.start_read(Unit([chunk], state.parameter.device))
 

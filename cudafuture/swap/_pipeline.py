@@ -10,7 +10,6 @@ of the device, and so many are in flight as the prefetch depth allows.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ class Pipeline:
         self,
         store: Store,
         prefix: str,
-        buffer_bytes: int,
+        buffers: Buffers,
         prefetch: int,
         name_of: Callable[[Chunk], str],
         gradients: Gradients,
@@ -46,16 +45,12 @@ class Pipeline:
         self.counters = gradients.counters
         self._gradients = gradients
         self._store, self._prefix, self._prefetch, self._name_of = store, prefix, prefetch, name_of
-        self._buffers = Buffers(buffer_bytes)
+        self._buffers = buffers
         self._reading: deque[Unit] = deque()
         self._writing: deque[Write] = deque()
         self.obsolete: dict[str, ParameterState] = {}  # keys that are deleted when their parameter has been written
         self._deletions: deque[CUDAFuture[None]] = deque()
         self._error_of_write: SwapError | None = None
-
-    def resize(self, buffer_bytes: int) -> None:
-        """Use buffers of another size from the next read on; nothing is being read."""
-        self._buffers.resize(buffer_bytes)
 
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
         """Read and compute units in their order; `compute` starts their writes, some of which are in flight afterwards.
@@ -77,10 +72,8 @@ class Pipeline:
         """
         unit = self.finish_read()
         self._limit_writes()  # so that start_write() need not wait
-        begin = time.perf_counter()
-        with interrupts_deferred():  # an updated unit is also written
+        with self.counters.timed("compute_seconds"), interrupts_deferred():  # an updated unit is also written
             compute(unit)
-        self.counters.compute_seconds += time.perf_counter() - begin
 
     # ---- reads
 
@@ -158,9 +151,8 @@ class Pipeline:
         unit = self._reading[0]
         assert unit.begun is not None
         self._give_memory_to(unit)
-        begin = time.perf_counter()
-        unit.begun.wait()
-        self.counters.read_wait_seconds += time.perf_counter() - begin
+        with self.counters.timed("read_wait_seconds"):
+            unit.begun.wait()
         self._release()
         for chunks, future in unit.reads:
             if (error := error_of(future)) is not None:
@@ -220,7 +212,8 @@ class Pipeline:
     def _drop(self, unit: Unit) -> None:
         assert unit.begun is not None
         unit.cancel_request()
-        error_of(unit.begun)
+        with self.counters.timed("read_wait_seconds"):
+            error_of(unit.begun)
         for _, future in (*unit.reads, *unit.gradient_reads):
             error_of(future)  # so that a failure counts as seen
         unit.forget()
@@ -268,10 +261,9 @@ class Pipeline:
 
     def _finish_write(self) -> None:
         write = self._writing[0]
-        begin = time.perf_counter()
-        error = error_of(write.future)
+        with self.counters.timed("write_wait_seconds"):
+            error = error_of(write.future)
         self._writing.popleft()
-        self.counters.write_wait_seconds += time.perf_counter() - begin
         state = write.chunks[0].state
         unwritten = dict(state.unwritten or {})
         for chunk, new in zip(write.chunks, write.tensors, strict=True):
@@ -361,7 +353,8 @@ class Pipeline:
         self._gradients.settle(gradient)
         out = torch.empty(parameter.numel(), dtype=gradient.dtype, device=parameter.device)
         try:
-            self._gradients.read(gradient, 0, out).wait()
+            with self.counters.timed("read_wait_seconds"):
+                self._gradients.read(gradient, 0, out).wait()
         except Exception as e:
             raise self.error(state.chunks()[0], "read", e, "gradient") from e
         self._gradients.note_read(gradient, 0, out.numel())
@@ -397,4 +390,7 @@ class Pipeline:
 
     def _read_part(self, chunk: Chunk, name: str, out: torch.Tensor) -> torch.Tensor:
         unwritten = chunk.unwritten()
-        return out.copy_(unwritten[name]) if unwritten else self._store.read(self._key(chunk, name), out).wait()
+        if unwritten:
+            return out.copy_(unwritten[name])
+        with self.counters.timed("read_wait_seconds"):
+            return self._store.read(self._key(chunk, name), out).wait()

@@ -110,7 +110,7 @@ class Registration(ABC):
         ]
         if fp16_pinned_buffers is None:
             largest = max((sum(part.staged_bytes for part in each) for each in parts), default=4096)
-            buffers = [empty(max(largest, 4096, min(self._swap.buffer_bytes, 64 << 20)), torch.uint8)]
+            buffers = [empty(max(largest, 4096, min(self._swap.buffers.nbytes, 64 << 20)), torch.uint8)]
         else:
             buffers = [buffer.detach().view(-1).view(torch.uint8) for buffer in fp16_pinned_buffers]
         shapes = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,18 +75,9 @@ class StateLayout:
             return False
         return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
 
-    def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]], nbytes: int) -> None:
-        """Raise ValueError if buffers of some bytes have no room for the state of each of the parameters."""
-        least = self.least_buffer(parameters)
-        if nbytes < least:
-            raise ValueError(f"buffer_bytes={nbytes} is less than one parameter or chunk needs: {least}")
-
-    def least_buffer(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> int:
-        """Return the bytes that the largest parameter or chunk needs, given the parameters with their groups."""
-        least = 4096
-        for parameter, group in parameters:
-            most = max(end - begin for begin, end in self.bounds(parameter))
-            others = parameter.element_size() * (1 + self._options.swap_gradients)  # the old value, and a gradient
-            each = sum(dtype.itemsize for dtype in self.dtypes(parameter, group)) + others
-            least = max(least, most * each + 8 * 4096)  # each tensor begins at a page
-        return least
+    def least_buffer(self, parameter: torch.Tensor, group: dict[str, Any]) -> int:
+        """Return the bytes of a buffer for a parameter, or for one of its chunks."""
+        most = max(end - begin for begin, end in self.bounds(parameter))
+        others = parameter.element_size() * (1 + self._options.swap_gradients)  # the old value, and a gradient
+        each = sum(dtype.itemsize for dtype in self.dtypes(parameter, group)) + others
+        return most * each + 8 * 4096  # each tensor begins at a page

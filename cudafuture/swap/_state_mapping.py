@@ -17,7 +17,11 @@ __all__ = ["StateMapping"]
 
 
 class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The states of all parameters that have one, each read when it is looked up."""
+    """The states of all parameters that have one, each read when it is looked up.
+
+    As in torch, looking up a parameter that has no state yet gives an empty dictionary. What is changed in a dictionary
+    is not in the store: assign it.
+    """
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._reference = weakref.ref(optimizer)
@@ -30,9 +34,24 @@ class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
         return optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        if not any(parameter is known for known in self):
-            raise KeyError(parameter)
         return self._optimizer._read_state(parameter, mapped=True)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        return self[parameter] if parameter in self else default  # noqa: SIM401 - this is get()
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        if parameter not in self:
+            if default:
+                return default[0]
+            raise KeyError(parameter)
+        state = self._optimizer.state_of(parameter)
+        del self[parameter]
+        return state
+
+    def setdefault(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        if parameter not in self:
+            self[parameter] = default or {}
+        return self[parameter]
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         self._optimizer.set_state(parameter, state)

@@ -11,6 +11,7 @@ import torch
 
 from cudafuture.errors import SwapError
 from cudafuture.storage import Offloader, Store
+from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
 from cudafuture.swap._options import SwapOptions
@@ -63,14 +64,13 @@ class Swapper:
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
         self.resident_bytes = 0
-        least = self._layout.least_buffer(parameters)
-        units = options.prefetch + 2  # that are read, computed or written at one time
-        self.buffer_bytes = units * max(_UNIT, least) if options.buffer_bytes is None else options.buffer_bytes
-        self.expect_buffer(parameters)
-        self._unit_bytes = max(least, min(_UNIT, self.buffer_bytes // units))
-        gradients = Gradients(store, prefix, options.min_bytes, self.buffer_bytes)
+        self._name_of = name_of
+        units = options.prefetch + 2
+        self._buffers = Buffers(options.buffer_bytes, units, _UNIT)
+        self._unit_bytes = max(self.expect_room(parameters), min(_UNIT, self._buffers.nbytes // units))
+        gradients = Gradients(store, prefix, options.min_bytes, self._buffers.nbytes)
         self.pipeline = Pipeline(
-            store, prefix, self.buffer_bytes, options.prefetch, lambda c: name_of(c.state.parameter), gradients
+            store, prefix, self._buffers, options.prefetch, lambda c: name_of(c.state.parameter), gradients
         )
         self._undo = UndoLog(store, prefix, self.pipeline)
 
@@ -229,7 +229,7 @@ class Swapper:
     def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
         """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
         parameter = chunk.state.parameter
-        gradient = self._gradient_of(chunk, swapped)
+        gradient = chunk.gradient(swapped)
         part = chunk.part_of(chunk.state.local)
         device = self._layout.device(parameter)
         leaf = part
@@ -250,17 +250,6 @@ class Swapper:
         elif chunk.is_last and parameter.grad is not None:
             chunk.state.note_applied(parameter.grad)
         return new
-
-    def _gradient_of(self, chunk: Chunk, swapped: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of a chunk, with the shape of its part of the parameter."""
-        stored = chunk.state.gradient
-        if swapped is not None and stored is not None:
-            shape = swapped.shape if chunk.state.is_chunked else chunk.state.local.shape
-            return stored.scaled(swapped).view(shape)
-        gradient = chunk.state.parameter.grad
-        assert gradient is not None
-        gradient = local_of(gradient, chunk.state.parameter)
-        return chunk.part_of(gradient.contiguous() if chunk.state.is_chunked else gradient)
 
     def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
@@ -297,9 +286,11 @@ class Swapper:
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
             state, known = chunk.state, chunk.state.stored or chunk.state.values
             state.new = () if known else self._layout.dtypes(state.parameter, self._groups[state])
-            state.undo = self._layout.undo(state, self.buffer_bytes // _UNDO_SHARE)
+            state.undo = self._layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
             nbytes = size_of([chunk])
             next_device = self._layout.device(state.parameter)
+            if next_device.type == "cpu":  # state may be larger than its parameter
+                self._buffers.expect_room(nbytes, self._name_of(state.parameter))
             if chunks and (size + nbytes > self._unit_bytes or next_device != device):
                 yield Unit(chunks, device)
                 chunks, size = [], 0
@@ -337,12 +328,12 @@ class Swapper:
         """Replace the state of a parameter.
 
         Raises:
-            ValueError: a tensor has another shape than the parameter, which is updated in chunks.
+            ValueError: a tensor has another shape than the parameter, and the optimizer is element-wise.
             SwapError: the state cannot be written.
         """
         self._roll_back_what_is_left()
         known = self.state(parameter)
-        if known.is_chunked:
+        if self._update.is_elementwise:
             expect_shape(known, state)
         self.pipeline.drop_reads()
         self.pipeline.settle()
@@ -395,6 +386,13 @@ class Swapper:
             keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
             self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # some writes have failed
 
-    def expect_buffer(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> None:
-        """Raise ValueError if the buffers have no room for the state of each of the parameters."""
-        self._layout.expect_buffer(parameters, self.buffer_bytes)
+    def expect_room(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> int:
+        """Make room in the buffers for the state of each of some parameters; return the bytes that the largest needs.
+
+        Raises:
+            ValueError: the buffers have a given size, and one of the parameters needs more.
+        """
+        least = {parameter: self._layout.least_buffer(parameter, group) for parameter, group in parameters}
+        for parameter in sorted(least, key=least.__getitem__)[-1:]:
+            self._buffers.expect_room(least[parameter], self._name_of(parameter))
+        return max(least.values(), default=0)

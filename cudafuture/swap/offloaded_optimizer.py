@@ -19,6 +19,7 @@ from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._offloaded_gradients import OffloadedGradients
 from cudafuture.swap._options import SwapOptions
+from cudafuture.swap._parameter_groups import group_of, name_of, parameters_of
 from cudafuture.swap._state_mapping import StateMapping
 from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
@@ -65,8 +66,14 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self._namespace = Namespace(store, name)
         try:
             parameters = list(self._parameters())
+            this = weakref.ref(self)  # an optimizer that the program drops ends at once, and so do its hooks
+
+            def find_name(parameter: torch.Tensor) -> str:
+                optimizer = this()
+                return "a parameter" if optimizer is None else name_of(optimizer.param_groups, parameter)
+
             self._swapper = Swapper(
-                self._namespace.store, self._namespace.state_prefix, update, options, parameters, self._name_of
+                self._namespace.store, self._namespace.state_prefix, update, options, parameters, find_name
             )
             for parameter, state in given_state.items():
                 if state and parameter.numel():
@@ -91,9 +98,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             self._swap.make_state(parameter, group, self._make)
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                yield parameter, group
+        return parameters_of(self.param_groups)
 
     # ---- the step
 
@@ -150,7 +155,9 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         if gradient is None or isinstance(gradient, GradientMark):
             return False
         if gradient.is_sparse:
-            raise RuntimeError(f"the gradient of {self._name_of(parameter)} is sparse; its state is read as a whole")
+            raise RuntimeError(
+                f"the gradient of {name_of(self.param_groups, parameter)} is sparse; its state is read as a whole"
+            )
         return not self._swap.state(parameter).has_applied(gradient)
 
     # ---- updates during backward
@@ -162,7 +169,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 return
             self._order.begin_update(parameter)
             try:
-                self._swap.update_now(parameter, self._group_of(parameter))
+                self._swap.update_now(parameter, group_of(self.param_groups, parameter))
             except SwapError as e:  # an error would end this backward, and other parameters would get no gradient
                 self._failed_update = self._failed_update or e
                 return
@@ -208,7 +215,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         if swapper is not None:
             with self._lock:
                 try:
-                    swapper.expect_buffer(added)
+                    swapper.expect_room(added)
                     for parameter, _ in added:
                         self._make_state(parameter, group)
                 except BaseException:
@@ -252,21 +259,6 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 if self._swapper is not None:
                     self._swapper.pipeline.forget_gradient(self._swapper.state(parameter))
 
-    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        for known, group in self._parameters():
-            if known is parameter:
-                return group
-        raise KeyError("the optimizer has no such parameter")
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        """Return the parameter's name, if torch was told it; else its place in the groups."""
-        for i, group in enumerate(self.param_groups):
-            for j, known in enumerate(group["params"]):
-                if known is parameter:
-                    names = group.get("param_names")
-                    return f"parameter {names[j]!r}" if names else f"parameter {j} of group {i}"
-        return "a parameter"
-
     # ---- the state
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -285,7 +277,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         return self._read_state(parameter, mapped=False)
 
     def _read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
-        self._group_of(parameter)
+        group_of(self.param_groups, parameter)
         with self._lock, torch.no_grad():
             self._forget_reads()
             return self._swap.read_state(parameter, mapped)
@@ -305,7 +297,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         >>> optimizer.state_of(weight)["step"]
         tensor(1.)
         """
-        self._group_of(parameter)
+        group_of(self.param_groups, parameter)
         with self._lock, torch.no_grad():
             self._forget_reads()
             self._swap.write_state(parameter, state)

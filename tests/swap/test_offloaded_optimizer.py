@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import mmap
 import pickle
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +122,14 @@ def test_its_state_reads_as_a_mapping(pair: Pair) -> None:
     assert list(state) == [first]
     assert second not in state
     assert state[first].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert (state[second], state.get(second), state.pop(second, 1)) == ({}, None, 1)  # as a defaultdict's
     with pytest.raises(KeyError):
-        state[second]
+        state.pop(second)
+    with pytest.raises(KeyError):
+        state[nn.Parameter(torch.ones(3))]
+    state.setdefault(second, {"step": torch.tensor(1.0)})
+    assert state.pop(second) == {"step": 1}
+    assert list(state) == [first]
     pair.offloaded.set_state(first, {})
     assert len(state) == 0
 
@@ -156,7 +164,9 @@ def test_small_state_stays_in_memory(store: Offloader) -> None:
 
 
 def test_buffers_that_hold_one_parameter_are_enough(store: Offloader) -> None:
-    with pytest.raises(ValueError, match=r"buffer_bytes=1000 is less than one parameter or chunk needs: \d+") as caught:
+    with pytest.raises(
+        ValueError, match=r"buffer_bytes=1000 is less than parameter \d of group 0 needs: \d+"
+    ) as caught:
         Pair(OPTIMIZERS["Adam"], store, buffer_bytes=1000)
     least = int(str(caught.value).split()[-1])
     pair = Pair(OPTIMIZERS["Adam"], store, buffer_bytes=least)
@@ -311,6 +321,83 @@ def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(store: Offloader)
     offloaded = offload(optimizer, store, min_bytes=0)
     assert offloaded.state_of(parameter)["step"] == 1
     assert optimizer.param_groups == []
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """An optimizer whose state for n elements is a matrix of n x n."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["matrix"] = torch.zeros(parameter.numel(), parameter.numel())
+                    state["matrix"].diagonal().add_(parameter.grad.square())
+                    parameter.sub_(group["lr"] * parameter.grad / state["matrix"].diagonal().sqrt())
+
+
+def test_state_may_be_larger_than_its_parameter(store: Offloader) -> None:
+    """The buffers grow beyond their default of 64 MiB; where the user has given a size, the error has the name."""
+    pair = Pair(Preconditioned, store, ((4200,), (10,)), prefetch=0)
+    pair.optimizer.step = torch.no_grad()(pair.optimizer.step)  # type: ignore[method-assign]
+    for _ in range(3):
+        pair.step()
+    pair.expect_same()
+    tight = offload(Preconditioned(pair.plain), store, name="tight", min_bytes=0, buffer_bytes=1 << 20)
+    tight.step()
+    with pytest.raises(ValueError, match=r"buffer_bytes=1048576 is less than parameter 0 of group 0 needs: \d+"):
+        tight.step()
+
+
+def test_parameters_that_need_larger_buffers_are_added(store: Offloader) -> None:
+    """Muon updates whole matrices, and this one needs more than the default of 64 MiB."""
+    pair = Pair(OPTIMIZERS["Muon"], store, ((2, 3),), prefetch=0)
+    large = nn.Parameter(torch.ones(2, 5 << 20))
+    pair.offloaded.add_param_group({"params": [large]})
+    large.grad = torch.zeros_like(large)
+    for _ in range(2):
+        pair.offloaded.step()
+    assert pair.offloaded.state_of(large)["momentum_buffer"].shape == large.shape
+
+
+def test_state_of_another_shape_is_refused(pair: Pair) -> None:
+    pair.step()
+    state = pair.offloaded.state_of(pair.swapped[1])
+    with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(76,\), and the parameter \(77,\)"):
+        pair.offloaded.set_state(pair.swapped[1], {**state, "exp_avg": torch.ones(76)})
+    pair.step()
+    pair.expect_same()
+
+
+def test_an_optimizer_that_is_dropped_updates_nothing_more(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = offload(torch.optim.SGD([parameter]), tmp_path, min_bytes=0, when="backward")
+    parameter.sum().backward()
+    optimizer.step()
+    dropped = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert dropped() is None
+    finally:
+        gc.enable()
+    parameter.grad = None
+    before = parameter.detach().clone()
+    parameter.sum().backward()
+    assert torch.equal(parameter, before)
+    assert torch.equal(parameter.grad, torch.ones(1000))
+
+
+def test_reads_on_request_count_as_exposed(pair: Pair) -> None:
+    pair.step()
+    pair.offloaded.flush()
+    before = pair.offloaded.statistics().exposed_io_seconds
+    pair.offloaded.state_of(pair.swapped[0])
+    assert pair.offloaded.statistics().exposed_io_seconds > before
 
 
 @pytest.mark.parametrize("count", [1, 3])
