@@ -14,6 +14,7 @@ from cudafuture.storage import Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients
+from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._parameter_state import (
     MASTER,
@@ -176,7 +177,8 @@ class Swapper:
 
     def _update_resident(self, state: ParameterState) -> None:
         (chunk,) = state.chunks()
-        self._keep(chunk, self._compute_chunk(chunk, state.values, None))
+        with interrupts_deferred():
+            self._keep(chunk, self._compute_chunk(chunk, state.values, None))
 
     def _compute_unit(self, unit: Unit) -> None:
         """Update the chunks of a unit, and start to write their new state."""
