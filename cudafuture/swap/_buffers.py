@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait
@@ -28,14 +29,14 @@ class Buffers:
         self.nbytes = units * least_unit if given is None else given
         self._pool: BufferPool | None = None
 
-    def expect_room(self, nbytes: int, name: str) -> None:
+    def expect_room(self, nbytes: int, name: Callable[[], str]) -> None:
         """Use a larger pool from the next request on, if a unit of some bytes needs that.
 
         Raises:
-            ValueError: the user has given fewer bytes than the unit needs. The message has its name.
+            ValueError: the user has given fewer bytes than the unit needs; `name` is called for the message.
         """
         if self._given is not None and nbytes > self._given:
-            raise ValueError(f"buffer_bytes={self._given} is less than {name} needs: {nbytes}")
+            raise ValueError(f"buffer_bytes={self._given} is less than {name()} needs: {nbytes}")
         if self._given is None and self._units * nbytes > self.nbytes:
             self.nbytes, self._pool = self._units * nbytes, None
 

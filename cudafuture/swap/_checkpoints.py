@@ -59,7 +59,7 @@ class Checkpoints(ABC):
 
     _namespace: Namespace
     _lock: threading.RLock
-    _is_settled = False  # whether no write of an interrupted save() can be in flight
+    _is_settled = False  # no write of an interrupted save() is in flight
     param_groups: list[dict[str, Any]]
 
     @property

@@ -93,7 +93,7 @@ class ParameterSwapper:
         options = {name: value for name, value in options.items() if name != "params"}
         tensors = 2 + self._update.count_tensors(options)
         least = tensors * (shape.numel() * parameter.element_size() + 4096) if parameter.device.type == "cpu" else 0
-        self.buffers.expect_room(least, "one parameter")
+        self.buffers.expect_room(least, lambda: "one parameter")
 
     def is_swappable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor belongs into the store."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_state import MASTER, ParameterState, UndoPlace, chunks_of
+from cudafuture.swap._parameter_state import MASTER, ParameterState, UndoPlace, chunks_of, expect_shape
 from cudafuture.swap._shards import local_of
 from cudafuture.swap._update import Update
 
@@ -74,6 +75,11 @@ class StateLayout:
         if not isinstance(value, torch.Tensor) or value.numel() < 2:
             return False
         return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
+
+    def expect_shape(self, state: ParameterState, values: Mapping[str, Any]) -> None:
+        """Raise ValueError if the optimizer is element-wise, and a tensor of several elements has another shape."""
+        if self._update.is_elementwise:
+            expect_shape(state, values)
 
     def least_buffer(self, parameter: torch.Tensor, group: dict[str, Any]) -> int:
         """Return the bytes of a buffer for a parameter, or for one of its chunks."""

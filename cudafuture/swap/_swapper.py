@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from cudafuture.swap._parameter_state import (
     UndoPlace,
     cast,
     copied,
-    expect_shape,
 )
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
@@ -60,7 +60,7 @@ class Swapper:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._store, self._prefix, self._update, self._options = store, prefix, update, options
-        self._layout = StateLayout(update, options, store_may_die=not isinstance(store, Offloader))
+        self.layout = StateLayout(update, options, store_may_die=not isinstance(store, Offloader))
         self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._groups: dict[ParameterState, Group] = {}
@@ -90,7 +90,7 @@ class Swapper:
 
     def like(self, parameter: torch.Tensor) -> StoredTensor:
         """Return the dtype and shape of the state tensors that are like a parameter, or like this rank's shard."""
-        return StoredTensor(self._layout.dtype(parameter), local_of(parameter).shape)
+        return StoredTensor(self.layout.dtype(parameter), local_of(parameter).shape)
 
     def known(self) -> list[ParameterState]:
         """Return the states that are not empty."""
@@ -125,8 +125,7 @@ class Swapper:
         try:
             self.pipeline.run(self._units(swapped), self._compute_unit)
         except BaseException as e:
-            clear_tracebacks(e)
-            self._roll_back()
+            self._roll_back(e)
             raise
         self.pipeline.drain()
 
@@ -150,15 +149,14 @@ class Swapper:
             while self.pipeline.is_next(state):
                 self.pipeline.compute_next(self._compute_unit)
         except BaseException as e:
-            clear_tracebacks(e)
-            self._roll_back()
+            self._roll_back(e)
             raise
 
     def start_read(self, parameter: torch.Tensor) -> None:
         """Read the state of a parameter that will be updated after those that are being read."""
         state = self.state(parameter)
         if not state.is_resident:
-            for unit in self._units([state]):
+            for unit in list(self._units([state])):  # no unit is read where another has no room
                 self.pipeline.start_read(unit)
 
     def _keep_resident(self, state: ParameterState) -> None:
@@ -168,7 +166,7 @@ class Swapper:
         """
         if state.values or state.stored or state.is_resident or (state.is_chunked and self._options.swap_gradients):
             return
-        dtypes = self._layout.dtypes(state.parameter, self._groups[state])
+        dtypes = self.layout.dtypes(state.parameter, self._groups[state])
         nbytes = state.local.numel() * sum(dtype.itemsize for dtype in dtypes)
         if 0 < nbytes <= self._options.memory - self.resident_bytes:
             state.bounds = ((0, state.local.numel()),)
@@ -188,7 +186,7 @@ class Swapper:
         for chunk, tensors, undo, gradient in parts:
             state = chunk.state
             versions.append(state.version)
-            with one_thread_less(self._layout.longest_chunk(state.parameter) is not None):
+            with one_thread_less(self.layout.longest_chunk(state.parameter) is not None):
                 if chunk.index == 0:
                     self._undo.begin(state)
                 old = None
@@ -205,12 +203,13 @@ class Swapper:
         self.pipeline.start_write(unit, written, versions)
         self._undo.release_memory()
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, error: BaseException | None = None) -> None:
         """After an error: finish what is in flight, and give a parameter that was updated in part its old values.
 
         Raises:
             SwapError: the old values cannot be read. The next call tries again before it does anything else.
         """
+        clear_tracebacks(error)
         self.pipeline.drop_reads()
         self.pipeline.settle()
         self._undo.roll_back()
@@ -233,9 +232,9 @@ class Swapper:
         parameter = chunk.state.parameter
         gradient = chunk.gradient(swapped)
         part = chunk.part_of(chunk.state.local)
-        device = self._layout.device(parameter)
+        device = self.layout.device(parameter)
         leaf = part
-        if self._layout.has_master(parameter):
+        if self.layout.has_master(parameter):
             leaf = state.pop(MASTER) if MASTER in state else part.to(device, torch.float32)
         elif part.device != device:
             leaf = part.to(device)
@@ -244,7 +243,7 @@ class Swapper:
         leaf.grad = None
         if leaf is not part:
             part.copy_(leaf)
-        if self._layout.has_master(parameter):
+        if self.layout.has_master(parameter):
             new[MASTER] = leaf
         if chunk.is_last and swapped is not None:
             self.pipeline.forget_gradient(chunk.state)
@@ -257,7 +256,7 @@ class Swapper:
         """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
         state = chunk.state
         shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
-        tensors = {name: value for name, value in new.items() if self._layout.is_swappable(value, shape, state)}
+        tensors = {name: value for name, value in new.items() if self.layout.is_swappable(value, shape, state)}
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         may_be_resident = not state.is_chunked and not state.stored and nbytes > 0
         if may_be_resident and (state.is_resident or nbytes <= self._options.memory - self.resident_bytes):
@@ -287,12 +286,12 @@ class Swapper:
         size, device = 0, torch.device("cpu")
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
             state, known = chunk.state, chunk.state.stored or chunk.state.values
-            state.new = () if known else self._layout.dtypes(state.parameter, self._groups[state])
-            state.undo = self._layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
+            state.new = () if known else self.layout.dtypes(state.parameter, self._groups[state])
+            state.undo = self.layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
             nbytes = size_of([chunk])
-            next_device = self._layout.device(state.parameter)
+            next_device = self.layout.device(state.parameter)
             if next_device.type == "cpu":  # state may be larger than its parameter
-                self._buffers.expect_room(nbytes, self._name_of(state.parameter))
+                self._buffers.expect_room(nbytes, partial(self._name_of, state.parameter))
             if chunks and (size + nbytes > self._unit_bytes or next_device != device):
                 yield Unit(chunks, device)
                 chunks, size = [], 0
@@ -305,7 +304,7 @@ class Swapper:
         """Return the state of a parameter; an empty one where it has none yet."""
         state = self._states.get(parameter)
         if state is None:
-            state = ParameterState(len(self._states), parameter, self._layout.bounds(parameter), {}, {})
+            state = ParameterState(len(self._states), parameter, self.layout.bounds(parameter), {}, {})
             self._states[parameter] = state
         return state
 
@@ -323,7 +322,7 @@ class Swapper:
         self.pipeline.settle()
         found = copied(state.values)
         for name, stored in state.stored.items():
-            found[name] = self.pipeline.read_whole(state, name, stored, self._layout.device(parameter), mapped)
+            found[name] = self.pipeline.read_whole(state, name, stored, self.layout.device(parameter), mapped)
         return {name: like(parameter, value) for name, value in found.items()}
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -335,14 +334,13 @@ class Swapper:
         """
         self._roll_back_what_is_left()
         known = self.state(parameter)
-        if self._update.is_elementwise:
-            expect_shape(known, state)
+        self.layout.expect_shape(known, state)
         self.pipeline.drop_reads()
         self.pipeline.settle()
         known.applied, known.unwritten = None, None
         self.resident_bytes -= known.resident_bytes
         known.resident_bytes = 0
-        device = self._layout.device(parameter)
+        device = self.layout.device(parameter)
         for chunk in known.chunks():
             self._write_chunk(chunk, {name: chunk.copy_of(value, device) for name, value in state.items()})
         self.pipeline.drain()
@@ -357,7 +355,7 @@ class Swapper:
     ) -> bool:
         """Store the state that an optimizer allocates for a parameter when it is made; return whether there is any."""
         state = self.state(parameter)
-        device, dtype = self._layout.device(parameter), self._layout.dtype(parameter)
+        device, dtype = self.layout.device(parameter), self.layout.dtype(parameter)
         for chunk in state.chunks():
             leaf = chunk.part_of(state.local).to(device, dtype).requires_grad_(parameter.requires_grad)
             made = make([{**group, "params": [leaf]}]).state.get(leaf, {})
@@ -370,7 +368,7 @@ class Swapper:
     def _write_chunk(self, chunk: Chunk, new: dict[str, Any]) -> None:
         version = 1 - chunk.state.version if chunk.state.is_chunked else chunk.state.version
         tensors = self._keep(chunk, new)
-        self.pipeline.start_write(Unit([chunk], self._layout.device(chunk.state.parameter)), [tensors], [version])
+        self.pipeline.start_write(Unit([chunk], self.layout.device(chunk.state.parameter)), [tensors], [version])
 
     def close(self) -> None:
         """Wait for what is in flight, and delete all states.
@@ -394,7 +392,7 @@ class Swapper:
         Raises:
             ValueError: the buffers have a given size, and one of the parameters needs more.
         """
-        least = {parameter: self._layout.least_buffer(parameter, group) for parameter, group in parameters}
+        least = {parameter: self.layout.least_buffer(parameter, group) for parameter, group in parameters}
         for parameter in sorted(least, key=least.__getitem__)[-1:]:
-            self._buffers.expect_room(least[parameter], self._name_of(parameter))
+            self._buffers.expect_room(least[parameter], partial(self._name_of, parameter))
         return max(least.values(), default=0)

@@ -53,12 +53,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         update = Update(optimizer)
         self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
         self._make, self._when = make, when
-        self._until_now = SwapCounters()  # at the end of the last step
-        self._last_step = SwapCounters()
+        self._until_now, self._last_step = SwapCounters(), SwapCounters()  # as of the last step's end; of that step
         self._lock = threading.RLock()  # backward runs in a thread of its own for each device
         self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
-        self._failed_update: SwapError | None = None  # of this backward's updates
+        self._failed_update: SwapError | ValueError | None = None  # of this backward's updates
         self._is_made = False  # torch's constructor adds the groups before there is a swapper
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
@@ -170,7 +169,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             self._order.begin_update(parameter)
             try:
                 self._swap.update_now(parameter, group_of(self.param_groups, parameter))
-            except SwapError as e:  # an error would end this backward, and other parameters would get no gradient
+            except (
+                SwapError,
+                ValueError,
+            ) as e:  # raised here, it would leave other parameters without gradients
                 self._failed_update = self._failed_update or e
                 return
             parameter.grad = AppliedGradient(parameter)
@@ -182,7 +184,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
 
     def _start_reads(self) -> None:
         for parameter in self._order.next_reads():
-            self._swap.start_read(parameter)
+            try:
+                self._swap.start_read(parameter)
+            except ValueError:  # the buffers have no room for it, which its update says
+                self._forget_reads()
 
     def _end_backward(self, left: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Update what the hooks have not, and read ahead for the next backward. Writes stay in flight."""
@@ -286,6 +291,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         """Replace the state of a parameter.
 
         Raises:
+            ValueError: a tensor has another shape than the parameter, and the optimizer is element-wise.
             SwapError: the state cannot be written.
             KeyError: the optimizer has no such parameter.
 
@@ -307,6 +313,8 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # what load_state_dict calls at its end
         saved = self._swap.completed(state)
+        for parameter, values in saved["state"].items():
+            self._swap.layout.expect_shape(self._swap.state(parameter), values)
         for group in saved["param_groups"]:
             for parameter in group["params"]:
                 self.set_state(parameter, saved["state"].get(parameter, {}))

@@ -353,6 +353,20 @@ def test_state_may_be_larger_than_its_parameter(store: Offloader) -> None:
         tight.step()
 
 
+def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: Offloader) -> None:
+    parameters = [nn.Parameter(torch.ones(count)) for count in (10, 1000, 10)]
+    optimizer = Preconditioned(parameters)
+    with offload(optimizer, store, min_bytes=0, buffer_bytes=1 << 20, when="backward") as optimizer:
+        sum(parameter.sum() for parameter in parameters).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in parameters).backward()
+        assert all(parameter.grad is not None for parameter in parameters)
+        with pytest.raises(ValueError, match="buffer_bytes=1048576 is less than parameter 1 of group 0 needs"):
+            optimizer.step()
+        assert [optimizer.state_of(parameter)["matrix"][0, 0].item() for parameter in parameters] == [2, 1, 2]
+
+
 def test_parameters_that_need_larger_buffers_are_added(store: Offloader) -> None:
     """Muon updates whole matrices, and this one needs more than the default of 64 MiB."""
     pair = Pair(OPTIMIZERS["Muon"], store, ((2, 3),), prefetch=0)
@@ -369,6 +383,11 @@ def test_state_of_another_shape_is_refused(pair: Pair) -> None:
     state = pair.offloaded.state_of(pair.swapped[1])
     with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(76,\), and the parameter \(77,\)"):
         pair.offloaded.set_state(pair.swapped[1], {**state, "exp_avg": torch.ones(76)})
+    saved = copy.deepcopy(pair.optimizer.state_dict())
+    saved["state"][0]["exp_avg"] += 1
+    saved["state"][1]["exp_avg"] = torch.ones(76)
+    with pytest.raises(ValueError, match="'exp_avg' has the shape"):
+        pair.offloaded.load_state_dict(saved)
     pair.step()
     pair.expect_same()
 
