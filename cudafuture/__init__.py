@@ -14,8 +14,8 @@ from cudafuture.errors import (
     InvalidStateError,
     TensorSearchError,
 )
-from cudafuture.future import copy, submit
-from cudafuture.streams import current_streams, has_context, pool_stream, use_streams
+from cudafuture.future import copy, packed_nbytes, submit
+from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
     "current_streams",
     "gather",
     "has_context",
+    "own_stream",
+    "packed_nbytes",
     "pool_stream",
     "submit",
     "use_streams",

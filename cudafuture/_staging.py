@@ -52,10 +52,20 @@ def earlier_work(devices: Iterable[torch.device]) -> CUDAFuture[None]:
 
 
 def streams_after(
-    earlier: CUDAFuture[None], devices: Iterable[torch.device], priority: int, edge: str
+    earlier: CUDAFuture[None],
+    devices: Iterable[torch.device],
+    priority: int,
+    edge: str,
+    given: torch.Stream | None = None,
 ) -> list[torch.Stream]:
-    """Return a pool stream of each device, which waits for the event that `earlier` has there."""
-    streams = [_C.pool_stream(device, priority) for device in devices]
+    """Return a stream of each device, which waits for the event that `earlier` has there.
+
+    It is `given` on the device of that, else a stream of the pool.
+    """
+    streams = [
+        given if given is not None and given.device == device else _C.pool_stream(device, priority)
+        for device in devices
+    ]
     events = earlier.events
     if events and _C.edge_stands(edge):
         for stream in streams:

@@ -2,7 +2,8 @@
 
 ::
 
-    host memory      ──► pinned twin ──► device     where the memory is pinned and dense already, without the twin
+    host memory      ──► staging buffer ──► device  without a staging buffer where the memory is pinned and dense
+    host memory, pack=True: all tensors ──► one staging buffer ──► one slab on the device (``_C/core/batch_copy.h``)
     device           ──► pinned tensor
     device           ──► device                     on streams of both, each waiting for the other's part (torch's copy)
     host             ──► host                       no stream: on the default executor
@@ -33,24 +34,92 @@ from cudafuture._tensors import find_tensors
 from cudafuture.executors import default_executor
 from cudafuture.streams import use_streams
 
-__all__ = ["LARGE", "Transfer"]
+__all__ = ["LARGE", "Transfer", "can_be_packed"]
 
 LARGE = 1 << 20
 """Bytes of host memory that the caller's thread copies to pinned memory by itself; more goes to the executor."""
 
 
+_ALIGNMENT = 512
+"""Bytes at whose multiples packed tensors lie."""
+
+
 class Transfer:
     """A value on its way to a device."""
 
-    def __init__(self, value: object, target: torch.device, priority: int) -> None:
+    def __init__(
+        self,
+        value: object,
+        target: torch.device,
+        priority: int,
+        out: object = None,
+        stream: torch.Stream | None = None,
+        pack: bool = False,
+    ) -> None:
         self.leaves, self.spec = _pytree.tree_flatten(value)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.priority = priority
+        self.stream = stream
         self.to_host = target.type == "cpu"
         self.to_meta = target.type == "meta"
         self.target = target if self.to_host or self.to_meta else _C.pool_stream(target, priority).device  # its index
         if not self.to_meta and any(t.is_meta for t in self.tensors):
             raise RuntimeError("copy(): a tensor on the meta device has no data to copy")
+        self.packed = [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if pack and not (self.to_host or self.to_meta) and can_be_packed(leaf)
+        ]
+        self.slab: torch.Tensor | None = None  # given by the caller, for the packed tensors
+        self.targets: list[Any] = [None] * len(self.leaves)  # given by the caller, one for each leaf
+        self._expect_stream()
+        if out is not None and pack and not self.to_host:
+            self.slab = self._expect_slab(out)
+        elif out is not None:
+            self.targets = self._expect_targets(out)
+        self.caller = _C.current_streams([] if self.to_host or self.to_meta else [self.target])
+
+    def _expect_stream(self) -> None:
+        devices = {t.device for t in self.tensors if is_on_device(t)} if self.to_host else {self.target}
+        if self.stream is not None and self.stream.device not in devices:
+            where = ", ".join(map(str, devices)) or "no device"
+            raise ValueError(f"copy(): stream is on {self.stream.device}, and the copies run on {where}")
+
+    def _expect_slab(self, out: object) -> torch.Tensor:
+        """Return `out`; raise ValueError unless it can take the packed tensors."""
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"copy(pack=True): out is a tensor of bytes on the device, not {type(out).__name__}")
+        if len(self.packed) != len(self.tensors):
+            raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed into out")
+        wanted = _C.batch_nbytes([self.leaves[i] for i in self.packed])
+        if out.device != self.target or out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
+            raise ValueError(
+                f"copy(pack=True): out is a contiguous one-dimensional tensor of uint8 on {self.target}, not "
+                f"{_described(out)}"
+            )
+        if out.nbytes < wanted or out.data_ptr() % _ALIGNMENT:
+            raise ValueError(
+                f"copy(pack=True): out needs {wanted} bytes that begin at a multiple of {_ALIGNMENT}, and has "
+                f"{out.nbytes} bytes at {out.data_ptr():#x}"
+            )
+        return out
+
+    def _expect_targets(self, out: object) -> list[Any]:
+        """Return the leaves of `out`; raise ValueError unless they can take the copies."""
+        leaves, spec = _pytree.tree_flatten(out)
+        if spec != self.spec or self.to_meta:
+            raise ValueError("copy(): out has the structure of the value, and its tensors are on the target")
+        for leaf, target in zip(self.leaves, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if (
+                not isinstance(target, torch.Tensor)
+                or (target.device, target.dtype, target.shape) != (self.target, leaf.dtype, leaf.shape)
+                or not (_is_plain(leaf) and _is_plain(target))
+            ):
+                is_of = "no tensor" if not isinstance(target, torch.Tensor) else _described(target)
+                raise ValueError(f"copy(): out for {_described(leaf)} is the same on {self.target}, not {is_of}")
+        return leaves
 
     def start(self) -> CUDAFuture[Any]:
         """Enqueue what can be enqueued now, and return the future of the copy."""
@@ -58,7 +127,8 @@ class Transfer:
         devices = sources if self.to_host or self.to_meta else list(dict.fromkeys([*sources, self.target]))
         if not devices:
             return _C.submit(self._on_host, default_executor(), self.priority, "copy")
-        earlier = earlier_work([*sources, self.target] if self._reads_pinned() else sources)
+        uses_target = self._reads_pinned() or any(is_on_device(t) for t in self.targets if isinstance(t, torch.Tensor))
+        earlier = earlier_work([*sources, self.target] if uses_target else sources)
         enqueue = functools.partial(self._enqueue, devices, earlier)
         if sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t)) <= LARGE:
             return enqueue(self._read())
@@ -66,27 +136,36 @@ class Transfer:
         return read.then_async(lambda done: enqueue(done.value()))
 
     def _is_read_by_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and (self.to_host or not _can_be_sent(tensor))
+        return tensor.device.type == "cpu" and (self.to_host or bool(self.packed) or not _can_be_sent(tensor))
 
     def _reads_pinned(self) -> bool:
-        """Say whether a device is to read the caller's own host memory, which its streams may be writing."""
+        """Return whether a device is to read the caller's own host memory, which its streams may be writing."""
         host = [t for t in self.tensors if t.device.type == "cpu"]
         return not (self.to_host or self.to_meta) and any(_can_be_sent(t) for t in host)
 
     def _on_host(self) -> Any:
-        return _pytree.tree_unflatten([self._to_meta_or_clone(leaf) for leaf in self.leaves], self.spec)
+        return _pytree.tree_unflatten([*map(self._to_meta_or_clone, self.leaves, self.targets)], self.spec)
 
-    def _to_meta_or_clone(self, leaf: Any) -> Any:
+    def _to_meta_or_clone(self, leaf: Any, target: Any = None) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if target is not None:
+            return target.copy_(leaf.detach())
         return leaf.detach().to("meta", copy=True) if self.to_meta else leaf.detach().clone()
 
     def _read(self) -> list[Any]:
         """Return the leaves; of what the host has to read, a copy that a device can take, or the final one."""
         leaves: list[Any] = []
-        for leaf in self.leaves:
-            if not isinstance(leaf, torch.Tensor) or self.to_meta or not self._is_read_by_host(leaf):
+        for i, leaf in enumerate(self.leaves):
+            if (
+                i in self.packed
+                or not isinstance(leaf, torch.Tensor)
+                or self.to_meta
+                or not self._is_read_by_host(leaf)
+            ):
                 leaves.append(leaf)
+            elif self.to_host and self.targets[i] is not None:
+                leaves.append(self.targets[i].copy_(leaf.detach()))
             elif self.to_host or not _is_plain(leaf):
                 leaves.append(leaf.detach().clone())
             else:
@@ -97,8 +176,12 @@ class Transfer:
         streams: list[torch.Stream] = []
         try:
             streams = self._streams(devices, earlier)
+            packed = self._send_packed(streams)
             with use_streams(*streams):
-                copies = [self._carry(leaf, streams) for leaf in leaves]
+                copies = [
+                    packed[i] if i in packed else self._carry(leaf, self.targets[i], streams)
+                    for i, leaf in enumerate(leaves)
+                ]
             future: CUDAFuture[Any] = CUDAFuture(priority=self.priority, name="copy")
             complete(future, _pytree.tree_unflatten(copies, self.spec), streams, "copy.done_record")
             return future
@@ -110,11 +193,21 @@ class Transfer:
         sources = devices_of(self.tensors)
         others = [d for d in devices if d not in sources]
         return [
-            *streams_after(earlier, sources, self.priority, "copy.source_wait"),
-            *streams_after(earlier, others, self.priority, "copy.target_wait"),
+            *streams_after(earlier, sources, self.priority, "copy.source_wait", self.stream),
+            *streams_after(earlier, others, self.priority, "copy.target_wait", self.stream),
         ]
 
-    def _carry(self, leaf: Any, streams: list[torch.Stream]) -> Any:
+    def _send_packed(self, streams: list[torch.Stream]) -> dict[int, torch.Tensor]:
+        """Copy the packed tensors to the device; return the copies by the index of their leaf."""
+        if not self.packed:
+            return {}
+        stream = next(stream for stream in streams if stream.device == self.target)
+        with use_streams(*self.caller):  # which the slab belongs to
+            slab = None if self.slab is None else _C.DeviceSlab.of(self.slab)
+            copies = _C.copy_batch([self.leaves[i] for i in self.packed], stream, slab, True, True, True)
+        return dict(zip(self.packed, copies, strict=True))
+
+    def _carry(self, leaf: Any, target: Any, streams: list[torch.Stream]) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self.to_meta:
@@ -125,13 +218,30 @@ class Transfer:
             used_on(streams, leaf, "copy.source_record_stream")
         if not _is_plain(leaf):
             return leaf.detach().to(self.target, non_blocking=True, copy=True)
-        copied = twin(leaf, self.target)
+        copied = twin(leaf, self.target) if target is None else target
+        if target is not None:
+            used_on(streams, target, "copy.target_record_stream")
         copy_between(copied, leaf)
         return copied
 
 
+def can_be_packed(leaf: object) -> bool:
+    """Return True for a tensor of the host whose copy is its bytes, so that it can lie in a slab."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.device.type == "cpu"
+        and _is_plain(leaf)
+        and not leaf.is_quantized
+        and type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}"
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor is its memory, and no composition of others."""
+    """Return whether the tensor is its memory, and no composition of others."""
     return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(type(tensor), "__tensor_flatten__")
 
 
@@ -140,7 +250,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _can_be_sent(tensor: torch.Tensor) -> bool:
-    """Say whether a device can read this host memory as it is."""
+    """Return whether a device can read this host memory as it is."""
     return _is_plain(tensor) and not (tensor.is_conj() or tensor.is_neg()) and are_dense(tensor) and tensor.is_pinned()
 
 

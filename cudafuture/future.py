@@ -8,14 +8,15 @@ from concurrent.futures import Executor
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch.utils import _pytree
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._transfer import Transfer
+from cudafuture._transfer import Transfer, can_be_packed
 from cudafuture.config import config
 from cudafuture.executors import default_executor
 
-__all__ = ["CUDAFuture", "copy", "submit"]
+__all__ = ["CUDAFuture", "copy", "packed_nbytes", "submit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +73,15 @@ def submit(  # type: ignore[misc]
     return _C.submit(call, executor if executor is not None else default_executor(), priority, name)
 
 
-def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CUDAFuture[T]:
+def copy(
+    value: T,
+    device: torch.device | str | int,
+    *,
+    priority: int = 0,
+    out: Any = None,
+    stream: torch.Stream | None = None,
+    pack: bool = False,
+) -> CUDAFuture[T]:
     """Copy every tensor of `value` to `device` and return a future of the same structure with the copies.
 
     Args:
@@ -81,6 +90,16 @@ def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CU
             enqueued so far, may be dropped at once, and must stay unchanged until the future is ready.
         device: where to.
         priority: of the streams and of the future; 0 (default), -1 high.
+        out: memory for the copies; None (default): they get memory of their own. A value of the structure of `value`,
+            whose tensors have the shapes and dtypes of the sources and are on `device`: they are filled and returned.
+            With `pack`, one contiguous tensor of uint8 on `device` with at least ``packed_nbytes(value)`` bytes.
+        stream: that the copies run on; None (default): streams of the pool. It is on `device`, or on the device of the
+            sources when `device` is the host.
+        pack: copy tensors of the host to a device all at once. They are laid one after the other into one staging
+            buffer, which crosses in one copy. The results are views of one slab of device memory, which belongs to
+            the caller's current stream; each begins at a multiple of 512 bytes, and one that is kept keeps the whole
+            slab. Pinned tensors of 64 KiB and more are not staged. The host reads the tensors, so device work that
+            fills them must have finished. Without effect on other tensors, and where `device` is the host.
 
     A copy has the shape, the dtype and the order of dimensions of its source, memory of its own without gaps, and no
     gradient; two views of one tensor become two tensors. Nothing blocks the caller until a device has finished:
@@ -95,9 +114,20 @@ def copy(value: T, device: torch.device | str | int, *, priority: int = 0) -> CU
     An error on the way, such as too little memory, fails the future.
 
     Raises:
-        TypeError, ValueError, RuntimeError: no such device, or nothing to copy out of it (meta).
+        TypeError, ValueError, RuntimeError: no such device, nothing to copy out of it (meta), or `out` or `stream` that
+            does not fit.
 
     >>> copy({"x": torch.ones(2)}, "cpu").wait()
     {'x': tensor([1., 1.])}
     """
-    return Transfer(value, torch.device(device), priority).start()
+    return Transfer(value, torch.device(device), priority, out, stream, pack).start()
+
+
+def packed_nbytes(value: object) -> int:
+    """Return the bytes of device memory that ``copy(value, device, pack=True)`` takes.
+
+    >>> packed_nbytes([torch.ones(2), torch.ones(200)])
+    1536
+    """
+    leaves = _pytree.tree_leaves(value)
+    return _C.batch_nbytes([leaf for leaf in leaves if can_be_packed(leaf)])

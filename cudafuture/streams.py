@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
@@ -9,7 +10,7 @@ import torch
 
 from cudafuture import _C
 
-__all__ = ["current_streams", "has_context", "pool_stream", "use_streams"]
+__all__ = ["current_streams", "has_context", "own_stream", "pool_stream", "use_streams"]
 
 
 def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
@@ -19,7 +20,8 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
         device: one that has streams, such as "cuda:0".
         priority: lower is more urgent; 0 (default), -1 high.
 
-    The pool hands its streams out round-robin (CUDA: 32 per priority), so two callers can share one. Do not keep it.
+    The pool hands its streams out round-robin (CUDA: 32 per priority), so two callers can share one. Do not keep it:
+    ``own_stream`` returns one to keep.
 
     Raises:
         ValueError: a device without streams, such as the CPU.
@@ -30,6 +32,31 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
     ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
     """
     return _C.pool_stream(device, priority)
+
+
+def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
+    """Return a stream that no one else gets while the returned object lives, for an object that keeps one.
+
+    Args:
+        device: one that has streams, such as "cuda:0".
+        priority: lower is more urgent; 0 (default), -1 high. A device clamps a priority that is too high for it.
+
+    The stream is not one of the pool. It is never destroyed, since allocators may still record events on it: when the
+    object is gone, the next caller for the device and the priority gets the stream. So a program has as many as it uses
+    at a time. Devices other than CUDA's, ROCm's and the simulated ones give a stream of their pool.
+
+    Raises:
+        ValueError: a device without streams, such as the CPU.
+        RuntimeError: the device could not make a stream.
+
+    >>> own_stream("cpu")
+    Traceback (most recent call last):
+        ...
+    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
+    """
+    stream = _C.acquire_stream(device, priority)
+    weakref.finalize(stream, _C.release_stream, stream.device, stream.stream_id, priority).atexit = False
+    return stream
 
 
 def current_streams(devices: Iterable[torch.device | str | int]) -> list[torch.Stream]:

@@ -22,6 +22,7 @@ from device import (
     test_combinators,
     test_completion,
     test_copy,
+    test_copy_batch,
     test_events,
     test_failures,
     test_guards,
@@ -261,6 +262,21 @@ SCENARIOS: dict[str, Scenario] = {
         test_copy.test_what_is_pinned_is_read_after_the_copies_into_it,
         "pinned.copy_(x, non_blocking=True)",
         "again = copy(pinned, ",
+    ),
+    "copy.target_record_stream": reuse(
+        test_copy_batch.test_out_may_be_dropped_before_the_copy_has_arrived,
+        "copy(accelerator.pinned(4.0), ",
+        OVERWRITTEN,
+    ),
+    "batch.slab_wait": race(
+        test_copy_batch.test_a_slab_is_written_after_its_streams_earlier_use_of_the_memory,
+        None,
+        "copy(torch.full((SIZE,), 4.0), ",
+    ),
+    "batch.record_stream": reuse(
+        test_copy_batch.test_packed_copies_may_be_dropped_before_they_have_arrived,
+        "copy(torch.full((SIZE,), 4.0), ",
+        OVERWRITTEN,
     ),
     "copy.done_record": race(
         test_copy.test_whoever_waits_is_ordered_after_the_copy,

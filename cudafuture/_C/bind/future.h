@@ -135,6 +135,7 @@ void bind_edges(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_digests(nb::module_& m);
 void bind_buffer_pool(nb::module_& m);
+void bind_batch_copy(nb::module_& m);
 void bind_store(nb::module_& m);
 
 }  // namespace cudafuture::bind

@@ -67,6 +67,7 @@ NB_MODULE(_C, m) {
   bind_storage(m);
   bind_digests(m);
   bind_buffer_pool(m);
+  bind_batch_copy(m);
   bind_store(m);
   m.attr("inline_executor") = cudafuture::bind::HostExecutor{"inline", &InlineExecutor::get()};
   m.attr("callback_thread") = cudafuture::bind::HostExecutor{"callback_thread", &CallbackThread::get()};

@@ -4,6 +4,7 @@
 #include "bind/errors.h"
 #include "bind/future.h"
 #include "core/capture.h"
+#include "core/own_streams.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {
@@ -39,6 +40,19 @@ void bind_streams(nb::module_& m) {
       },
       nb::arg("device"), nb::arg("priority"));
   m.def(
+      "acquire_stream",
+      [](nb::handle device, int priority) {
+        const Entry entry;
+        return stream_object(OwnStreams::get().acquire(device_with_streams(device), expect_priority(priority)));
+      },
+      nb::arg("device"), nb::arg("priority"));
+  m.def(
+      "release_stream",
+      [](nb::handle device, std::int64_t id, int priority) {
+        OwnStreams::get().release(c10::Stream(c10::Stream::UNSAFE, device_from(device), id), priority);
+      },
+      nb::arg("device"), nb::arg("stream_id"), nb::arg("priority"));
+  m.def(
       "current_streams",
       [](nb::handle devices) {
         nb::list streams;
@@ -61,6 +75,13 @@ void bind_streams(nb::module_& m) {
         set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
       },
       nb::arg("device"), nb::arg("exchange"));
+  // `make`: a capsule of the function, likewise.
+  m.def(
+      "set_make_stream",
+      [](nb::handle device, const nb::capsule& make) {
+        set_make_stream(device_from(device).type(), reinterpret_cast<MakeStream>(make.data()));
+      },
+      nb::arg("device"), nb::arg("make"));
   m.def("has_context", [](nb::handle device) { return has_context(device_with_streams(device)); }, nb::arg("device"));
   m.def("any_device_with_streams", any_device_with_streams);
 }

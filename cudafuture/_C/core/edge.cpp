@@ -55,9 +55,12 @@ constexpr std::string_view kNames[] = {
     "storage.read_record",
     "storage.failure_record",
     "storage.buffer_record",
+    "batch.slab_wait",
+    "batch.record_stream",
     "copy.source_wait",
     "copy.source_record_stream",
     "copy.target_wait",
+    "copy.target_record_stream",
     "copy.done_record",
     "staging.out_wait",
     "staging.out_record_stream",
@@ -65,6 +68,11 @@ constexpr std::string_view kNames[] = {
     "staging.in_wait",
     "staging.in_record_stream",
     "staging.in_record",
+    "prefetch.loader_wait",
+    "prefetch.ready_record",
+    "prefetch.ready_wait",
+    "prefetch.record_stream",
+    "prefetch.drop_wait",
 };
 static_assert(std::size(kNames) == static_cast<std::size_t>(Edge::count));
 

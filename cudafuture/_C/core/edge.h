@@ -74,10 +74,15 @@ enum class Edge : std::uint8_t {
   storage_failure_record,
   storage_buffer_record,  // memory of a pool is lent again when the devices have done with it
 
+  // the tensors of a batch
+  batch_slab_wait,      // a copy begins when the memory's owner has finished with it
+  batch_record_stream,  // memory is not used again before the copy into it has finished
+
   // in Python
   copy_source_wait,
   copy_source_record_stream,
   copy_target_wait,
+  copy_target_record_stream,
   copy_done_record,
   staging_out_wait,
   staging_out_record_stream,
@@ -85,6 +90,11 @@ enum class Edge : std::uint8_t {
   staging_in_wait,
   staging_in_record_stream,
   staging_in_record,
+  prefetch_loader_wait,    // a batch is ready when what its loader has enqueued has finished
+  prefetch_ready_record,   // on the copy stream
+  prefetch_ready_wait,     // the consumer's stream waits for the copy
+  prefetch_record_stream,  // memory that is not the consumer's is not used again before the consumer has finished
+  prefetch_drop_wait,      // nor is memory of a batch that nobody took before the copy has finished
 
   count,
 };

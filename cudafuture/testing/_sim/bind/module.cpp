@@ -163,6 +163,13 @@ void bind_streams(nb::module_& m) {
     };
     return nb::capsule(reinterpret_cast<void*>(exchange), "exchange_capture_mode");
   });
+  // For cudafuture's core, too: a stream outside of the pool.
+  m.def("make_stream", [] {
+    std::int64_t (*const make)(int, int) = [](int device, int priority) {
+      return Accelerator::get().own_stream(device, priority).id;
+    };
+    return nb::capsule(reinterpret_cast<void*>(make), "make_stream");
+  });
   m.def("hold", [](const NamedStream& stream) {
     auto* const gate = new GatePtr(Accelerator::get().hold(named(stream)));
     return nb::capsule(gate, [](void* p) noexcept { delete static_cast<GatePtr*>(p); });

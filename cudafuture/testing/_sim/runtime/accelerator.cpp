@@ -42,18 +42,39 @@ int Accelerator::device_count() const noexcept { return state_->device_count.loa
 
 // ---- streams: an id says what there is to know
 
-StreamName Accelerator::new_stream(int device, int priority) {
-  const Entry entry(*state_);
+namespace {
+
+// The index of a priority; throws for one that no stream has.
+std::size_t level_of(int priority) {
   if (priority > kLowestPriority) {
     throw std::invalid_argument("the priority of a stream is 0 or negative (more urgent), not " +
                                 std::to_string(priority));
   }
-  const int level = kLowestPriority - std::max(priority, kHighestPriority);
-  int& next = state_->device(device).next[static_cast<std::size_t>(level)];
+  return static_cast<std::size_t>(kLowestPriority - std::max(priority, kHighestPriority));
+}
+
+}  // namespace
+
+StreamName Accelerator::new_stream(int device, int priority) {
+  const Entry entry(*state_);
+  const std::size_t level = level_of(priority);
+  int& next = state_->device(device).next[level];
   const int index = next;
   next = (next + 1) % kStreamsPerPriority;
   make_context(device);
-  return {device, 1 + level * kStreamsPerPriority + index};
+  return {device, 1 + static_cast<int>(level) * kStreamsPerPriority + index};
+}
+
+StreamName Accelerator::own_stream(int device, int priority) {
+  const Entry entry(*state_);
+  const std::size_t level = level_of(priority);
+  int& made = state_->device(device).own[level];
+  if (made == kOwnStreamsPerPriority) {
+    throw std::runtime_error(name_of_device(device) + " has " + std::to_string(made) +
+                             " streams of this priority outside of the pool, and cannot make more");
+  }
+  make_context(device);
+  return {device, 1 + kPoolStreams + static_cast<int>(level) * kOwnStreamsPerPriority + made++};
 }
 
 bool Accelerator::has_stream(StreamName stream) const noexcept {
@@ -61,7 +82,11 @@ bool Accelerator::has_stream(StreamName stream) const noexcept {
 }
 
 int Accelerator::priority_of(StreamName stream) const noexcept {
-  return stream.id <= 0 ? kLowestPriority : kLowestPriority - static_cast<int>((stream.id - 1) / kStreamsPerPriority);
+  if (stream.id <= 0) return kLowestPriority;
+  const std::int64_t index = stream.id - 1;
+  const std::int64_t level =
+      index < kPoolStreams ? index / kStreamsPerPriority : (index - kPoolStreams) / kOwnStreamsPerPriority;
+  return kLowestPriority - static_cast<int>(level);
 }
 
 void Accelerator::begin_capture(StreamName stream) {

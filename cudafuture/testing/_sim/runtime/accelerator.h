@@ -40,8 +40,9 @@ namespace sim {
 
 constexpr int kMaxDevices = 8;
 constexpr int kStreamsPerPriority = 32;
-constexpr int kHighestPriority = -3;  // lower is more urgent; a more urgent priority is clamped to this
-constexpr int kLowestPriority = 0;    // a less urgent priority is refused, as by CUDA's pool
+constexpr int kOwnStreamsPerPriority = 64;  // outside of the pool
+constexpr int kHighestPriority = -3;        // lower is more urgent; a more urgent priority is clamped to this
+constexpr int kLowestPriority = 0;          // a less urgent priority is refused, as by CUDA's pool
 
 enum class Schedule : std::uint8_t { free, jitter, lazy };
 
@@ -125,6 +126,7 @@ class Accelerator {
 
   // ---- streams
   StreamName new_stream(int device, int priority);  // out of the pool, round-robin
+  StreamName own_stream(int device, int priority);  // outside of it; throws std::runtime_error when there are no more
   bool has_stream(StreamName stream) const noexcept;
   int priority_of(StreamName stream) const noexcept;
 

@@ -21,7 +21,8 @@
 namespace sim::runtime {
 
 constexpr int kPriorities = kLowestPriority - kHighestPriority + 1;
-constexpr int kStreamsPerDevice = 1 + kPriorities * kStreamsPerPriority;
+constexpr int kPoolStreams = kPriorities * kStreamsPerPriority;  // of each device
+constexpr int kStreamsPerDevice = 1 + kPoolStreams + kPriorities * kOwnStreamsPerPriority;
 
 // What was let go under the lock, and may need other locks, or the accelerator, when it is destroyed.
 struct Trash {
@@ -33,6 +34,7 @@ struct Trash {
 struct Device {
   std::array<std::unique_ptr<Stream>, kStreamsPerDevice> streams;  // by id; made when first used
   std::array<int, kPriorities> next{};                             // of the pool, by priority
+  std::array<int, kPriorities> own{};                              // streams outside of it, by priority
   CopyEngines engines;
   std::optional<Memory> memory;
   std::exception_ptr error;

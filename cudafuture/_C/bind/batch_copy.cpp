@@ -1,0 +1,75 @@
+// Copies of the tensors of a batch to a device.
+#include "core/batch_copy.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/future.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture::bind {
+namespace {
+
+std::vector<at::Tensor> host_tensors(nb::handle tensors) {
+  std::vector<at::Tensor> all;
+  for (nb::handle object : tensors) {
+    if (!THPVariable_Check(object.ptr())) {
+      throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.is_quantized()) {
+      throw nb::type_error(("a strided tensor on the host is wanted, not one of layout " + c10::str(tensor.layout()) +
+                            " on " + tensor.device().str())
+                               .c_str());
+    }
+    all.push_back(tensor);
+  }
+  return all;
+}
+
+nb::list copy_batch_of(nb::handle tensors, nb::handle stream, std::optional<DeviceSlab*> slab, bool pack, bool pin,
+                       bool may_drop_unordered) {
+  const Entry entry;
+  refuse_after_fork();
+  const std::vector<c10::Stream> streams = streams_from(stream);
+  const std::vector<at::Tensor> sources = host_tensors(tensors);
+  std::vector<at::Tensor> copies;
+  {
+    const WithoutGil released;
+    copies = copy_batch(sources, streams.at(0), slab.value_or(nullptr), {pack, pin, may_drop_unordered});
+  }
+  nb::list result;
+  for (at::Tensor& copied : copies) result.append(nb::steal(THPVariable_Wrap(std::move(copied))));
+  return result;
+}
+
+}  // namespace
+
+void bind_batch_copy(nb::module_& m) {
+  nb::class_<DeviceSlab>(m, "DeviceSlab")
+      .def(
+          "__init__",
+          [](DeviceSlab* self, std::size_t nbytes, nb::handle device) {
+            const Entry entry;
+            const c10::Device at = device_from(device);
+            const WithoutGil released;
+            new (self) DeviceSlab(nbytes, at);
+          },
+          nb::arg("nbytes"), nb::arg("device"))
+      .def_static(
+          "of", [](nb::handle memory) { return DeviceSlab(tensor_from(memory)); }, nb::arg("memory"))
+      .def_prop_ro("nbytes", &DeviceSlab::nbytes);
+  m.def("copy_batch", copy_batch_of, nb::arg("tensors"), nb::arg("stream"), nb::arg("slab").none(), nb::arg("pack"),
+        nb::arg("pin"), nb::arg("may_drop_unordered"));
+  m.def(
+      "batch_nbytes", [](nb::handle tensors) { return BatchLayout(host_tensors(tensors), true).nbytes; },
+      nb::arg("tensors"));
+}
+
+}  // namespace cudafuture::bind

@@ -1,0 +1,73 @@
+#include "core/own_streams.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "core/device_runtime.h"
+#include "core/process.h"
+#include "core/stream_pool.h"
+
+namespace cudafuture {
+namespace {
+
+std::array<std::atomic<MakeStream>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> make_stream_of{};
+
+// The id of a stream that c10 did not make is its handle.
+std::int64_t make_cuda_stream(int device, int priority) {
+  constexpr unsigned kNonBlocking = 1;  // cudaStreamNonBlocking: it does not wait for the legacy default stream
+  using Create = int (*)(void** stream, unsigned flags, int priority);
+  static const auto create =
+      find_in_device_runtime<Create>("cudaStreamCreateWithPriority", "hipStreamCreateWithPriority");
+  TORCH_CHECK(create != nullptr, "the CUDA runtime of torch has no cudaStreamCreateWithPriority");
+  void* stream = nullptr;
+  const int error = create(&stream, kNonBlocking, priority);
+  TORCH_CHECK(error == 0, "a stream on cuda:", device, " could not be made: CUDA error ", error);
+  return reinterpret_cast<std::int64_t>(stream);
+}
+
+MakeStream maker_for(c10::DeviceType type) noexcept {
+  if (type == c10::DeviceType::CUDA) return make_cuda_stream;
+  return make_stream_of[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+void set_make_stream(c10::DeviceType type, MakeStream make) noexcept {
+  make_stream_of[static_cast<std::size_t>(type)].store(make, std::memory_order_release);
+}
+
+OwnStreams& OwnStreams::get() noexcept {
+  static auto* const streams = new OwnStreams;
+  return *streams;
+}
+
+c10::Stream OwnStreams::acquire(c10::Device device, int priority) {
+  refuse_after_fork();
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = std::find_if(idle_.begin(), idle_.end(), [&](const Idle& idle) {
+      return idle.stream.device() == device && idle.priority == priority;
+    });
+    if (found != idle_.end()) {
+      const c10::Stream stream = found->stream;
+      idle_.erase(found);
+      return stream;
+    }
+  }
+  const MakeStream make = maker_for(device.type());
+  if (make == nullptr) return pool_stream(device, priority);
+  const c10::DeviceGuard guard(device);
+  return c10::Stream(c10::Stream::UNSAFE, device, make(device.index(), priority));
+}
+
+void OwnStreams::release(const c10::Stream& stream, int priority) noexcept {
+  if (is_forked_child() || maker_for(stream.device_type()) == nullptr) return;  // the pool keeps its own
+  std::lock_guard lock(mutex_);
+  idle_.push_back({stream, priority});
+}
+
+}  // namespace cudafuture
