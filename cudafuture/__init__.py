@@ -15,6 +15,7 @@ from cudafuture.errors import (
     TensorSearchError,
 )
 from cudafuture.future import copy, packed_nbytes, submit
+from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceMismatchError",
     "EventView",
     "InvalidStateError",
+    "Prefetcher",
     "TensorSearchError",
     "as_completed",
     "collect_all",
@@ -37,6 +39,7 @@ __all__ = [
     "own_stream",
     "packed_nbytes",
     "pool_stream",
+    "prefetch",
     "submit",
     "use_streams",
     "wait",

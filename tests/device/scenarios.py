@@ -27,6 +27,7 @@ from device import (
     test_failures,
     test_guards,
     test_lifetime,
+    test_prefetch,
     test_scopes,
     test_staging,
     test_storage,
@@ -63,7 +64,9 @@ def host_race(test: Callable[..., None], earlier: str, later: str, **arguments: 
     return Scenario(test, "host_race", earlier, later, arguments)
 
 
-def reuse(test: Callable[..., None], earlier: str, later: str = "device.produce(-1.0)", **arguments: Any) -> Scenario:
+def reuse(
+    test: Callable[..., None], earlier: str | None, later: str = "device.produce(-1.0)", **arguments: Any
+) -> Scenario:
     return Scenario(test, "reuse", earlier, later, arguments)
 
 
@@ -315,6 +318,22 @@ SCENARIOS: dict[str, Scenario] = {
         STORED,
         "accelerator.read(output)",
         move=test_staging.MOVES[STAGED],
+    ),
+    "prefetch.loader_wait": race(
+        test_prefetch.test_a_batch_is_ordered_after_what_its_loader_has_enqueued,
+        None,
+        'accelerator.read(batch["there"])',
+    ),
+    "prefetch.ready_record": race(
+        test_prefetch.test_a_consumer_is_ordered_after_the_copy, None, "accelerator.read(batch) == i"
+    ),
+    "prefetch.record_stream": reuse(
+        test_prefetch.test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it,
+        None,
+        "transform=lambda x: x + 1",
+    ),
+    "prefetch.drop_wait": reuse(
+        test_prefetch.test_batches_that_nobody_takes_are_freed_after_their_copy, None, OVERWRITTEN
     ),
 }
 

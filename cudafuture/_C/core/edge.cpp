@@ -70,7 +70,6 @@ constexpr std::string_view kNames[] = {
     "staging.in_record",
     "prefetch.loader_wait",
     "prefetch.ready_record",
-    "prefetch.ready_wait",
     "prefetch.record_stream",
     "prefetch.drop_wait",
 };

@@ -92,7 +92,6 @@ enum class Edge : std::uint8_t {
   staging_in_record,
   prefetch_loader_wait,    // a batch is ready when what its loader has enqueued has finished
   prefetch_ready_record,   // on the copy stream
-  prefetch_ready_wait,     // the consumer's stream waits for the copy
   prefetch_record_stream,  // memory that is not the consumer's is not used again before the consumer has finished
   prefetch_drop_wait,      // nor is memory of a batch that nobody took before the copy has finished
 

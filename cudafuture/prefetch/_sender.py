@@ -1,0 +1,196 @@
+"""The way of one batch to its device.
+
+::
+
+    host memory ──► staging buffer ──► slab in memory of the consumer's stream ──► transform ──► event of the future
+                                       └───────────── on the sender's own stream ─────────┘
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._tensors import find_tensors
+from cudafuture._transfer import can_be_packed
+from cudafuture.prefetch._structure import find_leaves, map_leaves
+from cudafuture.streams import own_stream, use_streams
+
+__all__ = ["Batch", "Sender"]
+
+_REMEMBERED = 8  # batches whose largest one is the size of the slabs that are reserved
+
+
+@dataclass(eq=False)
+class Batch:
+    """One item of the iterable, or its end, on its way to the consumer."""
+
+    future: CUDAFuture[Any]
+    taken: CUDAFuture[None]
+    """Completes when the consumer takes the batch."""
+    state: Any = None
+    """The state_dict() of the iterable behind this batch."""
+    is_end: bool = False
+    nbytes: int = 0
+    packing_since: float | None = None
+    """When the device had room for the copy, in seconds of ``time.perf_counter()``."""
+    owner: torch.Stream | None = None
+    """The stream that the memory of the copies belongs to; None: nothing was copied."""
+    memory: list[torch.Tensor] = field(default_factory=list)
+    """Tensors in the memory that the owner's stream was given for the copies, one for each storage."""
+    others: list[torch.Tensor] = field(default_factory=list)
+    """Tensors in memory of other streams: those that the transform made, and those that were on the device before."""
+
+    def record_use(self, stream: torch.Stream) -> None:
+        """Keep memory that does not belong to `stream` from being used again before the stream has got here."""
+        if not _C.edge_stands("prefetch.record_stream"):
+            return
+        for tensor in self.others if stream == self.owner else [*self.others, *self.memory]:
+            tensor.record_stream(stream)
+
+    def drop(self) -> None:
+        """Free a batch that nobody takes: its memory is used again when the copy into it has finished."""
+        if _C.edge_stands("prefetch.drop_wait"):
+            self.future.add_done_callback(functools.partial(_order_owner, self))
+
+    def forget(self) -> None:
+        """Drop a future that has failed: the traceback of its error has frames that have this batch."""
+        if self.future.done():
+            self.future = CUDAFuture.completed(None)
+
+
+def _order_owner(batch: Batch, future: CUDAFuture[Any]) -> None:
+    """Have the stream that the memory belongs to wait for the copy."""
+    for event in future.events.values() if batch.owner is not None else ():
+        event.wait(batch.owner)
+
+
+class Sender:
+    """Copies batches to one device, on a stream of its own.
+
+    Args:
+        device: with streams.
+        priority: of the stream.
+        pin: whether staging buffers are of pinned memory; "auto": where the device has such.
+        pack: whether the tensors of a batch cross together.
+        transform: called with each batch on the device, with the sender's stream current; None: not at all.
+        shares: whether the consumer may drop a batch without having waited for it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        priority: int,
+        pin: bool | Literal["auto"],
+        pack: bool,
+        transform: Callable[[Any], Any] | None,
+        shares: bool,
+    ) -> None:
+        self.device = device
+        self.stream = own_stream(device, priority)
+        self._pin = _can_pin() if pin == "auto" else bool(pin)
+        self._pack, self._transform, self._shares = pack, transform, shares
+        self._slabs: deque[tuple[_C.DeviceSlab, torch.Stream]] = deque()
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+        self._wanted = 0  # bytes of the slab to reserve
+
+    def reserve(self, most: int) -> None:
+        """Allocate a slab for a batch to come, on the current stream of the calling thread, the consumer's.
+
+        A copy into the slab has to wait for what the consumer has enqueued until now. Memory that is allocated when the
+        batch is there would have it wait for more.
+        """
+        if self._wanted and len(self._slabs) < most:
+            self._slabs.append((_C.DeviceSlab(self._wanted, self.device), _C.current_streams([self.device])[0]))
+
+    def release_slabs(self) -> None:
+        """Free the slabs that were reserved."""
+        self._slabs.clear()
+
+    def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> None:
+        """Enqueue the copies of `item` and complete the batch's future with the events behind them.
+
+        Blocks while the host copies to the staging buffer. What is raised fails the future.
+        """
+        leaves = find_leaves(item)
+        packed = [leaf for leaf in leaves if can_be_packed(leaf)]
+        batch.owner = consumer
+        copies: list[torch.Tensor] = []
+        if packed:
+            batch.nbytes = sum(tensor.nbytes for tensor in packed)
+            copies = self._copy(batch, packed)
+            batch.memory = copies[:1] if self._pack else copies
+        elif not leaves and self._transform is None:
+            batch.owner = None
+            batch.future.set_result(item)
+            return
+        self._wait_for_loader(leaves)
+        each = iter(copies)
+        with use_streams(self.stream), torch.no_grad():
+            value = map_leaves(item, lambda leaf: next(each) if can_be_packed(leaf) else self._move(leaf))
+        if self._transform is not None:
+            with use_streams(self.stream):
+                value = self._transform(value)
+        if self._transform is not None or len(packed) != len(leaves):
+            batch.others = self._others(value, batch.memory)
+        stream = self.stream if _C.edge_stands("prefetch.ready_record") else None
+        batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
+
+    def _copy(self, batch: Batch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
+        slab: _C.DeviceSlab | None = None
+        if self._pack:
+            wanted = _C.batch_nbytes(packed)
+            self._sizes.append(wanted)
+            self._wanted = max(self._sizes)
+            while self._slabs and slab is None:
+                slab, batch.owner = self._slabs.popleft()
+                if slab.nbytes < wanted:
+                    slab = None
+        with use_streams(batch.owner):  # type: ignore[arg-type]
+            return _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
+
+    def _wait_for_loader(self, leaves: list[Any]) -> None:
+        """Have the sender's stream wait for work that the loader has enqueued on tensors of the device."""
+        uses_device = any(isinstance(leaf, torch.Tensor) and leaf.device == self.device for leaf in leaves)
+        if uses_device and _C.edge_stands("prefetch.loader_wait"):
+            self.stream.wait_stream(_C.current_streams([self.device])[0])
+
+    def _move(self, leaf: Any) -> Any:
+        """Return a leaf that is not packed on the device; the sender's stream is current."""
+        if not isinstance(leaf, torch.Tensor):
+            if self._pin and callable(getattr(leaf, "pin_memory", None)):
+                leaf = leaf.pin_memory()
+            try:
+                return leaf.to(self.device, non_blocking=True)
+            except TypeError:
+                return leaf.to(self.device)
+        if leaf.device != self.device:
+            return leaf.to(self.device, non_blocking=True)
+        if leaf.layout is torch.strided and _C.edge_stands("prefetch.record_stream"):
+            leaf.record_stream(self.stream)
+        return leaf
+
+    def _others(self, value: Any, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors on the device that are in other memory than that of the copies, one for each storage."""
+        ours = {tensor.untyped_storage()._cdata for tensor in memory}
+        on_device = [tensor for tensor in find_tensors(value) if tensor.device == self.device]
+        by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in on_device}
+        return [tensor for storage, tensor in by_storage.items() if storage not in ours]
+
+
+def _can_pin() -> bool:
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError) as error:
+        logging.getLogger("cudafuture.prefetch").warning(
+            "prefetch() copies from memory that is not pinned, and the copies may block: %s", error
+        )
+        return False

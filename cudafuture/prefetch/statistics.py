@@ -1,0 +1,28 @@
+"""Counters of a prefetcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PrefetchStatistics"]
+
+
+@dataclass(frozen=True)
+class PrefetchStatistics:
+    """What a prefetcher has done since it was made. Times are in seconds of the consumer's thread."""
+
+    batches: int = 0
+    """Batches that the consumer has taken."""
+    bytes: int = 0
+    """Bytes of their tensors that were copied to the device."""
+    waited_for_loader: float = 0.0
+    """Seconds that the consumer waited because the iterable had not given the batch yet."""
+    waited_for_packing: float = 0.0
+    """Seconds that it waited for the copy to the staging buffer, for the transform, and for copies to be enqueued."""
+    waited_for_device: float = 0.0
+    """Seconds that it waited because too many earlier copies were still under way on the device."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the consumer waited in all."""
+        return self.waited_for_loader + self.waited_for_packing + self.waited_for_device
