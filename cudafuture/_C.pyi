@@ -165,6 +165,16 @@ def release_stream(device: torch.device, stream_id: int, priority: int) -> None:
 def set_make_stream(device: torch.device, make: object) -> None: ...
 def set_exchange_capture_mode(device: torch.device, exchange: object) -> None: ...
 
+# The virtual time of host threads, which a simulated accelerator keeps. Code with its own queue reads host_time() in
+# the thread that puts an item, and calls join_host_time() in the thread that takes the item. Futures do both.
+
+def set_host_clock(now: object | None, join: object | None) -> None: ...
+def host_time() -> float:
+    """Return the calling thread's virtual time in seconds; 0.0 where no simulated accelerator has set a clock."""
+
+def join_host_time(seconds: float) -> None:
+    """Set the calling thread's virtual time to `seconds`, if that is later. Do nothing where there is no clock."""
+
 # The tensors of a batch on their way to a device.
 
 class DeviceSlab:

@@ -27,7 +27,10 @@ class PyArrivals {
     const Deadline deadline = deadline_in(timeout);
     while (arrivals_ != nullptr) {
       std::size_t position = 0;
-      if (arrivals_->take(position)) return futures_[position];
+      if (arrivals_->take(position)) {
+        join_host_time(core_of(futures_[position]).completed_at());
+        return futures_[position];
+      }
       const FuturePtr signal = arrivals_->next();
       if (!try_wait_until_done(*signal, deadline)) break;
     }

@@ -153,8 +153,13 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     for (PyObject* part : parts_) whole.inherit_async_errors(core_of(part));
   }
 
+  void inherit_host_times(Future& whole) const {
+    for (PyObject* part : parts_) whole.inherit_host_time(core_of(part));
+  }
+
   void finish_gather(Future& whole, Future& part) {
     if (part.state() != State::completed) {
+      whole.inherit_host_time(part);
       fail_after(whole, exception_of(part), kept(part.events(), Edge::gather_failure_events));
       return;
     }
@@ -168,6 +173,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     }
     if (!stands(Edge::gather_tensors)) named.clear();
     inherit_async_errors(whole);
+    inherit_host_times(whole);
     Value values = Value::of_parts(foreign(parts));
     EventSet events = kept(joined(whole.priority()), Edge::gather_events);
     if (!events.empty()) values.native = searches_of(parts_);
@@ -186,18 +192,21 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     }
     if (!stands(Edge::gather_tensors)) used.clear();
     inherit_async_errors(whole);
+    inherit_host_times(whole);
     whole.complete(Value::of_object(foreign(as_list())), std::move(events), std::move(used));
   }
 
   void finish_any(Future& whole, std::size_t index, Future& part) {
     if (part.state() == State::completed) {
       whole.inherit_async_errors(part);
+      whole.inherit_host_time(part);
       Value value = Value::of_object(foreign(nb::make_tuple(index, result_of(part))));
       if (part.value().form == Value::Form::object) value.native = part.value().native;
       whole.complete(std::move(value), kept(part.events(), Edge::any_events),
                      std::vector<at::Tensor>(part.named_tensors()));
       return;
     }
+    inherit_host_times(whole);
     nb::list errors;
     for (PyObject* p : parts_) errors.append(exception_of(core_of(p)));
     const nb::object type = nb::module_::import_("cudafuture.errors").attr("AllFailedError");

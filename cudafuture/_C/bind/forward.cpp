@@ -39,6 +39,7 @@ class Forward final : public Continuation {
  private:
   static void forward(Future& inner, Future& child) {
     if (child.done()) return;  // cancelled, say: it has not looked at how this one ended
+    child.inherit_host_time(inner);
     if (inner.state() == State::cancelled) {
       inner.mark_seen();
       child.cancel();

@@ -132,6 +132,7 @@ void bind_combine(nb::module_& m);
 void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);
 void bind_edges(nb::module_& m);
+void bind_host_clock(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_digests(nb::module_& m);
 void bind_buffer_pool(nb::module_& m);

@@ -64,6 +64,7 @@ NB_MODULE(_C, m) {
   bind_collective(m);
   bind_gloo(m);
   bind_edges(m);
+  bind_host_clock(m);
   bind_storage(m);
   bind_digests(m);
   bind_buffer_pool(m);

@@ -90,6 +90,7 @@ class Then final : public Continuation, public Deferred {
     const Entry entry;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
     if (child != nullptr && !child->start()) return;  // cancelled before it began
+    join_host_clock_of(parent);
     const FuturePtr traced = child != nullptr ? wrapped_core(child_) : FuturePtr();
     trace(TraceEvent::callback_begin, child != nullptr ? *child : parent);
     try {
@@ -128,9 +129,19 @@ class Then final : public Continuation, public Deferred {
   bool is_wake_up = false;      // fn uses no device: a stream that waited for it would join a capture for nothing
   bool names_executor = false;  // of concurrent.futures: whoever chose it answers for the order
   bool is_unordered = false;    // attached in a callback that has no order itself
+  bool after_devices = false;   // non_blocking=False
 
  private:
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
+
+  // In virtual time it runs after it was attached and after the parent is done, and where it follows the devices, after
+  // those: the watcher, which saw them finish, is another thread, so this one asks again.
+  void join_host_clock_of(Future& parent) const noexcept {
+    if (!has_host_clock()) return;
+    join_host_time(attached_at_);
+    join_host_time(parent.completed_at());
+    if (after_devices && stands(Edge::then_when_ready)) parent.device_work_finished();
+  }
 
   void call(Future& parent, Future* child) {
     if ((flags & unwatchable) != 0 && child != nullptr) {  // without one it wakes a waiter, whose wait() refuses
@@ -225,6 +236,7 @@ class Then final : public Continuation, public Deferred {
   nb::object child_;
   nb::object contextvars_;
   CallerContext caller_;
+  const HostTime attached_at_ = host_time();
   std::exception_ptr refusal_;  // of a callback without a child: no thread could be started to run it
 };
 
@@ -294,6 +306,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
   choose_executor(*then, executor, parent.default_executor());
   if (Executor* usual = usual_executor(parent, *then)) core_of(child).set_default_executor(usual);
   then->capture_context();
+  then->after_devices = !non_blocking;
   if (!non_blocking) then->flags |= Continuation::when_ready;
   parent.attach(then.release());
   raise_kept_interrupt();

@@ -175,8 +175,9 @@ bool RunningChild::is_on_this_thread(const Future& future) noexcept {
   return false;
 }
 
-bool try_wait_until_done(Future& future, const Deadline& deadline) {
-  if (future.done()) return true;
+namespace {
+
+bool wait_while_pending(Future& future, const Deadline& deadline) {
   const Entry entry;
   refuse_after_fork();
   refuse_deadlock(future);
@@ -193,6 +194,14 @@ bool try_wait_until_done(Future& future, const Deadline& deadline) {
   }
   if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);
   return future.done() || (!expired(deadline) && block(future, deadline));
+}
+
+}  // namespace
+
+bool try_wait_until_done(Future& future, const Deadline& deadline) {
+  if (!future.done() && !wait_while_pending(future, deadline)) return false;
+  join_host_time(future.completed_at());
+  return true;
 }
 
 void wait_until_done(Future& future, const Deadline& deadline) {

@@ -220,6 +220,7 @@ class Substitute final : public Continuation {
       : Continuation(foreign), future_(std::move(future)), value_(bind::foreign(std::move(value))) {}
 
   void run(Future& work) noexcept override {
+    future_->inherit_host_time(work);
     if (work.state() == State::completed) {
       future_->complete(Value::of_object(std::move(value_)), kept(work.events(), Edge::work_events));
     } else {

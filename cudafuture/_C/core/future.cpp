@@ -75,7 +75,7 @@ const char* name_of(State state) noexcept {
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure = hook; }
 
 Future::Future(int priority, Lifetime lifetime) noexcept
-    : lifetime_(lifetime), priority_(priority), born_(coarse_now()) {
+    : lifetime_(lifetime), priority_(priority), born_(coarse_now()), completed_at_(host_time()) {
   mark_used();
   trace(TraceEvent::created, *this);
 }
@@ -143,6 +143,11 @@ void Future::inherit_async_errors(const Future& parent) {
   const AsyncErrors undecided = inherited->undecided();
   std::lock_guard lock(mutex_);
   if (!done() && !undecided.empty()) rare().async_errors.add(undecided);
+}
+void Future::inherit_host_time(const Future& parent) noexcept {
+  if (parent.completed_at_.generation == 0) return;
+  std::lock_guard lock(mutex_);
+  if (!done()) completed_at_ = later_of(completed_at_, parent.completed_at_);
 }
 void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
 FuturePtr Future::released() {
@@ -295,11 +300,13 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
   Continuation* list;
   Waiter* waiters;
   std::shared_ptr<Producer> producer;  // dropped when the lock is free
+  const HostTime now = host_time();
   {
     std::lock_guard lock(mutex_);
     if (done() || (outcome == State::cancelled && started_)) return false;
     value_ = std::move(value);
     events_ = std::move(events);
+    if (now.generation != 0) completed_at_ = later_of(completed_at_, now);
     if (!named.empty()) rare().named_tensors = std::make_unique<std::vector<at::Tensor>>(std::move(named));
     if (Rare* rare = find_rare()) producer = std::move(rare->producer);
     list = continuations_.take_all();

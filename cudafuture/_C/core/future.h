@@ -38,6 +38,7 @@
 #include "core/edge.h"
 #include "core/event_set.h"
 #include "core/executor.h"
+#include "core/host_clock.h"
 #include "core/value.h"
 #include "core/waiter.h"
 
@@ -89,6 +90,8 @@ class Future final : public c10::intrusive_ptr_target {
   void add_async_errors(std::shared_ptr<AsyncErrorSource> source);
   // Adds those of a future that is done, from whose value this one's value is made.
   void inherit_async_errors(const Future& parent);
+  // In virtual time this future is completed no earlier than `parent`, which is done. Ignored once this one is done.
+  void inherit_host_time(const Future& parent) noexcept;
   void set_producer(std::shared_ptr<Producer> producer);
   // Of what reads memory: a future that is done when it has read it; null: it reads none. It is another's, or this
   // one's own: promised first, made when somebody asks for it, and completed by release().
@@ -124,6 +127,8 @@ class Future final : public c10::intrusive_ptr_target {
   Value& value() noexcept { return value_; }
   const Value& value() const noexcept { return value_; }
   const EventSet& events() const noexcept { return events_; }
+  // When it was completed, in the virtual time of host threads: no earlier than it was made.
+  const HostTime& completed_at() const noexcept { return completed_at_; }
   // The devices that the value uses or may use: the bounding set, else those of the events. Empty while the future is
   // pending and has no bounding set; any thread may call this at any time.
   std::vector<c10::Device> devices() const;
@@ -187,6 +192,7 @@ class Future final : public c10::intrusive_ptr_target {
   std::string name_;
   std::atomic<Rare*> rare_{nullptr};  // owned; made when it is first needed, under the lock once others see the future
   std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
+  HostTime completed_at_;             // while pending: no earlier than this
 };
 
 // Called with what is left of a failed future that dies before anybody has seen its error.
