@@ -28,10 +28,12 @@ schedule    when device work runs
 
 Races are found when work is enqueued, from what waits for what (vector clocks, as in FastTrack by Flanagan and Freund,
 2009), so they show under every schedule. ``clock()`` is a virtual clock: with it the overlap of copies and kernels can
-be measured exactly.
+be measured exactly. Each host thread has its own, and joins another thread's where that one hands work over with a
+CUDAFuture, so a loader beside a trainer can be modelled, too.
 
-What it does not have: graphs, IPC between processes, sparse tensors; autocast changes nothing. Host threads share one
-clock, so a race between two of them can be missed; a strided view counts as all the bytes from its first to its last.
+What it does not have: graphs, IPC between processes, sparse tensors; autocast changes nothing. The race detector has
+one vector clock for all host threads, so a race between two of them can be missed; a strided view counts as all the
+bytes from its first to its last.
 """
 
 from cudafuture.testing.sim._accelerator import (

@@ -34,7 +34,9 @@ class Speeds:
 
 
 def clock() -> float:
-    """Return the host's virtual time in seconds since ``enable``. It goes on when the host waits, and by ``spend``.
+    """Return the calling thread's virtual time in seconds since ``enable``.
+
+    It goes on when the thread waits for a device, by ``spend``, and where another thread hands work to this one.
 
     >>> sim.enable()
     >>> sim.clock()
@@ -44,7 +46,7 @@ def clock() -> float:
 
 
 def spend(ms: float) -> None:
-    """Let the host compute for so many virtual milliseconds.
+    """Let the calling thread compute for so many virtual milliseconds. Other threads' clocks stay where they are.
 
     >>> sim.enable()
     >>> sim.spend(ms=2)

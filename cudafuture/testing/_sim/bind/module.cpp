@@ -21,10 +21,12 @@
 #include "device/guard.h"
 #include "device/here.h"
 #include "device/hooks.h"
+#include "device/host_clock.h"
 #include "device/memory.h"
 #include "device/run.h"
 #include "ops/host_watch.h"
 #include "runtime/guard.h"
+#include "runtime/host_clock.h"
 
 namespace sim {
 namespace {
@@ -44,6 +46,7 @@ void install() {
   install_guard();
   install_allocators();
   install_hooks();
+  install_host_clock();
   install_stacks();
   install_fault_handler();
   install_sleep();
@@ -199,6 +202,13 @@ void bind_time(nb::module_& m) {
   });
   m.def("now", [] { return Accelerator::get().now(); });
   m.def("spend", [](double seconds) { Accelerator::get().spend(seconds); });
+  // The two functions that cudafuture's core asks of a clock of host threads: now and join.
+  m.def("host_clock", [] {
+    double (*const now)() noexcept = []() noexcept { return HostClock::current().now(); };
+    void (*const join)(double) noexcept = [](double seconds) noexcept { HostClock::current().join(seconds); };
+    return nb::make_tuple(nb::capsule(reinterpret_cast<void*>(now), "now"),
+                          nb::capsule(reinterpret_cast<void*>(join), "join"));
+  });
   m.def(
       "set_speeds",
       [](const Speeds& speeds, std::optional<NamedStream> stream) {

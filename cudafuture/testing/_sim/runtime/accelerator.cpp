@@ -125,7 +125,9 @@ RecordingPtr Accelerator::record(StreamName stream) {
   make_context(stream.device);
   Entry entry(*state_);
   ++state_->counts.recorded;
-  RecordingPtr recording = state_->stream(stream).record(state_->now);
+  Stream& recorded = state_->stream(stream);
+  recorded.time = std::max(recorded.time, HostClock::current().now());  // an event is enqueued, as work is
+  RecordingPtr recording = recorded.record();
   state_->runner.after_call(entry.lock);
   return recording;
 }
@@ -145,7 +147,7 @@ bool Accelerator::query(const RecordingPtr& recording) {
 
 bool Accelerator::query(StreamName stream) {
   Entry entry(*state_);
-  return state_->query(entry.lock, state_->stream(stream).record(state_->now));
+  return state_->query(entry.lock, state_->stream(stream).record());
 }
 
 void Accelerator::synchronize(const RecordingPtr& recording) {
@@ -155,7 +157,7 @@ void Accelerator::synchronize(const RecordingPtr& recording) {
 
 void Accelerator::synchronize(StreamName stream) {
   Entry entry(*state_);
-  state_->synchronize(entry.lock, state_->stream(stream).record(state_->now));
+  state_->synchronize(entry.lock, state_->stream(stream).record());
 }
 
 void Accelerator::synchronize(int device) {
@@ -181,15 +183,15 @@ void Accelerator::open(const GatePtr& gate) {
 // ---- virtual time
 
 double Accelerator::now() const {
-  const Entry entry(*state_);
-  return state_->now;
+  refuse_after_fork();
+  return HostClock::current().now();
 }
 
 double Accelerator::time_of(const RecordingPtr& recording) const { return recording == nullptr ? 0 : recording->time; }
 
 void Accelerator::spend(double seconds) {
-  const Entry entry(*state_);
-  state_->now += std::max(seconds, 0.0);
+  refuse_after_fork();
+  HostClock::current().spend(seconds);
 }
 
 void Accelerator::set_speeds(std::optional<StreamName> stream, const Speeds& speeds) {
@@ -222,7 +224,7 @@ void Accelerator::deallocate(void* pointer) noexcept {
   if (is_forked_child() || !address_space::is_shown(pointer)) return;
   const Entry entry(*state_);
   auto& memory = state_->devices[static_cast<std::size_t>(address_space::device_of(pointer))].memory;
-  if (memory.has_value()) memory->give(pointer, state_->now, state_->shadow);
+  if (memory.has_value()) memory->give(pointer, state_->shadow);
 }
 
 void Accelerator::record_use(const void* pointer, StreamName stream) {

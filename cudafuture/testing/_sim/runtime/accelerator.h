@@ -19,7 +19,7 @@
 // submitted, and every query and synchronization of that device throws the error until clear_error().
 //
 // Lock: one mutex, the submission lock, under which clocks, shadow, queues and memory change. No work runs, and no Site
-// is made or written out, under it.
+// is made or written out, under it. A HostClock has its own.
 #pragma once
 
 #include <cstddef>
@@ -154,7 +154,7 @@ class Accelerator {
   GatePtr hold(StreamName stream);
   void open(const GatePtr& gate);
 
-  // ---- virtual time, in seconds since start(). The host's clock moves when it waits.
+  // ---- virtual time, in seconds since start(). Each host thread has a clock (HostClock), which moves when it waits.
   double now() const;
   double time_of(const RecordingPtr& recording) const;                      // when it is reached
   void spend(double seconds);                                               // the host computes

@@ -42,7 +42,7 @@ void Machine::start(Lock& lock, const Options& new_options) {
   options = new_options;
   runner.start(options.schedule, options.seed);
   counts = {};
-  now = 0;
+  HostClock::restart();
   trash.findings = findings.take();
   device_count.store(options.devices);
 }
@@ -121,7 +121,8 @@ void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
     const Touch mine{epoch, false, work.site};
     for (const Access& access : work.accesses) touch(access, stream.clock(), mine);
   }
-  stream.time = device.engines.finish(work.cost, stream.speeds.value_or(options.speeds), std::max(stream.time, now));
+  const double ready = std::max(stream.time, HostClock::current().now());
+  stream.time = device.engines.finish(work.cost, stream.speeds.value_or(options.speeds), ready);
   runner.push(stream, Task{std::move(work.run), std::move(work.site)});
   for (const Access& access : work.accesses) pinned.note(access, stream, epoch);
   runner.after_call(lock);
@@ -323,7 +324,7 @@ void Machine::touch(const Access& access, const VectorClock& clock, const Touch&
 
 void Machine::host_saw(const Recording& recording) {
   if (!recording.is_of(generation_)) return;
-  now = std::max(now, recording.time);
+  HostClock::current().join(recording.time);
   if (recording.clock == nullptr || host_.has_seen(recording.epoch)) return;
   host_.join(*recording.clock);
   ++host_version_;
@@ -333,7 +334,7 @@ void Machine::host_saw(const Recording& recording) {
 std::vector<RecordingPtr> Machine::record_all(const Device& device) const {
   std::vector<RecordingPtr> all;
   for (const auto& stream : device.streams) {
-    if (stream != nullptr && stream->agent != kHost) all.push_back(stream->record(now));
+    if (stream != nullptr && stream->agent != kHost) all.push_back(stream->record());
   }
   return all;
 }

@@ -14,6 +14,7 @@
 
 #include "runtime/accelerator.h"
 #include "runtime/findings.h"
+#include "runtime/host_clock.h"
 #include "runtime/memory.h"
 #include "runtime/pinned.h"
 #include "runtime/runner.h"
@@ -75,7 +76,6 @@ class Machine {
   std::atomic<bool> any_capture{false};  // in progress
   Options options;
   std::array<Device, kMaxDevices> devices;
-  double now = 0;
   Shadow shadow;
   Pinned pinned;
   Findings findings;

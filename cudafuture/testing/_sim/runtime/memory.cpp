@@ -34,12 +34,12 @@ std::uintptr_t Memory::take_free(Stream& owner, std::size_t size, std::size_t& f
   return begin;
 }
 
-void Memory::give(const void* pointer, double now, Shadow& shadow) {
+void Memory::give(const void* pointer, Shadow& shadow) {
   const auto at = blocks_.find(reinterpret_cast<std::uintptr_t>(pointer));
   if (at == blocks_.end()) return;
   const Block& block = at->second;
   Deferred freed{at->first, block.size, block.owner, {}};
-  for (Stream* user : block.users) freed.until.push_back(user->record(now));
+  for (Stream* user : block.users) freed.until.push_back(user->record());
   in_use_ -= block.size;
   blocks_.erase(at);
   if (!free_if_reached(freed, shadow)) deferred_.push_back(std::move(freed));

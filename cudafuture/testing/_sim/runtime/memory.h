@@ -21,7 +21,7 @@ class Memory {
   explicit Memory(int device) : arena_(Arena::of_device(device)) {}
 
   void* take(std::size_t bytes, Stream& owner, std::size_t limit);  // null: no room
-  void give(const void* pointer, double now, Shadow& shadow);       // unknown pointers are ignored
+  void give(const void* pointer, Shadow& shadow);                   // unknown pointers are ignored
   void use(const void* pointer, Stream& stream);
 
   // Frees those whose streams have got there. Only looks, and not even that while `changes` stays the same.

@@ -44,8 +44,7 @@ void Stream::join(const Recording& recording) {
   snapshot_.reset();
 }
 
-RecordingPtr Stream::record(double now) {
-  time = std::max(time, now);
+RecordingPtr Stream::record() {
   auto recording = std::make_shared<Recording>();
   recording->stream = this;
   recording->generation = generation_;

@@ -42,7 +42,7 @@ class Stream {
   // ---- happens-before
   Epoch tick(const VectorClock& host, std::uint64_t host_version);  // a piece of work, submitted by the host now
   void join(const Recording& recording);
-  RecordingPtr record(double now);
+  RecordingPtr record();
   const VectorClock& clock() const noexcept { return clock_; }
 
   // ---- the queue

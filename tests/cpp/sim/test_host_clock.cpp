@@ -1,0 +1,89 @@
+// The clocks of host threads: each its own, joined by waiting, and all at zero after a start.
+#include <thread>
+
+#include "../together.h"
+#include "bench.h"
+#include "runtime/host_clock.h"
+
+using namespace sim;
+using namespace sim::test;
+using native_tests::together;
+
+namespace {
+
+template <class Body>
+void in_thread(Body&& body) {
+  std::thread(body).join();
+}
+
+// Reads the clock when the thread-local objects of its thread are destroyed.
+struct Late {
+  double* now = nullptr;
+  ~Late() {
+    if (now != nullptr) *now = HostClock::current().now();
+  }
+};
+
+}  // namespace
+
+TEST_SUITE_BEGIN("host clock");
+
+TEST_CASE("each thread has a clock of its own") {
+  const Bench bench;
+  bench->spend(2);
+  together(8, [&](int i) {
+    for (int round = 0; round < 100; ++round) bench->spend(i);
+    CHECK(bench->now() == 100.0 * i);
+  });
+  CHECK(bench->now() == 2);
+}
+
+TEST_CASE("a thread that waits for a device joins its time, and no other does") {
+  const Bench bench;
+  Bench::spend(kDefault, {Kind::delay, 0, 3});
+  const RecordingPtr recording = bench->record(kDefault);
+  in_thread([&] {
+    bench->synchronize(recording);
+    CHECK(bench->now() == 3);
+    CHECK(bench->query(recording));
+  });
+  CHECK(bench->now() == 0);
+}
+
+TEST_CASE("work begins when the thread that enqueues it is there, and behind what is enqueued") {
+  const Bench bench;
+  const StreamName other = Bench::stream();
+  in_thread([&] {
+    bench->spend(5);
+    Bench::spend(kDefault, {Kind::delay, 0, 1});
+    bench->synchronize(0);
+  });
+  Bench::spend(other, {Kind::delay, 0, 1});
+  CHECK(bench->time_of(bench->record(other)) == 1);
+  Bench::spend(kDefault, {Kind::delay, 0, 1});
+  CHECK(bench->time_of(bench->record(kDefault)) == 7);
+}
+
+TEST_CASE("a start sets the clocks of all threads to zero") {
+  const Bench bench;
+  bench->spend(4);
+  in_thread([&] { bench->start(Bench::with(Schedule::free)); });
+  CHECK(bench->now() == 0);
+  HostClock::current().join(1);
+  CHECK(bench->now() == 1);
+  HostClock::current().join(0.5);
+  CHECK(bench->now() == 1);
+}
+
+TEST_CASE("a thread that ends can still ask") {
+  const Bench bench;
+  double now = -1;
+  in_thread([&] {
+    thread_local Late late;  // made before the clock, destroyed after it
+    late.now = &now;
+    bench->spend(1);
+  });
+  CHECK(now == 0);
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,356 @@
+"""Virtual time of host threads: each has its own clock, and joins another's where that thread hands work over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from cudafuture import _C, CUDAFuture, as_completed, collect_all, collect_any, executors, gather, submit, wait, wait_all
+from cudafuture.testing import sim
+
+pytestmark = pytest.mark.sim(speeds=sim.Speeds(compute=1e12, copy=1e9, launch=0))
+
+T = TypeVar("T")
+
+
+def now() -> float:
+    """Return the calling thread's virtual time in milliseconds."""
+    return sim.clock() * 1e3
+
+
+def in_thread(body: Callable[[], T]) -> T:
+    """Run `body` in a new thread and return its result."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(body()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def complete_at(ms: float, future: CUDAFuture[Any] | None = None) -> CUDAFuture[Any]:
+    """Return a future (default: a new one) that a thread of its own has completed at a virtual time."""
+    done: CUDAFuture[Any] = CUDAFuture() if future is None else future
+
+    def complete() -> None:
+        sim.spend(ms)
+        done.set_result(None)
+
+    in_thread(complete)
+    return done
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_threads_spend_time_side_by_side() -> None:
+    def spend_twice() -> float:
+        sim.spend(ms=3)
+        sim.spend(ms=2)
+        return now()
+
+    sim.spend(ms=1)
+    assert in_thread(spend_twice) == pytest.approx(5)
+    assert in_thread(spend_twice) == pytest.approx(5)
+    assert now() == pytest.approx(1)
+
+
+def test_a_new_thread_starts_at_zero() -> None:
+    sim.spend(ms=7)
+    assert in_thread(now) == 0
+
+
+async def _await(future: CUDAFuture[Any]) -> Any:
+    return await future
+
+
+WAYS_TO_WAIT: dict[str, Callable[[CUDAFuture[Any]], object]] = {
+    "wait": lambda future: future.wait(),
+    "wait_non_blocking": lambda future: future.wait(non_blocking=True),
+    "result": lambda future: future.result(),
+    "value": lambda future: future.value(),
+    "exception": lambda future: future.exception(),
+    "await": lambda future: asyncio.run(_await(future)),
+    "wait_function": lambda future: wait([future]),
+    "first_completed": lambda future: next(as_completed([future, CUDAFuture()])),
+    "as_completed": lambda future: list(as_completed([future])),
+    "wait_all": lambda future: wait_all([future]),
+    "gather": lambda future: gather(future).wait(),
+    "collect_all": lambda future: collect_all([future]).wait(),
+    "collect_any": lambda future: collect_any([CUDAFuture(), future]).wait(),
+    "then": lambda future: future.then(lambda done: None).wait(),
+    "then_async": lambda future: CUDAFuture.completed(None).then_async(lambda done: future).wait(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT.keys())
+def test_a_thread_that_waits_for_a_future_joins_the_time_of_its_completion(
+    way: Callable[[CUDAFuture[Any]], object],
+) -> None:
+    future = complete_at(3)
+    sim.spend(ms=1)
+    way(future)
+    assert now() == pytest.approx(3)
+
+
+def test_a_thread_that_is_blocked_in_wait_joins_too() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
+    times: list[float] = []
+    thread = threading.Thread(target=lambda: (future.wait(), times.append(now())))
+    thread.start()
+    sim.spend(ms=4)
+    future.set_result(None)
+    thread.join()
+    assert times == [pytest.approx(4)]
+
+
+def test_a_coroutine_that_waits_for_a_pending_future_joins_too() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
+
+    async def wait_for_thread() -> float:
+        thread = threading.Thread(target=lambda: complete_at(5, future))
+        thread.start()
+        await future
+        thread.join()
+        return now()
+
+    assert asyncio.run(wait_for_thread()) == pytest.approx(5)
+
+
+def test_a_failure_is_handed_over_as_a_value_is() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
+
+    def fail() -> None:
+        sim.spend(ms=3)
+        future.set_exception(ValueError("no"))
+
+    in_thread(fail)
+    with pytest.raises(ValueError, match="no"):
+        future.wait()
+    assert now() == pytest.approx(3)
+
+
+def test_a_thread_that_is_ahead_stays_where_it_is() -> None:
+    future = complete_at(3)
+    sim.spend(ms=8)
+    future.wait()
+    assert now() == pytest.approx(8)
+
+
+def test_done_and_a_wait_that_times_out_do_not_move_the_clock() -> None:
+    future = complete_at(3)
+    assert future.done()
+    with pytest.raises(TimeoutError):
+        gather(future, CUDAFuture()).wait(timeout=0)
+    assert now() == 0
+
+
+def test_making_a_gather_of_futures_that_are_done_does_not_move_the_clock() -> None:
+    parts = [complete_at(3), complete_at(5)]
+    for whole in (gather(*parts), collect_all(parts), collect_any(parts)):
+        assert whole.done()
+    assert now() == 0
+
+
+def test_a_gather_is_as_late_as_its_latest_part_whichever_ends_last() -> None:
+    late, early = CUDAFuture[None](), CUDAFuture[None]()
+    whole = gather(late, early)
+    complete_at(5, late)
+    complete_at(2, early)
+    whole.wait()
+    assert now() == pytest.approx(5)
+
+
+def test_a_future_is_completed_no_earlier_than_it_was_made() -> None:
+    sim.spend(ms=6)
+    made_here: CUDAFuture[None] = CUDAFuture()
+    in_thread(lambda: made_here.set_result(None))
+    assert in_thread(lambda: (made_here.wait(), now())[1]) == pytest.approx(6)
+
+
+def test_submit_hands_the_callers_time_to_the_worker_and_the_workers_back(worker: ThreadPoolExecutor) -> None:
+    def work() -> float:
+        began = now()
+        sim.spend(ms=3)
+        return began
+
+    sim.spend(ms=2)
+    future = submit(work, executor=worker)
+    sim.spend(ms=1)
+    assert future.wait() == pytest.approx(2)
+    assert now() == pytest.approx(5)
+
+
+def test_a_worker_that_is_ahead_begins_later(worker: ThreadPoolExecutor) -> None:
+    submit(sim.spend, ms=4, executor=worker)
+    assert submit(now, executor=worker).wait() == pytest.approx(4)
+
+
+@pytest.mark.parametrize("kind", ["callback_thread", "serial", "pool"])
+def test_a_callback_runs_no_earlier_than_its_parent_and_its_attachment(kind: str, worker: ThreadPoolExecutor) -> None:
+    executor = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}[kind]
+    parent: CUDAFuture[None] = CUDAFuture()
+    ran_at = parent.then(lambda done: now(), executor=executor)
+    complete_at(3, parent)
+    assert in_thread(ran_at.wait) == pytest.approx(3)
+    sim.spend(ms=6)
+    assert parent.then(lambda done: now(), executor=executor).wait() == pytest.approx(6)
+
+
+def test_a_callback_moves_the_clock_of_the_thread_that_it_runs_in() -> None:
+    parent = complete_at(3)
+    parent.then(lambda done: sim.spend(ms=2), executor=executors.inline)
+    assert now() == pytest.approx(5)
+
+
+def test_device_work_is_joined_by_each_thread_that_waits_for_it() -> None:
+    def copy() -> CUDAFuture[torch.Tensor]:
+        future: CUDAFuture[torch.Tensor] = CUDAFuture()
+        sim.sleep(ms=4)
+        future.set_result(torch.ones(2, device="sim"))
+        return future
+
+    future = in_thread(copy)
+    future.wait(non_blocking=True)
+    assert now() == 0
+    for _ in range(2):
+        assert in_thread(lambda: (future.wait(), now())[1]) == pytest.approx(4)
+    assert future.then(lambda done: now(), executor=executors.callback_thread).wait(timeout=60) == pytest.approx(0)
+
+
+def test_a_callback_that_follows_the_devices_runs_after_their_work() -> None:
+    future: CUDAFuture[torch.Tensor] = CUDAFuture()
+    held = sim.hold()
+    sim.sleep(ms=4)
+    future.set_result(torch.ones(2, device="sim"))
+    ran_at = future.then(lambda done: now(), non_blocking=False, executor=executors.serial("after devices"))
+    held.open()
+    assert ran_at.wait() == pytest.approx(4)
+
+
+def test_threads_enqueue_work_side_by_side() -> None:
+    def work(stream: torch.Stream, ms: float) -> float:
+        sim.spend(ms)
+        sim.sleep(ms, stream)
+        stream.synchronize()
+        return now()
+
+    first, second = torch.Stream("sim"), torch.Stream("sim")
+    assert in_thread(lambda: work(first, 3)) == pytest.approx(6)
+    assert in_thread(lambda: work(second, 1)) == pytest.approx(2)
+    assert now() == 0
+
+
+def test_a_synchronization_of_one_thread_does_not_delay_the_streams_of_others() -> None:
+    stream = torch.Stream("sim")
+
+    def synchronize_late() -> None:
+        sim.spend(ms=9)
+        sim.synchronize()
+
+    in_thread(synchronize_late)
+    sim.sleep(ms=1, stream=stream)
+    stream.synchronize()
+    assert now() == pytest.approx(1)
+
+
+def test_autograds_threads_use_the_clock_of_the_thread_that_called_backward() -> None:
+    def train() -> float:
+        leaf = torch.ones(2, device="sim", requires_grad=True)
+        leaf.register_hook(lambda gradient: sim.spend(ms=2))
+        sim.spend(ms=1)
+        (3 * leaf).sum().backward()  # type: ignore[no-untyped-call]
+        return now()
+
+    assert in_thread(train) == pytest.approx(3)
+    assert in_thread(train) == pytest.approx(3)
+    assert now() == 0
+
+
+def test_backward_enqueues_its_work_no_earlier_than_it_was_called() -> None:
+    leaf = torch.ones(2, device="sim", requires_grad=True)
+    loss = (3 * leaf).sum()
+    sim.spend(ms=5)
+    leaf.register_hook(lambda gradient: sim.sleep(ms=1))
+    loss.backward()  # type: ignore[no-untyped-call]
+    sim.synchronize()
+    assert now() == pytest.approx(6)
+
+
+def test_enable_sets_the_clocks_of_all_threads_to_zero(worker: ThreadPoolExecutor) -> None:
+    sim.spend(ms=2)
+    submit(sim.spend, ms=4, executor=worker).wait()
+    assert now() == pytest.approx(6)
+    sim.enable()
+    assert now() == 0
+    assert worker.submit(now).result() == 0
+
+
+def test_a_future_of_before_enable_hands_no_time_over() -> None:
+    old = complete_at(5)
+    pending: CUDAFuture[None] = CUDAFuture()
+    sim.enable()
+    old.wait()
+    assert now() == 0
+    complete_at(1, pending)
+    gather(old, pending).wait()
+    assert now() == pytest.approx(1)
+
+
+def test_code_with_its_own_queue_hands_time_over_itself() -> None:
+    sim.spend(ms=2)
+    put = _C.host_time()
+    assert put == sim.clock()
+
+    def take() -> float:
+        _C.join_host_time(put)
+        _C.join_host_time(0.001)
+        return now()
+
+    assert in_thread(take) == pytest.approx(2)
+
+
+def test_without_an_accelerator_there_is_no_host_time() -> None:
+    sim.spend(ms=2)
+    future = CUDAFuture.completed(None)
+    sim.disable()
+    assert _C.host_time() == 0
+    _C.join_host_time(5)
+    future.wait()
+    assert _C.host_time() == 0
+    sim.enable()  # for the end of the test, which looks for races
+
+
+BATCHES = 10
+DEPTH = 2
+
+
+@pytest.mark.parametrize(("load", "compute"), [(3, 1), (1, 3), (2, 2)])
+def test_a_loader_beside_a_trainer_takes_as_long_as_the_slower_of_the_two(load: float, compute: float) -> None:
+    loaded = [CUDAFuture[int]() for _ in range(BATCHES)]
+    used = [CUDAFuture[None]() for _ in range(BATCHES)]
+
+    def load_batches() -> None:
+        for i, batch in enumerate(loaded):
+            if i >= DEPTH:
+                used[i - DEPTH].wait()
+            sim.spend(ms=load)
+            batch.set_result(i)
+
+    loader = threading.Thread(target=load_batches)
+    loader.start()
+    for batch, after in zip(loaded, used, strict=True):
+        batch.wait()
+        sim.sleep(ms=compute)
+        torch.accelerator.current_stream().synchronize()
+        after.set_result(None)
+    loader.join()
+    assert now() == pytest.approx(BATCHES * max(load, compute) + min(load, compute))
