@@ -273,7 +273,6 @@ class Epoch:
             while isinstance(taken := self._take(StopIteration), CUDAFuture):
                 taken.wait()
             batch, since = taken, time.perf_counter()
-            self._read_on(batch)
             return self._hand_out(batch, since - began, since, StopIteration)
         except BaseException:
             self._abandon(batch)
@@ -287,7 +286,6 @@ class Epoch:
             while isinstance(taken := self._take(StopAsyncIteration), CUDAFuture):
                 await taken
             batch, since = taken, time.perf_counter()
-            self._read_on(batch)
             if not self._options.futures:
                 await _completion(batch.future)
             return self._hand_out(batch, since - began, since, StopAsyncIteration)
@@ -300,7 +298,19 @@ class Epoch:
             raise end
         return self.reader.take()
 
-    def _read_on(self, batch: Batch) -> None:
+    def _hand_out(self, batch: Batch, loader: float, since: float, end: type[Exception]) -> Any:
+        """Order the current stream after the batch and return that; where there is no more, raise `end`."""
+        gives_future = self._options.futures and not batch.is_end
+        value = batch.future if gives_future else batch.future.wait(non_blocking=True)
+        self._prefetcher._count(batch, loader, since, time.perf_counter())
+        if batch.owner is not None and not gives_future:
+            batch.record_use(_C.current_streams([batch.owner.device])[0])
+        self._let_read(batch)
+        if batch.is_end:
+            raise end
+        return value
+
+    def _let_read(self, batch: Batch) -> None:
         """Let the reader read one batch more, into memory of the current stream."""
         if self._sender is not None and not batch.is_end:
             self.reader.consumer = _C.current_streams([self._sender.device])[0]
@@ -308,23 +318,14 @@ class Epoch:
         batch.taken.set_result(None)
         self._prefetcher._begin_ahead(self.reader)
 
-    def _hand_out(self, batch: Batch, loader: float, since: float, end: type[Exception]) -> Any:
-        """Order the current stream after the batch and return that; where there is no more, raise `end`."""
-        gives_future = self._options.futures and not batch.is_end
-        value = batch.future if gives_future else batch.future.wait(non_blocking=True)
-        self._prefetcher._count(batch, loader, since, time.perf_counter())
-        if batch.is_end:
-            raise end
-        if not gives_future and batch.owner is not None:
-            batch.record_use(_C.current_streams([batch.owner.device])[0])
-        return value
-
     def _abandon(self, batch: Batch | None) -> None:
         """Close after an error in a step of this iterator."""
         if batch is not None:
             if not self._options.futures:
                 batch.drop()
             batch.forget()
+            if not batch.taken.done():
+                batch.taken.set_result(None)
         self.close()
 
     def close(self) -> None:
