@@ -16,6 +16,7 @@ The tree::
     |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
     |   |-- ChecksumError                                    bytes are not those that were written, or sent
     |   `-- QuotaError                                       the store is full
+    |-- ArchiveError        (ValueError)                     an archive of images, or a member of it, cannot be used
     |-- SwapError                                            optimizer state that cannot be read or written
     `-- NotFoundError       (KeyError)                       no such key in the store
 
@@ -31,6 +32,7 @@ from typing import Any
 
 __all__ = [
     "AllFailedError",
+    "ArchiveError",
     "AuthenticationError",
     "CUDAFutureError",
     "CallsFailedError",
@@ -195,6 +197,20 @@ class ChecksumError(StorageError):
 
 class QuotaError(StorageError):
     """The store's capacity does not hold the write; nothing was changed. Delete keys or raise ``capacity``."""
+
+
+class ArchiveError(CUDAFutureError, ValueError):
+    """An archive of images, or a member of it, cannot be used; the message names both.
+
+    ``path``, ``member`` and ``reason`` (a word such as "corrupt", see ``data.TgzImages``) are empty where the error
+    comes from a DataLoader worker: torch passes on the message only. Pass ``on_error="skip"`` to count such members.
+    """
+
+    def __init__(self, message: str, *, path: str = "", member: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.member = member
+        self.reason = reason
 
 
 class SwapError(CUDAFutureError):

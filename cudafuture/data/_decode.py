@@ -1,0 +1,80 @@
+"""The decoding of image files to tensors, with Pillow."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from cudafuture.data._extra import extra
+from cudafuture.data._faults import Fault
+
+__all__ = ["FORMATS", "Decoder"]
+
+# Pillow has more decoders; of these some start other programs, and most are for files that nobody labels.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
+
+
+class Decoder:
+    """A function from the bytes of an image file to a tensor of uint8, in the order height, width, channels.
+
+    Args:
+        size: height and width of the result; None for those of the image.
+        mode: Pillow's name of the pixel format, such as "RGB" or "L".
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: the pixels of `mode` are not bytes.
+    """
+
+    def __init__(self, size: tuple[int, int] | None, mode: str) -> None:
+        self._pillow: Any = extra("PIL.Image", "decoding images")
+        self._size = None if size is None else (size[1], size[0])
+        self._mode = mode
+        if not self._has_bytes(mode):
+            raise ValueError(f"mode={mode!r} has no pixels of 8 bits a channel; use 'RGB', 'L' or 'RGBA'")
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        """Return the pixels of an image.
+
+        Raises:
+            Fault: the data is no image, is corrupt, or has more pixels than Pillow's MAX_IMAGE_PIXELS.
+        """
+        pillow = self._pillow
+        try:
+            image = pillow.open(io.BytesIO(data), formats=FORMATS)
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as e:
+            raise Fault("too_large", str(e)) from e
+        except pillow.UnidentifiedImageError as e:
+            raise Fault("not_an_image", "the member is no image of a known format") from e
+        except MemoryError:
+            raise
+        except Exception as e:  # decoders raise OSError, SyntaxError, struct.error and more
+            raise Fault("corrupt", f"the image is corrupt: {e}") from e
+        width, height = image.size
+        if pillow.MAX_IMAGE_PIXELS is not None and width * height > pillow.MAX_IMAGE_PIXELS:
+            raise Fault(
+                "too_large", f"the image has {width} x {height} pixels, and {pillow.MAX_IMAGE_PIXELS} are allowed"
+            )
+        try:
+            return self._pixels(image)
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise Fault("corrupt", f"the image is corrupt: {e}") from e
+
+    def _has_bytes(self, mode: str) -> bool:
+        """Return True if each channel of a mode is a byte."""
+        if mode not in self._pillow.MODES or mode in ("1", "P", "PA"):
+            return False
+        pixel = self._pillow.new(mode, (1, 1)).tobytes()
+        return len(pixel) == len(self._pillow.getmodebandnames(mode))
+
+    def _pixels(self, image: Any) -> torch.Tensor:
+        if image.mode != self._mode:
+            image = image.convert(self._mode)
+        if self._size is not None and image.size != self._size:
+            image = image.resize(self._size, self._pillow.Resampling.BILINEAR)
+        width, height = image.size
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, -1)

@@ -1,0 +1,21 @@
+"""The packages of the extra `tgz`, which are imported when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["extra"]
+
+
+def extra(module: str, purpose: str) -> Any:
+    """Import a module of the extra `tgz`.
+
+    Raises:
+        ImportError: the module is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        package = "Pillow" if module.startswith("PIL") else module
+        raise ImportError(f'{purpose} needs {package}: pip install "cudafuture[tgz]"') from e

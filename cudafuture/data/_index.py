@@ -1,0 +1,216 @@
+"""The index of an archive: where each image is, its label, and how to reach it without unpacking what comes before."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudafuture.data._extra import extra
+from cudafuture.data._faults import Fault
+from cudafuture.data._stream import SeekableStream, Stream, limit_of, packing_of
+from cudafuture.data._tar import Member, members_of
+from cudafuture.errors import ArchiveError
+
+__all__ = ["Identity", "Index", "Reader", "build_index", "bytes_of", "identity_of"]
+
+_SPACING = 1 << 20  # bytes of the archive between two seek points, each of which takes 32 KiB
+_MOST_SEEK_POINTS = 1 << 13
+_PIECE = 1 << 20
+
+Identity = tuple[int, int]  # the size of an archive in bytes, and the time of its last change in nanoseconds
+
+
+def identity_of(path: str | int) -> Identity:
+    """Return what tells an archive from a later one of the same name."""
+    stat = os.stat(path)  # noqa: PTH116 (or a descriptor)
+    return stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Index:
+    """The table of an archive's images, and the seek points of its compression.
+
+    Args:
+        identity: the size and the time of change of the archive that was indexed.
+        packing: "tar" or "gzip".
+        classes: the names of the labels, sorted.
+        refused: name, reason and text of each member that cannot be an image.
+        offsets, sizes: int64, of each image in the unpacked archive.
+        labels: int64, positions in `classes`.
+        ends: int64, the end of each image's name in `names`.
+        names: uint8, the names of all images, one after the other.
+        seek_points: uint8, rapidgzip's index of an archive that is compressed.
+    """
+
+    identity: Identity
+    packing: str
+    classes: list[str]
+    refused: list[tuple[str, str, str]]
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    labels: torch.Tensor
+    ends: torch.Tensor
+    names: torch.Tensor
+    seek_points: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def name(self, image: int) -> str:
+        """Return the name of an image's member."""
+        start = int(self.ends[image - 1]) if image else 0
+        return bytes_of(self.names[start : int(self.ends[image])]).decode("utf-8", "surrogateescape")
+
+
+class Reader:
+    """The bytes of an indexed archive, which are read in any order. It belongs to one process."""
+
+    def __init__(self, path: str, index: Index) -> None:
+        self._file: Any = None
+        self._descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if identity_of(self._descriptor) != index.identity:
+                text = f"{path}: the archive has changed since its index was read; make a new TgzImages"
+                raise ArchiveError(text, path=path, reason="damaged")
+            if index.packing == "gzip":
+                self._file = extra("rapidgzip", "the index of a .tgz archive").RapidgzipFile(path, parallelization=1)
+                self._file.import_index(io.BytesIO(bytes_of(index.seek_points)))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return bytes of the unpacked archive.
+
+        Raises:
+            Fault: the archive has fewer bytes, or cannot be unpacked.
+        """
+        if self._file is None:
+            data = os.pread(self._descriptor, size, offset)
+        else:
+            try:
+                self._file.seek(offset)
+                data = self._file.read(size)
+            except (RuntimeError, ValueError) as e:
+                raise Fault("damaged", f"the archive is damaged: {e}") from e
+        while 0 < len(data) < size:
+            rest = self.read(offset + len(data), size - len(data))
+            data += rest
+        if len(data) < size:
+            raise Fault("truncated", "the archive is truncated")
+        return data
+
+    def close(self) -> None:
+        """Close the archive."""
+        if self._file is not None:
+            self._file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def build_index(path: str) -> Index:
+    """Read an archive once, and return its index.
+
+    Raises:
+        Fault: the archive is truncated, damaged or a bomb.
+        ImportError: rapidgzip is not installed, and the archive needs it.
+        ArchiveError: no index is possible for this kind of archive, or the archive changes meanwhile.
+    """
+    packing = packing_of(path)
+    if packing == "zstd":
+        raise ArchiveError(f"{path}: there are no indexes for .tar.zst", path=path)
+    before = identity_of(path)
+    table = _Table()
+    if packing == "tar":
+        with SeekableStream(Path(path).open("rb")) as stream:
+            table.fill(stream)
+        seek_points = b""
+    else:
+        seek_points = _scan_gzip(path, before[0], table.fill)
+    if identity_of(path) != before:
+        raise ArchiveError(f"{path}: the archive changed while its index was built", path=path)
+    return table.index(before, packing, seek_points)
+
+
+class _RapidgzipStream(Stream):
+    """The unpacked bytes of an archive that rapidgzip unpacks, while it collects seek points."""
+
+    def _unpack(self) -> memoryview:
+        piece = bytearray(_PIECE)
+        try:
+            count = self._file.readinto(piece)  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError) as e:
+            raise Fault("damaged", f"the archive is truncated or damaged: {e}") from e
+        return memoryview(piece)[:count]
+
+
+def _scan_gzip(path: str, size: int, scan: Callable[[Stream], None]) -> bytes:
+    """Let `scan` read a compressed archive, and return the seek points."""
+    rapidgzip = extra("rapidgzip", "the index of a .tgz archive")
+    spacing = max(_SPACING, size // _MOST_SEEK_POINTS)
+    cores = len(os.sched_getaffinity(0))
+    file = rapidgzip.RapidgzipFile(path, parallelization=cores, chunk_size=spacing)
+    with _RapidgzipStream(file, limit_of(size)) as stream:
+        scan(stream)
+        seek_points = io.BytesIO()
+        file.export_index(seek_points)
+        return seek_points.getvalue()
+
+
+class _Table:
+    """The table of an index while it is built."""
+
+    def __init__(self) -> None:
+        self._offsets, self._sizes, self._labels, self._ends = (array("q") for _ in range(4))
+        self._names = bytearray()
+        self._classes: dict[str, int] = {}
+        self._refused: list[tuple[str, str, str]] = []
+
+    def fill(self, stream: Stream) -> None:
+        """Take all members of an archive."""
+        for member in members_of(stream):
+            if member.fault is not None:
+                self._refused.append((member.name, member.fault.reason, str(member.fault)))
+            else:
+                self._add(member)
+
+    def _add(self, member: Member) -> None:
+        self._offsets.append(member.offset)
+        self._sizes.append(member.size)
+        self._labels.append(self._classes.setdefault(member.label, len(self._classes)))
+        self._names += member.name.encode("utf-8", "surrogateescape")
+        self._ends.append(len(self._names))
+
+    def index(self, identity: Identity, packing: str, seek_points: bytes) -> Index:
+        """Return the index."""
+        classes = sorted(self._classes)
+        positions = {name: position for position, name in enumerate(classes)}
+        sorted_labels = torch.tensor([positions[name] for name in self._classes], dtype=torch.int64)
+        offsets, sizes, labels, ends = (
+            torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+            for numbers in (self._offsets, self._sizes, self._labels, self._ends)
+        )
+        names, points = (_tensor_of(data) for data in (self._names, seek_points))
+        labels = sorted_labels[labels]
+        return Index(identity, packing, classes, self._refused, offsets, sizes, labels, ends, names, points)
+
+
+def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor of the host."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""

@@ -1,0 +1,71 @@
+"""The choice of an archive's index: from its sidecar, from this process's memory, or built now."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+
+from cudafuture.data._extra import extra
+from cudafuture.data._faults import Fault
+from cudafuture.data._index import Index, build_index, identity_of
+from cudafuture.data._sidecar import DamagedSidecarError, read_sidecar, sidecar_of, write_sidecar
+from cudafuture.errors import ArchiveError
+
+__all__ = ["index_of", "log_once"]
+
+_log = logging.getLogger("cudafuture.data")
+_logged: set[str] = set()
+_in_memory: weakref.WeakValueDictionary[Path, Index] = weakref.WeakValueDictionary()
+
+
+def log_once(message: str) -> None:
+    """Log a warning, once in this process."""
+    if message not in _logged:
+        _logged.add(message)
+        _log.warning("%s", message)
+
+
+def index_of(path: str, required: bool) -> Index | None:
+    """Return the index of an archive, and keep a new one in its sidecar; None where no index is possible.
+
+    Raises:
+        ArchiveError, ImportError: no index is possible, and one is required.
+        OSError: the archive cannot be read.
+    """
+    try:
+        return _kept(path) or _build(path)
+    except (Fault, ArchiveError, ImportError) as e:
+        error = e.error(path) if isinstance(e, Fault) else e
+        if required:
+            raise error from (e if isinstance(e, Fault) else None)
+        log_once(f"{path} is read without an index, so every worker unpacks all of it: {error}")
+        return None
+
+
+def _kept(path: str) -> Index | None:
+    """Return the index in the sidecar or in memory, if it is of the archive as it is now."""
+    index = None
+    try:
+        index = read_sidecar(path)
+    except DamagedSidecarError as e:
+        _log.warning("%s is not used and is built again: %s", sidecar_of(path), e)
+    except OSError as e:
+        log_once(f"{sidecar_of(path)} cannot be read: {e}")
+    if index is None:
+        index = _in_memory.get(Path(path).absolute())
+        if index is not None and index.identity != identity_of(path):
+            return None
+    if index is not None and index.packing == "gzip":
+        extra("rapidgzip", "the index of a .tgz archive")
+    return index
+
+
+def _build(path: str) -> Index:
+    index = build_index(path)
+    try:
+        write_sidecar(path, index)
+    except OSError as e:
+        _in_memory[Path(path).absolute()] = index
+        log_once(f"the index of {path} stays in the memory of this process: its sidecar cannot be written: {e}")
+    return index

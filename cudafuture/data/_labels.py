@@ -1,0 +1,22 @@
+"""The classes of an archive that is read without an index."""
+
+from __future__ import annotations
+
+from cudafuture.data._faults import Fault
+from cudafuture.data._stream import open_stream
+from cudafuture.data._tar import members_of
+
+__all__ = ["scan_classes"]
+
+
+def scan_classes(path: str) -> tuple[list[str], Fault | None]:
+    """Read an archive once; return its classes, sorted, and the fault at which it could not be read on."""
+    classes: set[str] = set()
+    try:
+        with open_stream(path) as stream:
+            for member in members_of(stream):
+                if member.fault is None:
+                    classes.add(member.label)
+    except Fault as e:
+        return sorted(classes), e
+    return sorted(classes), None

@@ -1,0 +1,26 @@
+"""Tensors in memory that a DataLoader's workers share with their parent."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.utils.data import get_worker_info
+
+__all__ = ["batch_memory", "shared_zeros"]
+
+
+def shared_zeros(*shape: int) -> torch.Tensor:
+    """Return numbers (int64) that every process sees change."""
+    return _shared(torch.int64, shape).zero_()
+
+
+def batch_memory(*shape: int) -> torch.Tensor:
+    """Return memory (uint8) for a minibatch; in a worker it is shared, so that the DataLoader does not copy it."""
+    return torch.empty(shape, dtype=torch.uint8) if get_worker_info() is None else _shared(torch.uint8, shape)
+
+
+def _shared(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call] # as torch's collation does
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)

@@ -1,0 +1,215 @@
+"""The unpacked bytes of an archive, from its beginning to its end."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from cudafuture.data._extra import extra
+from cudafuture.data._faults import Fault
+
+__all__ = ["MOST_RATIO", "MOST_SMALL", "SeekableStream", "Stream", "limit_of", "open_stream", "packing_of"]
+
+MOST_RATIO = 100  # unpacked bytes for each byte of the archive
+MOST_SMALL = 64 << 20  # unpacked bytes that every archive may have
+_PIECE = 1 << 18
+_BLOCK = 512  # bytes of a header
+_HEADERS = 1 << 12  # bytes that are read where a header is expected
+_ZSTD_WINDOW = 1 << 27
+
+
+def packing_of(path: str) -> str:
+    """Return "gzip", "zstd" or "tar", by the first bytes of the archive."""
+    with Path(path).open("rb") as file:
+        start = file.read(4)
+    if start[:2] == b"\x1f\x8b":
+        return "gzip"
+    return "zstd" if start == b"\x28\xb5\x2f\xfd" else "tar"
+
+
+def limit_of(size: int) -> int:
+    """Return how many bytes a compressed archive of `size` bytes may unpack to."""
+    return max(MOST_SMALL, MOST_RATIO * size)
+
+
+class Stream:
+    """The unpacked bytes of an archive, which are read once and in order.
+
+    Args:
+        file: the archive.
+        limit: the unpacked bytes after which the archive is taken for a decompression bomb; None for no limit.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int | None = None) -> None:
+        self._file = file
+        self._limit = limit
+        self._piece = memoryview(b"")
+        self._unpacked = 0
+
+    @property
+    def offset(self) -> int:
+        """The number of bytes that were read or skipped."""
+        return self._unpacked - len(self._piece)
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes.
+
+        Raises:
+            Fault: the archive ends before, is damaged, or unpacks to too many bytes.
+        """
+        if count <= len(self._piece):
+            found, self._piece = self._piece[:count], self._piece[count:]
+            return bytes(found)
+        parts = [self._piece]
+        count -= len(self._piece)
+        while count > 0:
+            self._next_piece()
+            parts.append(self._piece[:count])
+            self._piece = self._piece[count:]
+            count -= len(parts[-1])
+        return b"".join(parts)
+
+    def skip(self, count: int) -> None:
+        """Pass over the next `count` bytes; raise as `read` does."""
+        while count > len(self._piece):
+            count -= len(self._piece)
+            self._next_piece()
+        self._piece = self._piece[count:]
+
+    def finish(self) -> None:
+        """Unpack the rest of the archive, so that its checksum is compared."""
+        while self._take(self._unpack()):
+            pass
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._file.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _unpack(self) -> bytes | bytearray | memoryview:
+        """Return the next unpacked bytes, or none at the end of the archive."""
+        return self._file.read(_PIECE)
+
+    def _next_piece(self) -> None:
+        if not self._take(self._unpack()):
+            raise Fault("truncated", "the archive is truncated")
+
+    def _take(self, piece: bytes | bytearray | memoryview) -> bool:
+        self._piece = memoryview(piece)
+        self._unpacked += len(piece)
+        if self._limit is not None and self._unpacked > self._limit:
+            text = f"the archive unpacks to more than {self._limit} bytes, {MOST_RATIO} times its size: a bomb"
+            raise Fault("bomb", text)
+        return len(piece) > 0
+
+
+class SeekableStream(Stream):
+    """The bytes of an archive that is not compressed: members that are not needed are not read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._size = os.fstat(file.fileno()).st_size
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes, of which those that are not buffered take one system call."""
+        if count <= max(len(self._piece), _BLOCK):
+            return super().read(count)
+        rest = self._file.read(count - len(self._piece))
+        found = b"".join((self._piece, rest))
+        self._piece = memoryview(b"")
+        self._unpacked += len(rest)
+        if len(found) < count:
+            raise Fault("truncated", "the archive is truncated")
+        return found
+
+    def skip(self, count: int) -> None:
+        """Pass over the next `count` bytes without reading them."""
+        if count <= len(self._piece):
+            self._piece = self._piece[count:]
+            return
+        target = self.offset + count
+        if target > self._size:
+            raise Fault("truncated", "the archive is truncated")
+        self._file.seek(target)
+        self._piece, self._unpacked = memoryview(b""), target
+
+    def finish(self) -> None:
+        """Do nothing: an archive that is not compressed has no checksum."""
+
+    def _unpack(self) -> bytes:
+        return self._file.read(_HEADERS)
+
+
+class _GzipStream(Stream):
+    """The unpacked bytes of one or more members of gzip, which zlib unpacks and checks."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        super().__init__(file, limit)
+        self._inflate: Any = zlib.decompressobj(31)
+        self._packed = b""
+
+    def _unpack(self) -> bytes:
+        while True:
+            packed = self._packed or self._file.read(_PIECE)
+            if self._inflate.eof:  # zeros may follow, or another member
+                packed = packed.lstrip(b"\0")
+                if packed:
+                    self._inflate = zlib.decompressobj(31)
+                elif not self._file.peek(1):  # type: ignore[attr-defined]
+                    return b""
+                else:
+                    self._packed = b""
+                    continue
+            try:
+                unpacked: bytes = self._inflate.decompress(packed, _PIECE)
+            except zlib.error as e:
+                raise Fault("damaged", f"the archive is damaged: {e}") from e
+            self._packed = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+            if unpacked:
+                return unpacked
+            if not packed and not self._inflate.eof:
+                raise Fault("truncated", "the archive is truncated")
+
+
+class _ZstdStream(Stream):
+    """The unpacked bytes of one or more frames of Zstandard."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        super().__init__(file, limit)
+        self._zstandard: Any = extra("zstandard", "a .tar.zst archive")
+        unpacker = self._zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._reader = unpacker.stream_reader(file, read_size=_PIECE, read_across_frames=True)
+
+    def _unpack(self) -> bytes:
+        try:
+            unpacked: bytes = self._reader.read(_PIECE)
+        except self._zstandard.ZstdError as e:
+            raise Fault("damaged", f"the archive is damaged: {e}") from e
+        return unpacked
+
+
+def open_stream(path: str) -> Stream:
+    """Open an archive, compressed or not, to read it from its beginning to its end.
+
+    Raises:
+        OSError: the archive cannot be opened.
+        ImportError: zstandard is not installed.
+    """
+    packing = packing_of(path)
+    file = Path(path).open("rb")  # noqa: SIM115
+    try:
+        if packing == "tar":
+            return SeekableStream(file)
+        limit = limit_of(os.fstat(file.fileno()).st_size)
+        return _GzipStream(file, limit) if packing == "gzip" else _ZstdStream(file, limit)
+    except BaseException:
+        file.close()
+        raise

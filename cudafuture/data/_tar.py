@@ -1,0 +1,173 @@
+"""The members of a tar archive: their names, places and sizes."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cudafuture.data._faults import Fault
+from cudafuture.data._stream import Stream
+
+__all__ = ["MOST_MEMBER", "Member", "members_of"]
+
+MOST_MEMBER = 256 << 20  # bytes of one member, which is read as a whole
+_MOST_EXTENSION = 1 << 20  # bytes of a header's extension: a long name and attributes
+_BLOCK = tarfile.BLOCKSIZE
+_END = bytes(_BLOCK)
+_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
+_WITHOUT_DATA = (*_LINKS, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of an archive that is no directory.
+
+    Args:
+        name: the name in the archive.
+        label: the base name of the parent folder.
+        offset: the place of the data in the unpacked archive.
+        size: the bytes of the data.
+        fault: the reason why the member cannot be an image, or None.
+    """
+
+    name: str
+    label: str
+    offset: int
+    size: int
+    fault: Fault | None
+
+
+def members_of(stream: Stream) -> Iterator[Member]:
+    """Yield the members of an archive in order; the stream then stands at the member's data.
+
+    The caller may read the data, or leave it.
+
+    Raises:
+        Fault: the archive is truncated, damaged or a bomb; it names the member at which that was found.
+    """
+    name = ""
+    extensions = _Extensions()
+    try:
+        while True:
+            block = _block(stream, name)
+            if block == _END:
+                stream.finish()
+                return
+            header = _header(block, name)
+            if extensions.take(header, stream):
+                continue
+            name, size = extensions.apply(header)
+            if header.type == tarfile.GNUTYPE_SPARSE:
+                _skip_sparse_map(block, stream)
+            end = stream.offset + (0 if header.type in _WITHOUT_DATA else -(-size // _BLOCK) * _BLOCK)
+            if header.type != tarfile.DIRTYPE:
+                label = _label(name)
+                yield Member(name, label, stream.offset, size, _fault(header, name, label, size, extensions.sparse))
+            stream.skip(end - stream.offset)
+            extensions.forget()
+    except Fault as e:
+        e.member = e.member or name
+        raise
+
+
+def _block(stream: Stream, last: str) -> bytes:
+    """Return the block of a header, or the block of zeros with which every archive ends."""
+    try:
+        return stream.read(_BLOCK)
+    except Fault as e:
+        raise Fault(e.reason, f"{e} after this member" if last else str(e), last) from e
+
+
+def _header(block: bytes, last: str) -> tarfile.TarInfo:
+    where = "after this member " if last else ""
+    try:
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError) as e:
+        raise Fault("damaged", f"there is no tar header {where}({e})") from e
+    if header.size < 0:
+        raise Fault("damaged", f"the header {where}is damaged: its size is {header.size}")
+    return header
+
+
+def _label(name: str) -> str:
+    """Return the base name of the parent folder, or nothing where there is none."""
+    folders = [folder for folder in name.split("/")[:-1] if folder not in ("", ".")]
+    return folders[-1] if folders and folders[-1] != ".." else ""
+
+
+def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bool) -> Fault | None:
+    """Return why a member cannot be an image, as far as its header says."""
+    if header.type in _LINKS:
+        return Fault("link", "the member is a link, which is not followed", name)
+    if header.type not in _FILES or sparse:
+        return Fault("special_file", f"the member is no plain file (type {header.type!r})", name)
+    if not label:
+        return Fault("no_label", "the member is in no folder, whose name would be its label", name)
+    if size > MOST_MEMBER:
+        return Fault("too_large", f"the member has {size} bytes, and {MOST_MEMBER} are allowed", name)
+    return None
+
+
+def _skip_sparse_map(block: bytes, stream: Stream) -> None:
+    """Pass over the blocks that continue the header of GNU's old sparse files."""
+    goes_on = block[482]
+    while goes_on:
+        goes_on = stream.read(_BLOCK)[504]
+
+
+class _Extensions:
+    """The names and sizes of extended headers, of POSIX and of GNU, for the header that follows them."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, str] = {}
+        self._next: dict[str, str] = {}
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the member is a sparse file in POSIX format."""
+        return any(key.startswith("GNU.sparse.") for key in self._next)
+
+    def take(self, header: tarfile.TarInfo, stream: Stream) -> bool:
+        """Read an extended header; return False if this is another one."""
+        kind = header.type
+        if kind not in (b"x", b"g", b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            return False
+        if header.size > _MOST_EXTENSION:
+            raise Fault("damaged", f"an extended header after this member has {header.size} bytes")
+        data = stream.read(-(-header.size // _BLOCK) * _BLOCK)[: header.size]
+        if kind == tarfile.GNUTYPE_LONGNAME:
+            self._next["path"] = _text(data.partition(b"\0")[0])
+        elif kind != tarfile.GNUTYPE_LONGLINK:
+            (self._all if kind == b"g" else self._next).update(_records(data))
+        return True
+
+    def apply(self, header: tarfile.TarInfo) -> tuple[str, int]:
+        """Return the name and the size of a member."""
+        known = {**self._all, **self._next}
+        size = known.get("size", str(header.size))
+        if not (size.isascii() and size.isdigit()):
+            raise Fault("damaged", f"the header of {header.name!r} is damaged: its size is {size!r}")
+        return known.get("path", header.name), int(size)
+
+    def forget(self) -> None:
+        """Forget what was for one member only."""
+        self._next.clear()
+
+
+def _records(data: bytes) -> dict[str, str]:
+    """Return the records of a POSIX extended header: each has its length, a space, the key, "=" and the value."""
+    found = {}
+    while data:
+        length, _, _ = data.partition(b" ")
+        if not (length.isdigit() and len(length) < 8 and len(length) < int(length) <= len(data)):
+            raise Fault("damaged", "an extended header after this member is damaged")
+        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        found[_text(key)] = _text(value)
+        data = data[int(length) :]
+    return found
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")

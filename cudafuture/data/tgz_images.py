@@ -1,0 +1,257 @@
+"""A dataset of the labelled images in a tar archive."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import IterableDataset
+
+from cudafuture.data._decode import Decoder
+from cudafuture.data._faults import SkipCounts
+from cudafuture.data._index import Index
+from cudafuture.data._index_source import index_of, log_once
+from cudafuture.data._iterator import ImageIterator, Options
+from cudafuture.data._labels import scan_classes
+from cudafuture.data._partition import Part, Shard, current_shard, current_workers
+from cudafuture.data._progress import Progress, Start
+
+__all__ = ["TgzImages"]
+
+
+class TgzImages(IterableDataset[Any]):
+    """The labelled images of a .tar, .tgz (.tar.gz) or .tar.zst archive, as a dataset for torch's DataLoader.
+
+    The label of an image is the base name of its parent folder. Items are pairs of a uint8 tensor (C, H, W) and an
+    int64 label. Ranks and DataLoader workers divide the images: each image comes once. Iterators have ``state_dict()``
+    and ``load_state_dict()``, as torchdata's StatefulDataLoader expects.
+
+    With an index each rank and worker reads its own part of the archive only, and the dataset has a length: the images,
+    or with `batch` the minibatches, of this rank. The index is kept in a file beside the archive, ``<path>.index``.
+    Without an index each worker unpacks the whole archive and decodes its share. A .tar.zst has no index. See
+    docs/images.md.
+
+    Args:
+        path: the archive.
+        classes: the names of the classes; the position is the label. By default ``classes_of(path)``.
+        size: height and width, or one number for both, to which each image is resized (bilinear).
+        mode: Pillow's name of the pixel format: "RGB", "L", "RGBA" or another with 8 bits a channel.
+        transform: a function that is called with each uint8 tensor (C, H, W) in the worker; its result is the item.
+        shuffle: 0 for the order of the archive. With an index, any other number shuffles the whole archive. Without
+            one, it is the number of images in a shuffle buffer (1,024 for True). The order depends on seed + epoch.
+        seed: of the order.
+        batch: images of a minibatch (N, C, H, W) with labels (N,), of which the last may be smaller; then pass
+            ``batch_size=None`` to the DataLoader. By default the items are single images.
+        shard: "auto" for the rank and world size of torch.distributed, a pair of both, or None for one rank.
+        on_error: "raise" raises ArchiveError at a member that is no image; "skip" counts it in `skipped`.
+        index: "auto" uses or builds an index where that is possible, True raises where it is not, False uses none.
+
+    Raises:
+        ArchiveError: `index` is True, and the archive can have no index.
+        ImportError: a package of the extra `tgz` is missing.
+        OSError: the archive cannot be read.
+        ValueError: an argument is out of its range.
+
+    >>> import io, tarfile
+    >>> with tarfile.open("pets.tar", "w") as archive:
+    ...     for name in ("cat/1.ppm", "dog/1.ppm"):
+    ...         file = b"P6 4 2 255 " + bytes(24)
+    ...         member = tarfile.TarInfo(name)
+    ...         member.size = len(file)
+    ...         archive.addfile(member, io.BytesIO(file))
+    >>> images = TgzImages("pets.tar")
+    >>> [(tuple(image.shape), images.classes[label]) for image, label in images]
+    [((3, 2, 4), 'cat'), ((3, 2, 4), 'dog')]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        classes: Sequence[str] | None = None,
+        size: int | tuple[int, int] | None = None,
+        mode: str = "RGB",
+        transform: Callable[[torch.Tensor], Any] | None = None,
+        shuffle: int = 0,
+        seed: int = 0,
+        batch: int | None = None,
+        shard: Literal["auto"] | Shard | None = "auto",
+        on_error: Literal["raise", "skip"] = "raise",
+        index: Literal["auto"] | bool = "auto",
+    ) -> None:
+        super().__init__()
+        if index not in ("auto", True, False):
+            raise ValueError(f"index={index!r}: pass 'auto', True or False")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={on_error!r}: pass 'raise' or 'skip'")
+        if shuffle < 0 or (batch is not None and batch < 1):
+            raise ValueError(f"shuffle={shuffle} must be at least 0, and batch={batch} at least 1")
+        self._shard = _shard(shard)
+        self._progress = Progress()
+        self._counts = SkipCounts()
+        pair = _size(size)
+        Decoder(pair, mode)  # raises where Pillow is missing or the mode is wrong
+        archive = os.fspath(path)
+        found = index_of(archive, index is True) if index else None
+        if not index:
+            log_once(f"{archive} is read without an index, so every worker unpacks all of it: index=False")
+        self._classes = _classes(archive, classes, found)
+        positions = {name: position for position, name in enumerate(self._classes)}
+        self._options = Options(
+            path=archive,
+            index=found,
+            positions=positions,
+            labels=torch.empty(0, dtype=torch.int64) if found is None else _labels(found, positions),
+            size=pair,
+            mode=mode,
+            transform=transform,
+            shuffle=shuffle,
+            seed=seed,
+            batch=batch,
+            counts=self._counts if on_error == "skip" else None,
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; the position of a name is its label."""
+        return list(self._classes)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """The numbers of skipped members since the dataset was made, by reason, of all workers of this rank.
+
+        The reasons are "truncated", "damaged" and "bomb" for the archive, and for members "corrupt", "not_an_image",
+        "too_large", "no_label", "unknown_class", "link" and "special_file".
+        """
+        return self._counts.total()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, on which the order of shuffled images depends. Call it before each epoch.
+
+        >>> TgzImages("pets.tgz", shuffle=True).set_epoch(1)  # doctest: +SKIP
+        """
+        self._progress.set_epoch(epoch)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin the next iteration after the batches that a DataLoader has returned in an epoch.
+
+        Ranks, workers and all arguments must be the same as in the earlier run. The iteration after that begins at
+        the first image, and so does one in another epoch.
+
+        Args:
+            state: "epoch"; "batches", which this rank's DataLoader has returned in it; with a dataset that yields
+                single images also "batch_size", of the DataLoader (1); and optionally "workers", which are compared.
+
+        Raises:
+            KeyError: "epoch" or "batches" is missing.
+            ValueError: a number is out of its range.
+
+        >>> images = TgzImages("pets.tgz", batch=32)  # doctest: +SKIP
+        >>> images.load_state_dict({"epoch": 3, "batches": 100})  # doctest: +SKIP
+        """
+        batch = self._options.batch
+        batch_size = state.get("batch_size", batch or 1)
+        if state["batches"] < 0 or batch_size < 1 or (batch and batch_size != batch):
+            raise ValueError(f"{dict(state)!r} is no state of a dataset with batch={batch}")
+        start = Start(state["epoch"], state["batches"], batch_size, state.get("workers", -1))
+        self._progress.resume(start)
+
+    def __len__(self) -> int:
+        index, batch = self._options.index, self._options.batch
+        if index is None:
+            raise TypeError(f"{self._options.path} has no index, so its length is not known before it is read")
+        images = self._part(0, 1).images_of_rank(len(index))
+        return images if batch is None else -(-images // batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._progress.take()
+        part = self._part(*current_workers())
+        if start.batches == 0:
+            return ImageIterator(self._options, part, start.epoch)
+        if start.workers not in (-1, part.workers):
+            raise ValueError(f"the state is of {start.workers} workers, and this DataLoader has {part.workers}")
+        return self._resumed(part, start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shard": self._current_shard()}  # a spawned worker has no process group
+
+    def _current_shard(self) -> Shard:
+        return current_shard() if self._shard is None else self._shard
+
+    def _part(self, worker: int, workers: int) -> Part:
+        rank, ranks = self._current_shard()
+        return Part(rank, ranks, worker, workers, self._options.batch or 1)
+
+    def _resumed(self, part: Part, start: Start) -> ImageIterator:
+        """Return the iterator of a worker that goes on after the batches of an earlier DataLoader.
+
+        A new DataLoader asks worker 0 first. So worker 0 goes on with the part whose turn was next, and so forth.
+        """
+        if self._options.counts is None:  # then each batch was full, but for the last one
+            mine = replace(part, worker=(part.worker + start.batches) % part.workers)
+            position = mine.batches_of_worker(start.batches) * start.batch_size
+            return ImageIterator(self._options, mine, start.epoch, position)
+        iterators = self._replayed(part, start)
+        passed = iterators[part.worker]
+        return ImageIterator(self._options, passed.part, start.epoch, passed.position)
+
+    def _replayed(self, part: Part, start: Start) -> list[ImageIterator]:
+        """Return the iterators of all workers after the batches of an earlier DataLoader, in the order of their turns.
+
+        Only decoding tells which images were skipped, and so which images were in the batches.
+        """
+        options = replace(self._options, transform=None)
+        parts = [replace(part, worker=worker) for worker in range(part.workers)]
+        iterators = deque(ImageIterator(options, one, start.epoch, quiet=True) for one in parts)
+        draws = 1 if options.batch else start.batch_size
+        ended: set[ImageIterator] = set()
+        returned = 0
+        while returned < start.batches and len(ended) < part.workers:
+            iterator = iterators[0]
+            iterators.rotate(-1)
+            if iterator not in ended:
+                drawn = sum(1 for _ in zip(range(draws), iterator, strict=False))
+                returned += drawn > 0
+                if drawn < draws:
+                    ended.add(iterator)
+        return list(iterators)
+
+
+def _shard(shard: Literal["auto"] | Shard | None) -> Shard | None:
+    """Return the given rank and number of ranks; None for those of torch.distributed."""
+    if shard == "auto":
+        return None
+    if shard is None:
+        return 0, 1
+    rank, ranks = shard
+    if not 0 <= int(rank) < int(ranks):
+        raise ValueError(f"shard={shard!r}: pass a rank and the number of ranks, 'auto' or None")
+    return int(rank), int(ranks)
+
+
+def _size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+    if height < 1 or width < 1:
+        raise ValueError(f"size={size!r}: pass a height and a width of at least 1")
+    return height, width
+
+
+def _classes(path: str, given: Sequence[str] | None, index: Index | None) -> list[str]:
+    if given is not None:
+        if isinstance(given, str) or len(set(given)) != len(given):
+            raise ValueError(f"classes={given!r}: pass a sequence of different names")
+        return list(given)
+    # An archive that cannot be read to its end fails when it is iterated, after the images that it has.
+    return scan_classes(path)[0] if index is None else index.classes
+
+
+def _labels(index: Index, positions: dict[str, int]) -> torch.Tensor:
+    """Return the label of each image, -1 where its class is not among the given ones."""
+    table = torch.tensor([positions.get(name, -1) for name in index.classes], dtype=torch.int64)
+    return table[index.labels]

@@ -1,0 +1,264 @@
+"""The index of an archive and its sidecar: reused, rebuilt, never trusted when it is wrong."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture.data import TgzImages, _candidates, _index, _index_source, _sidecar, classes_of
+from cudafuture.data._index import Reader, build_index
+from cudafuture.errors import ArchiveError
+from data.archives import images, numbers, packed, tar, written
+
+COUNT = 9
+PACKINGS = pytest.mark.parametrize("packing", ["tar", "tgz"])
+
+
+def sidecar(archive: Path) -> Path:
+    return archive.with_name(archive.name + ".index")
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of archives whose indexes are built, as it grows."""
+    built: list[str] = []
+    monkeypatch.setattr(_index_source, "build_index", lambda path: built.append(path) or build_index(path))
+    return built
+
+
+@PACKINGS
+def test_an_index_is_kept_beside_the_archive_and_used_again(tmp_path: Path, packing: str, builds: list[str]) -> None:
+    archive = written(tmp_path, images(COUNT), packing)
+    for _ in range(3):
+        dataset = TgzImages(archive, index=True)
+        assert len(dataset) == COUNT
+        assert numbers(dataset) == list(range(COUNT))
+        assert dataset.classes == classes_of(archive)
+    assert len(builds) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [archive.name, sidecar(archive).name]
+
+
+@PACKINGS
+def test_images_are_read_by_the_index_only(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = written(tmp_path, images(COUNT), packing)
+    dataset = TgzImages(archive, shard=(1, 3))
+    monkeypatch.setattr(_candidates, "open_stream", lambda path: pytest.fail("the archive is read as a whole"))
+    assert numbers(dataset) == [3, 4, 5]
+
+
+def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_index, "_SPACING", 1 << 16)
+    generator = torch.Generator().manual_seed(0)
+    files = [(f"a/{i}.raw", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
+    archive = written(tmp_path, files)
+    index = build_index(str(archive))
+    assert index.seek_points.nbytes > 5 * 32768
+    order = torch.randperm(60, generator=generator)
+    found = list(_candidates.indexed(str(archive), index, index.labels, order, range(60)))
+    assert [candidate.data for candidate in found] == [files[i][1] for i in order.tolist()]
+    assert [index.name(i) for i in range(60)] == [name for name, _ in files]
+    again = _candidates.indexed(str(archive), index, index.labels, None, range(17, 60))
+    assert [candidate.data for candidate in again] == [data for _, data in files[17:]]
+
+
+@PACKINGS
+def test_an_index_of_an_archive_that_has_changed_is_built_again(
+    tmp_path: Path, packing: str, builds: list[str]
+) -> None:
+    archive = written(tmp_path, images(COUNT), packing)
+    TgzImages(archive)
+    stat = archive.stat()
+    os.utime(archive, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert numbers(TgzImages(archive)) == list(range(COUNT))
+    assert len(builds) == 2
+    written(tmp_path, images(COUNT + 1), packing)
+    os.utime(archive, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))  # another size, the same time
+    assert numbers(TgzImages(archive)) == list(range(COUNT + 1))
+    assert len(builds) == 3
+    assert numbers(TgzImages(archive)) == list(range(COUNT + 1))
+    assert len(builds) == 3
+
+
+@PACKINGS
+def test_a_damaged_sidecar_is_built_again_wherever_the_damage_is(
+    tmp_path: Path, packing: str, builds: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = written(tmp_path, images(COUNT), packing)
+    TgzImages(archive)
+    whole = sidecar(archive).read_bytes()
+    places = {0, 15, 16, 30, len(whole) // 2, len(whole) - 17, len(whole) - 1}
+    changed = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in sorted(places)]
+    for damaged in [b"", whole[:10], whole[:-1], whole + b"\0", b"{}", *changed]:
+        sidecar(archive).write_bytes(damaged)
+        del builds[:]
+        caplog.clear()
+        assert numbers(TgzImages(archive)) == list(range(COUNT))
+        assert len(builds) == 1
+        assert "is built again" in caplog.text
+        assert sidecar(archive).read_bytes() == whole
+
+
+def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path: Path, builds: list[str]) -> None:
+    archive = written(tmp_path, images(COUNT))
+    TgzImages(archive)
+    whole = sidecar(archive).read_bytes()
+    for old, new in (
+        (b'"refused"', b'"refuse!"'),
+        (b'"offsets": 72', b'"offsets": 64'),
+        (b'"classes"', b'\xff"lasses"'),
+    ):
+        changed = whole[:-16].replace(old, new)
+        assert changed != whole[:-16]
+        sidecar(archive).write_bytes(changed + _sidecar.xxhash.xxh3_128_digest(changed))
+        del builds[:]
+        assert numbers(TgzImages(archive)) == list(range(COUNT))
+        assert len(builds) == 1
+
+
+def test_a_sidecar_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(COUNT))
+    os.mkfifo(sidecar(archive))
+    assert numbers(TgzImages(archive)) == list(range(COUNT))
+
+
+def test_an_index_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, builds: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = written(tmp_path, images(COUNT))
+    sidecar(archive).mkdir()  # also for root, who may write everywhere
+    first = TgzImages(archive, index=True)
+    second = TgzImages(archive, index=True)
+    assert len(first) == len(second) == COUNT
+    assert numbers(second) == list(range(COUNT))
+    assert len(builds) == 1
+    assert caplog.text.count("stays in the memory of this process") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [archive.name, sidecar(archive).name]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    archive = written(tmp_path, images(COUNT))
+    sidecar(archive).write_bytes(b"old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, step, fail)
+    assert numbers(TgzImages(archive)) == list(range(COUNT))
+    assert sidecar(archive).read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = written(tmp_path, images(COUNT))
+    steps: list[Any] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or replace(a, b))
+    TgzImages(archive)
+    assert steps == [sidecar(archive).stat().st_size, (tmp_path, sidecar(archive))]
+
+
+def _read(path: str, start: Any) -> list[int]:
+    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+    start.wait()
+    return numbers(TgzImages(path, index=True))
+
+
+def test_processes_that_build_at_the_same_time_all_have_the_index(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(COUNT))
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    results: Any = context.SimpleQueue()
+    processes = [context.Process(target=lambda: results.put(_read(str(archive), start))) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [results.get() for _ in processes] == [list(range(COUNT))] * 4
+    for process in processes:
+        process.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [archive.name, sidecar(archive).name]
+    assert _sidecar.read_sidecar(str(archive)) is not None
+
+
+@PACKINGS
+def test_an_archive_that_changes_after_its_index_was_read_is_an_error(tmp_path: Path, packing: str) -> None:
+    archive = written(tmp_path, images(COUNT), packing)
+    dataset = TgzImages(archive)
+    written(tmp_path, images(COUNT + 1), packing)
+    with pytest.raises(ArchiveError, match="has changed since its index was read"):
+        list(dataset)
+
+
+def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = written(tmp_path, images(COUNT))
+    stats = iter([(1, 1), (1, 2)])
+    monkeypatch.setattr(_index, "identity_of", lambda path: next(stats))
+    with pytest.raises(ArchiveError, match="changed while its index was built"):
+        TgzImages(archive, index=True)
+
+
+def test_zstandard_has_no_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    archive = written(tmp_path, images(COUNT), "tar.zst")
+    with pytest.raises(ArchiveError, match=r"no indexes for \.tar\.zst"):
+        TgzImages(archive, index=True)
+    for _ in range(2):
+        assert numbers(TgzImages(archive)) == list(range(COUNT))
+    assert caplog.text.count("without an index, so every worker unpacks all of it") == 1
+    assert not sidecar(archive).exists()
+
+
+def test_an_archive_without_an_index_has_no_length(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has no index, so its length is not known"):
+        len(TgzImages(written(tmp_path, images(COUNT)), index=False))
+
+
+def test_without_an_index_that_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    archive = written(tmp_path, images(COUNT))
+    for _ in range(2):
+        list(TgzImages(archive, index=False))
+    assert caplog.text.count("every worker unpacks all of it") == 1
+    assert not sidecar(archive).exists()
+
+
+def test_without_rapidgzip_only_a_plain_tar_has_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for packing in ("tar", "tgz"):
+        TgzImages(written(tmp_path, images(COUNT), packing))  # leaves a sidecar
+    monkeypatch.setitem(sys.modules, "rapidgzip", None)
+    assert len(TgzImages(tmp_path / "images.tar", index=True)) == COUNT
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        dataset = TgzImages(tmp_path / "images.tgz")
+        assert numbers(dataset) == list(range(COUNT))
+    assert caplog.text.count('pip install "cudafuture[tgz]"') == 1
+    with pytest.raises(TypeError):
+        len(dataset)
+
+
+@pytest.mark.parametrize(("batch", "lengths"), [(None, [5, 4]), (2, [3, 2])])
+def test_the_length_is_that_of_the_rank(tmp_path: Path, batch: int | None, lengths: list[int]) -> None:
+    archive = written(tmp_path, images(COUNT))
+    assert [len(TgzImages(archive, batch=batch, shard=(rank, 2))) for rank in range(2)] == lengths
+
+
+def test_a_reader_returns_exactly_the_bytes_of_a_member(tmp_path: Path) -> None:
+    data = tar(images(2))
+    for packing in ("tar", "tgz"):
+        archive = tmp_path / f"images.{packing}"
+        archive.write_bytes(packed(data, packing))
+        reader = Reader(str(archive), build_index(str(archive)))
+        assert reader.read(0, len(data)) == data
+        assert reader.read(700, 11) == data[700:711]
+        with pytest.raises(Exception, match="truncated"):
+            reader.read(len(data) - 5, 10)
+        reader.close()
