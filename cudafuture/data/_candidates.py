@@ -29,7 +29,7 @@ class Candidate:
         name: the member's name, or its number in `index`.
         label: the position of its class, or -1.
         data: the bytes of the member.
-        fault: why it cannot be used, or None.
+        fault: the reason why it cannot be used, or None.
         index: the index that has the name.
         refused: the member is no candidate and takes no position in the order: its header says so.
     """
@@ -44,7 +44,8 @@ class Candidate:
     def named(self, fault: Fault) -> Fault:
         """Return a fault with the name of this member."""
         if not fault.member:
-            fault.member = self.index.name(self.name) if self.index and isinstance(self.name, int) else str(self.name)
+            index, name = self.index, self.name
+            fault.member = name if isinstance(name, str) else index.name(name) if index is not None else ""
         return fault
 
 

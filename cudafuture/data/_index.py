@@ -29,7 +29,7 @@ Identity = tuple[int, int]  # the size of an archive in bytes, and the time of i
 
 
 def identity_of(path: str | int) -> Identity:
-    """Return what tells an archive from a later one of the same name."""
+    """Return the size and the time of the last change of an archive, which tell it from a later one."""
     stat = os.stat(path)  # noqa: PTH116 (or a descriptor)
     return stat.st_size, stat.st_mtime_ns
 
@@ -82,10 +82,17 @@ class Reader:
                 raise ArchiveError(text, path=path, reason="damaged")
             if index.packing == "gzip":
                 self._file = extra("rapidgzip", "the index of a .tgz archive").RapidgzipFile(path, parallelization=1)
-                self._file.import_index(io.BytesIO(bytes_of(index.seek_points)))
+                self._import(path, index)
         except BaseException:
             self.close()
             raise
+
+    def _import(self, path: str, index: Index) -> None:
+        try:
+            self._file.import_index(io.BytesIO(bytes_of(index.seek_points)))
+        except (RuntimeError, ValueError) as e:
+            text = f"{path}: rapidgzip cannot use the seek points of the index; remove {path}.index ({e})"
+            raise ArchiveError(text, path=path, reason="damaged") from e
 
     def read(self, offset: int, size: int) -> bytes:
         """Return bytes of the unpacked archive.

@@ -34,7 +34,8 @@ def index_of(path: str, required: bool) -> Index | None:
         OSError: the archive cannot be read.
     """
     try:
-        return _kept(path) or _build(path)
+        index = _kept(path)
+        return _build(path) if index is None else index
     except (Fault, ArchiveError, ImportError) as e:
         error = e.error(path) if isinstance(e, Fault) else e
         if required:

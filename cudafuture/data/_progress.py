@@ -1,4 +1,4 @@
-"""The epoch of a dataset, and where its next iteration begins."""
+"""The epoch of a dataset, and the start of its next iteration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Progress:
         self._fields[_EPOCH] = epoch
 
     def resume(self, start: Start) -> None:
-        """Set where the next iteration begins."""
+        """Set the start of the next iteration."""
         resumes = int(self._fields[_RESUMES]) + 1
         values = [start.epoch, resumes, start.batches, start.batch_size, start.workers, 0]
         self._fields.copy_(torch.tensor(values))

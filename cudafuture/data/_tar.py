@@ -98,7 +98,7 @@ def _label(name: str) -> str:
 
 
 def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bool) -> Fault | None:
-    """Return why a member cannot be an image, as far as its header says."""
+    """Return the fault of a member that cannot be an image, as far as its header shows it."""
     if header.type in _LINKS:
         return Fault("link", "the member is a link, which is not followed", name)
     if header.type not in _FILES or sparse:

@@ -6,6 +6,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,7 @@ class TgzImages(IterableDataset[Any]):
         self._counts = SkipCounts()
         pair = _size(size)
         Decoder(pair, mode)  # raises where Pillow is missing or the mode is wrong
-        archive = os.fspath(path)
+        archive = str(Path(path).absolute())  # workers may have another current folder
         found = index_of(archive, index is True) if index else None
         if not index:
             log_once(f"{archive} is read without an index, so every worker unpacks all of it: index=False")

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,14 @@ def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: 
 def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = written(tmp_path, images(COUNT))
     steps: list[Any] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or replace(a, b))
+    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or rename(a, b))
     TgzImages(archive)
     assert steps == [sidecar(archive).stat().st_size, (tmp_path, sidecar(archive))]
 
 
 def _read(path: str, start: Any) -> list[int]:
-    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
     start.wait()
     return numbers(TgzImages(path, index=True))
 
@@ -204,6 +204,20 @@ def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
     monkeypatch.setattr(_index, "identity_of", lambda path: next(stats))
     with pytest.raises(ArchiveError, match="changed while its index was built"):
         TgzImages(archive, index=True)
+
+
+def test_seek_points_that_rapidgzip_refuses_are_an_error(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(COUNT))
+    index = build_index(str(archive))
+    _sidecar.write_sidecar(str(archive), replace(index, seek_points=index.seek_points.flip(0).contiguous()))
+    with pytest.raises(ArchiveError, match=r"cannot use the seek points .* remove .*images\.tgz\.index"):
+        list(TgzImages(archive))
+
+
+def test_an_index_without_images_is_used_again(tmp_path: Path, builds: list[str]) -> None:
+    archive = written(tmp_path, [])
+    assert [len(TgzImages(archive)) for _ in range(2)] == [0, 0]
+    assert len(builds) == 1
 
 
 def test_zstandard_has_no_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What comes out of an archive: pixels, labels, minibatches, and their order."""
+"""The pixels, labels and minibatches of an archive, and their order."""
 
 from __future__ import annotations
 
