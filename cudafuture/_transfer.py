@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from cudafuture._tensors import find_tensors
 from cudafuture.executors import default_executor
 from cudafuture.streams import use_streams
 
-__all__ = ["LARGE", "Transfer", "can_be_packed"]
+__all__ = ["LARGE", "Transfer"]
 
 LARGE = 1 << 20
 """Bytes of host memory that the caller's thread copies to pinned memory by itself; more goes to the executor."""
@@ -56,27 +57,25 @@ class Transfer:
         stream: torch.Stream | None = None,
         pack: bool = False,
     ) -> None:
-        self.leaves, self.spec = _pytree.tree_flatten(value)
-        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self.leaves, self.rebuild = _flatten(value)
         self.priority = priority
         self.stream = stream
         self.to_host = target.type == "cpu"
         self.to_meta = target.type == "meta"
         self.target = target if self.to_host or self.to_meta else _C.pool_stream(target, priority).device  # its index
+        packs = pack and not (self.to_host or self.to_meta)
+        self.packed = dict.fromkeys(_C.packable(self.leaves) if packs else ())  # indices of leaves
+        single = [leaf for i, leaf in enumerate(self.leaves) if i not in self.packed]
+        self.tensors = [leaf for leaf in single if isinstance(leaf, torch.Tensor)]  # that are not packed
         if not self.to_meta and any(t.is_meta for t in self.tensors):
             raise RuntimeError("copy(): a tensor on the meta device has no data to copy")
-        self.packed = [
-            i
-            for i, leaf in enumerate(self.leaves)
-            if pack and not (self.to_host or self.to_meta) and can_be_packed(leaf)
-        ]
         self.slab: torch.Tensor | None = None  # given by the caller, for the packed tensors
         self.targets: list[Any] = [None] * len(self.leaves)  # given by the caller, one for each leaf
         self._expect_stream()
         if out is not None and pack and not self.to_host:
             self.slab = self._expect_slab(out)
         elif out is not None:
-            self.targets = self._expect_targets(out)
+            self.targets = self._expect_targets(value, out)
         self.caller = _C.current_streams([] if self.to_host or self.to_meta else [self.target])
 
     def _expect_stream(self) -> None:
@@ -89,9 +88,9 @@ class Transfer:
         """Return `out`; raise ValueError unless it can take the packed tensors."""
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"copy(pack=True): out is a tensor of bytes on the device, not {type(out).__name__}")
-        if len(self.packed) != len(self.tensors):
+        if self.tensors:
             raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed into out")
-        wanted = _C.batch_nbytes([self.leaves[i] for i in self.packed])
+        wanted = _C.batch_nbytes(self._sources())
         if out.device != self.target or out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
             raise ValueError(
                 f"copy(pack=True): out is a contiguous one-dimensional tensor of uint8 on {self.target}, not "
@@ -104,10 +103,10 @@ class Transfer:
             )
         return out
 
-    def _expect_targets(self, out: object) -> list[Any]:
+    def _expect_targets(self, value: object, out: object) -> list[Any]:
         """Return the leaves of `out`; raise ValueError unless they can take the copies."""
         leaves, spec = _pytree.tree_flatten(out)
-        if spec != self.spec or self.to_meta:
+        if spec != _pytree.tree_structure(value) or self.to_meta:
             raise ValueError("copy(): out has the structure of the value, and its tensors are on the target")
         for leaf, target in zip(self.leaves, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -130,13 +129,18 @@ class Transfer:
         uses_target = self._reads_pinned() or any(is_on_device(t) for t in self.targets if isinstance(t, torch.Tensor))
         earlier = earlier_work([*sources, self.target] if uses_target else sources)
         enqueue = functools.partial(self._enqueue, devices, earlier)
-        if sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t)) <= LARGE:
+        read = sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t))
+        if read + _C.batch_nbytes(self._sources()) <= LARGE:
             return enqueue(self._read())
-        read = _C.submit(self._read, default_executor(), self.priority, "copy")
-        return read.then_async(lambda done: enqueue(done.value()))
+        reading = _C.submit(self._read, default_executor(), self.priority, "copy")
+        return reading.then_async(lambda done: enqueue(done.value()))
+
+    def _sources(self) -> list[torch.Tensor]:
+        """Return the tensors that are packed."""
+        return [self.leaves[i] for i in self.packed]
 
     def _is_read_by_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and (self.to_host or bool(self.packed) or not _can_be_sent(tensor))
+        return tensor.device.type == "cpu" and (self.to_host or not _can_be_sent(tensor))
 
     def _reads_pinned(self) -> bool:
         """Return whether a device is to read the caller's own host memory, which its streams may be writing."""
@@ -144,7 +148,7 @@ class Transfer:
         return not (self.to_host or self.to_meta) and any(_can_be_sent(t) for t in host)
 
     def _on_host(self) -> Any:
-        return _pytree.tree_unflatten([*map(self._to_meta_or_clone, self.leaves, self.targets)], self.spec)
+        return self.rebuild([*map(self._to_meta_or_clone, self.leaves, self.targets)])
 
     def _to_meta_or_clone(self, leaf: Any, target: Any = None) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -155,6 +159,8 @@ class Transfer:
 
     def _read(self) -> list[Any]:
         """Return the leaves; of what the host has to read, a copy that a device can take, or the final one."""
+        if not self.tensors:
+            return self.leaves
         leaves: list[Any] = []
         for i, leaf in enumerate(self.leaves):
             if (
@@ -177,13 +183,14 @@ class Transfer:
         try:
             streams = self._streams(devices, earlier)
             packed = self._send_packed(streams)
+            copies = list(leaves)
             with use_streams(*streams):
-                copies = [
-                    packed[i] if i in packed else self._carry(leaf, self.targets[i], streams)
-                    for i, leaf in enumerate(leaves)
-                ]
+                for i, leaf in enumerate(leaves if self.tensors else ()):
+                    copies[i] = leaf if i in packed else self._carry(leaf, self.targets[i], streams)
+            for i, copied in packed.items():
+                copies[i] = copied
             future: CUDAFuture[Any] = CUDAFuture(priority=self.priority, name="copy")
-            complete(future, _pytree.tree_unflatten(copies, self.spec), streams, "copy.done_record")
+            complete(future, self.rebuild(copies), streams, "copy.done_record")
             return future
         except Exception as e:
             return _failed(e, devices, streams, self.priority)
@@ -204,7 +211,7 @@ class Transfer:
         stream = next(stream for stream in streams if stream.device == self.target)
         with use_streams(*self.caller):  # which the slab belongs to
             slab = None if self.slab is None else _C.DeviceSlab.of(self.slab)
-            copies = _C.copy_batch([self.leaves[i] for i in self.packed], stream, slab, True, True, True)
+            copies = _C.copy_batch(self._sources(), stream, slab, True, True, True)
         return dict(zip(self.packed, copies, strict=True))
 
     def _carry(self, leaf: Any, target: Any, streams: list[torch.Stream]) -> Any:
@@ -225,15 +232,19 @@ class Transfer:
         return copied
 
 
-def can_be_packed(leaf: object) -> bool:
-    """Return True for a tensor of the host whose copy is its bytes, so that it can lie in a slab."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.device.type == "cpu"
-        and _is_plain(leaf)
-        and not leaf.is_quantized
-        and type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    )
+def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of a value, and what makes a value of the same structure of other leaves.
+
+    torch's pytree takes a microsecond for each leaf, so it does not take a plain list, tuple or dict of tensors apart.
+    """
+    cls = type(value)
+    if cls is dict and len(_C.packable(value.values())) == len(value):
+        keys = list(value)
+        return list(value.values()), lambda leaves: dict(zip(keys, leaves, strict=True))
+    if (cls is list or cls is tuple) and len(_C.packable(value)) == len(value):
+        return list(value), cls
+    leaves, spec = _pytree.tree_flatten(value)
+    return leaves, functools.partial(_pytree.tree_unflatten, treespec=spec)
 
 
 def _described(tensor: torch.Tensor) -> str:

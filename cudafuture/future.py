@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._transfer import Transfer, can_be_packed
+from cudafuture._transfer import Transfer
 from cudafuture.config import config
 from cudafuture.executors import default_executor
 
@@ -130,4 +130,4 @@ def packed_nbytes(value: object) -> int:
     1536
     """
     leaves = _pytree.tree_leaves(value)
-    return _C.batch_nbytes([leaf for leaf in leaves if can_be_packed(leaf)])
+    return _C.batch_nbytes([leaves[i] for i in _C.packable(leaves)])

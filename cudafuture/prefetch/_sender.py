@@ -20,7 +20,6 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._tensors import find_tensors
-from cudafuture._transfer import can_be_packed
 from cudafuture.prefetch._structure import find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
 
@@ -108,8 +107,13 @@ class Sender:
         A copy into the slab has to wait for what the consumer has enqueued until now. Memory that is allocated when the
         batch is there would have it wait for more.
         """
-        if self._wanted and len(self._slabs) < most:
-            self._slabs.append((_C.DeviceSlab(self._wanted, self.device), _C.current_streams([self.device])[0]))
+        if not self._wanted or len(self._slabs) >= most:
+            return
+        try:
+            slab = _C.DeviceSlab(self._wanted, self.device)
+        except torch.OutOfMemoryError:  # the batch may be smaller
+            return
+        self._slabs.append((slab, _C.current_streams([self.device])[0]))
 
     def release_slabs(self) -> None:
         """Free the slabs that were reserved."""
@@ -121,7 +125,7 @@ class Sender:
         Blocks while the host copies to the staging buffer. What is raised fails the future.
         """
         leaves = find_leaves(item)
-        packed = [leaf for leaf in leaves if can_be_packed(leaf)]
+        packed = [leaves[i] for i in _C.packable(leaves)]
         batch.owner = consumer
         copies: list[torch.Tensor] = []
         if packed:
@@ -133,9 +137,9 @@ class Sender:
             batch.future.set_result(item)
             return
         self._wait_for_loader(leaves)
-        each = iter(copies)
+        copy_of = {id(leaf): copied for leaf, copied in zip(packed, copies, strict=True)}
         with use_streams(self.stream), torch.no_grad():
-            value = map_leaves(item, lambda leaf: next(each) if can_be_packed(leaf) else self._move(leaf))
+            value = map_leaves(item, lambda leaf: copy_of[id(leaf)] if id(leaf) in copy_of else self._move(leaf))
         if self._transform is not None:
             with use_streams(self.stream):
                 value = self._transform(value)
@@ -146,16 +150,19 @@ class Sender:
 
     def _copy(self, batch: Batch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
         slab: _C.DeviceSlab | None = None
+        wanted = 0
         if self._pack:
             wanted = _C.batch_nbytes(packed)
-            self._sizes.append(wanted)
-            self._wanted = max(self._sizes)
             while self._slabs and slab is None:
                 slab, batch.owner = self._slabs.popleft()
                 if slab.nbytes < wanted:
                     slab = None
         with use_streams(batch.owner):  # type: ignore[arg-type]
-            return _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
+            copies = _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
+        if self._pack:
+            self._sizes.append(wanted)
+            self._wanted = max(self._sizes)
+        return copies
 
     def _wait_for_loader(self, leaves: list[Any]) -> None:
         """Have the sender's stream wait for work that the loader has enqueued on tensors of the device."""

@@ -203,7 +203,7 @@ class Prefetcher:
         self._number += 1
         is_async = not hasattr(self._iterable, "__iter__")
         iterator: Any = self._iterable.__aiter__() if is_async else iter(self._iterable)  # type: ignore[union-attr,arg-type]
-        source = next((each for each in (iterator, self._iterable) if _has_state(each)), None)
+        source: Any = next((each for each in (iterator, self._iterable) if _has_state(each)), None)
         self._last = Reader(
             iterator,
             self._sender,

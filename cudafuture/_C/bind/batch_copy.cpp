@@ -16,19 +16,37 @@
 namespace cudafuture::bind {
 namespace {
 
+// True for tensors whose copy is their bytes, so that they can lie in a slab. Classes that derive from torch's can mean
+// more than their memory.
+bool is_packable(nb::handle object) {
+  static Imported parameter{"torch.nn", "Parameter"};
+  static Imported buffer{"torch.nn", "Buffer"};
+  if (!THPVariable_Check(object.ptr())) return false;
+  if (!THPVariable_CheckExact(object.ptr()) && !object.type().is(parameter()) && !object.type().is(buffer()))
+    return false;
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
+         !tensor.is_nested();
+}
+
+nb::list packable(nb::handle leaves) {
+  nb::list indices;
+  std::size_t index = 0;
+  for (nb::handle leaf : leaves) {
+    if (is_packable(leaf)) indices.append(index);
+    ++index;
+  }
+  return indices;
+}
+
 std::vector<at::Tensor> host_tensors(nb::handle tensors) {
   std::vector<at::Tensor> all;
   for (nb::handle object : tensors) {
-    if (!THPVariable_Check(object.ptr())) {
-      throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
+    if (!is_packable(object)) {
+      throw nb::type_error(
+          ("a strided tensor on the host is wanted, not " + std::string(nb::repr(object.type()).c_str())).c_str());
     }
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.is_quantized()) {
-      throw nb::type_error(("a strided tensor on the host is wanted, not one of layout " + c10::str(tensor.layout()) +
-                            " on " + tensor.device().str())
-                               .c_str());
-    }
-    all.push_back(tensor);
+    all.push_back(THPVariable_Unpack(object.ptr()));
   }
   return all;
 }
@@ -67,6 +85,7 @@ void bind_batch_copy(nb::module_& m) {
       .def_prop_ro("nbytes", &DeviceSlab::nbytes);
   m.def("copy_batch", copy_batch_of, nb::arg("tensors"), nb::arg("stream"), nb::arg("slab").none(), nb::arg("pack"),
         nb::arg("pin"), nb::arg("may_drop_unordered"));
+  m.def("packable", packable, nb::arg("leaves"));
   m.def(
       "batch_nbytes", [](nb::handle tensors) { return BatchLayout(host_tensors(tensors), true).nbytes; },
       nb::arg("tensors"));
