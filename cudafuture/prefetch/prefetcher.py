@@ -140,7 +140,14 @@ class Prefetcher:
         return len(self._iterable)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """End the epoch that is being read, and the one ahead. The prefetcher can be used again."""
+        """End the epoch that is being read, and the one ahead. The prefetcher can be used again.
+
+        >>> batches = prefetch(["a", "b"], "cpu")
+        >>> epoch = iter(batches)
+        >>> batches.close()
+        >>> list(epoch), list(batches)
+        ([], ['a', 'b'])
+        """
         current = None if self._current is None else self._current()
         for epoch in (current, self._ahead):
             if epoch is not None:
@@ -148,7 +155,14 @@ class Prefetcher:
         self._current = self._ahead = None
 
     def statistics(self) -> PrefetchStatistics:
-        """Return what was done since the prefetcher was made."""
+        """Return what was done since the prefetcher was made.
+
+        >>> batches = prefetch(["a", "b"], "cpu")
+        >>> list(batches)
+        ['a', 'b']
+        >>> batches.statistics().batches
+        2
+        """
         return self._counted
 
     def state_dict(self) -> Any:
@@ -158,6 +172,11 @@ class Prefetcher:
 
         Raises:
             TypeError: neither the iterable nor its iterator has a method state_dict.
+
+        >>> prefetch([1, 2], "cpu").state_dict()
+        Traceback (most recent call last):
+            ...
+        TypeError: list has no state_dict(), so it cannot be resumed
         """
         if self._state is not None:
             return self._state
@@ -170,6 +189,11 @@ class Prefetcher:
 
         Raises:
             TypeError: the iterable has no load_state_dict().
+
+        >>> prefetch([1, 2], "cpu").load_state_dict({})
+        Traceback (most recent call last):
+            ...
+        TypeError: list has no load_state_dict(), so it cannot be resumed
         """
         if not hasattr(self._iterable, "load_state_dict"):
             raise TypeError(f"{type(self._iterable).__name__} has no load_state_dict(), so it cannot be resumed")

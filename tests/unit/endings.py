@@ -14,14 +14,24 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cudafuture import CUDAFuture, InvalidStateError, as_completed, collect_any, executors, gather, submit, wait
+from cudafuture import (
+    CUDAFuture,
+    InvalidStateError,
+    as_completed,
+    collect_any,
+    executors,
+    gather,
+    prefetch,
+    submit,
+    wait,
+)
 
 keep: list[Any] = []  # what lives until Python takes modules apart
 late: list[Callable[[], None]] = []  # called when the library has joined its threads already
@@ -320,6 +330,34 @@ def finalizers() -> None:
     UsedByAFinalizer.cycle = UsedByAFinalizer()  # type: ignore[attr-defined]
 
 
+def a_reader_inside_its_iterable() -> None:
+    """Leave a prefetcher whose iterable never comes back: the end of the process does not wait for it."""
+    inside = threading.Event()
+
+    def read() -> Iterator[int]:
+        yield 0
+        inside.set()
+        threading.Event().wait()
+
+    epoch = iter(prefetch(read(), "cpu"))
+    keep.append(epoch)
+    assert next(epoch) == 0
+    inside.wait()
+
+
+def readers_at_work() -> None:
+    """Leave prefetchers that wait for their consumer, and that are copying."""
+    from cudafuture.testing import sim
+
+    if not sim.is_enabled():
+        sim.enable()
+    batches = [[torch.ones(10_000) for _ in range(100)]] * 1000
+    for depth in (1, 2, 500):
+        epoch = iter(prefetch(batches, "sim", depth=depth, transform=lambda batch: batch[0] + 1))
+        keep.extend([epoch, next(epoch)])
+    keep.append(iter(prefetch(batches, "cpu", futures=True)))
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
@@ -342,6 +380,8 @@ SCENARIOS = {
         late_use,
         devices_at_work,
         finalizers,
+        a_reader_inside_its_iterable,
+        readers_at_work,
     )
 }
 
