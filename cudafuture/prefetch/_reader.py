@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -69,6 +70,7 @@ class Reader:
         self.pending = pending
         self._shares = shares
         self._copies: deque[list[_C.EventView]] = deque()  # the events behind the copies that were enqueued last
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._batches: deque[Batch] = deque()
         self._waiting: CUDAFuture[None] | None = None  # completes when the consumer has to look again
@@ -94,6 +96,8 @@ class Reader:
 
     def close(self) -> None:
         """Stop reading, and drop the batches that nobody has taken. Does not wait for the iterable."""
+        if not self.is_of_this_process():  # the thread is not here, and may have held the lock
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -105,6 +109,10 @@ class Reader:
             self._drop(batch)
         if waiting is not None:
             waiting.set_result(None)
+
+    def is_of_this_process(self) -> bool:
+        """Return False in a process that was forked from the reader's."""
+        return os.getpid() == self._pid
 
     def _drop(self, batch: Batch) -> None:
         if not self._shares:
@@ -201,7 +209,7 @@ class Reader:
         batch.is_end = True
         self._offer(batch)
         batch.future.set_result(None)
-        self._iterator = iter(())
+        self._iterator, self.snapshot = iter(()), None
 
     def _send(self, batch: Batch, item: Any) -> bool:
         """Send a batch to the device; return whether that worked."""
@@ -220,7 +228,7 @@ class Reader:
             place.nbytes = batch.nbytes
             self._copies.append(list(batch.future.events.values()))
         except BaseException as error:
-            batch.future.set_exception(_without_frame(error))
+            batch.future.set_exception(_at_batch(error))
             return False
         return True
 
@@ -247,10 +255,19 @@ def _without_frame(error: BaseException) -> BaseException:
     return error.with_traceback(None if traceback is None else traceback.tb_next)
 
 
+def _at_batch(error: BaseException) -> BaseException:
+    """Return the error that ends the epoch; StopIteration of a transform must not look like the end of the iterable."""
+    if not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return _without_frame(error)
+    raised = RuntimeError(f"a transform of prefetch() raised {type(error).__name__}")
+    raised.__cause__ = _without_frame(error)
+    return raised
+
+
 @atexit.register
 def _close_all() -> None:
     """End the readers before the devices go. One that is inside the iterable ends with the process."""
-    readers = list(_readers)
+    readers = [reader for reader in _readers if reader.is_of_this_process()]
     for reader in readers:
         reader.close()
     for reader in readers:

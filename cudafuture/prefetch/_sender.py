@@ -149,14 +149,15 @@ class Sender:
         batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
 
     def _copy(self, batch: Batch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Enqueue the copies of the packed tensors, into a reserved slab if one is large enough."""
         slab: _C.DeviceSlab | None = None
-        wanted = 0
-        if self._pack:
-            wanted = _C.batch_nbytes(packed)
-            while self._slabs and slab is None:
+        wanted = _C.batch_nbytes(packed) if self._pack else 0
+        while self._pack and (slab is None or slab.nbytes < wanted):
+            try:
                 slab, batch.owner = self._slabs.popleft()
-                if slab.nbytes < wanted:
-                    slab = None
+            except IndexError:  # none, or the consumer has released them just now
+                slab = None
+                break
         with use_streams(batch.owner):  # type: ignore[arg-type]
             copies = _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
         if self._pack:

@@ -326,10 +326,11 @@ class Epoch:
         """Order the current stream after the batch and return that; where there is no more, raise `end`."""
         gives_future = self._options.futures and not batch.is_end
         value = batch.future if gives_future else batch.future.wait(non_blocking=True)
-        self._prefetcher._count(batch, loader, since, time.perf_counter())
+        until = time.perf_counter()
         if batch.owner is not None and not gives_future:
             batch.record_use(_C.current_streams([batch.owner.device])[0])
         self._let_read(batch)
+        self._prefetcher._count(batch, loader, since, until)
         if batch.is_end:
             raise end
         return value

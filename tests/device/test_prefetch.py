@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import os
 import signal
 import threading
 import types
@@ -414,6 +415,44 @@ def test_an_error_of_the_transform_comes_out_at_its_batch(device: Device) -> Non
         assert device.read(next(epoch)) == 0
         with pytest.raises(LoaderError, match="a transform"):
             next(epoch)
+
+
+def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_in_silence(device: Device) -> None:
+    batches = prefetch(filled(range(4)), device.at(), transform=lambda batch: next(iter(())))
+    with pytest.raises(RuntimeError, match=r"a transform of prefetch\(\) raised StopIteration"):
+        list(batches)
+
+
+def test_the_iterator_is_dropped_at_the_end_of_its_epoch(device: Device) -> None:
+    dropped = threading.Event()
+
+    class Source:
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> Tensor:
+            raise StopIteration
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def __del__(self) -> None:
+            dropped.set()
+
+    batches = prefetch(Remade(Source), device.at())
+    assert list(batches) == []
+    assert dropped.wait(LONG)
+
+
+def test_a_forked_child_ends_although_it_drops_an_epoch(device: Device) -> None:
+    epoch = iter(prefetch(filled(range(4)), device.at()))
+    next(epoch)
+    child = os.fork()
+    if child == 0:
+        del epoch
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(epoch)) == 3
 
 
 def test_a_failed_batch_frees_its_memory_at_once(device: Device) -> None:
