@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
+from sklearn.datasets import load_digits, load_sample_images  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -100,7 +100,7 @@ class Training:
         start = time.perf_counter()
         for pixels, labels in self.batches():
             self.optimizer.zero_grad()
-            functional.cross_entropy(self.model(pixels), labels).backward()
+            functional.cross_entropy(self.model(pixels), labels).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
         self.seconds += time.perf_counter() - start
 
