@@ -110,7 +110,9 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
     try:
         with open_stream(path) as stream:
             for member in members_of(stream):
-                if part.owns(image):
+                mine = part.owns(image)
+                image += member.fault is None  # before the data is read, so that all parts count a fault alike
+                if mine:
                     candidate = Candidate(member.name, labels.get(member.label, -1), fault=member.fault)
                     candidate.refused = member.fault is not None
                     if candidate.fault is None and candidate.label < 0:
@@ -118,7 +120,6 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
                     if candidate.fault is None:
                         candidate.data = _data(stream, member.size, candidate)
                     yield candidate
-                image += member.fault is None
     except Fault as e:
         e.owned = part.owns(image)
         raise
@@ -137,9 +138,6 @@ def shuffled(candidates: Iterator[Candidate], size: int, numbers: random.Random)
     fault = None
     try:
         for candidate in candidates:
-            if candidate.refused:
-                yield candidate
-                continue
             if len(buffer) < size:
                 buffer.append(candidate)
                 continue

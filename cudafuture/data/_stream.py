@@ -114,10 +114,6 @@ class Stream:
 class SeekableStream(Stream):
     """The bytes of an archive that is not compressed: members that are not needed are not read."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self._size = os.fstat(file.fileno()).st_size
-
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes, of which those that are not buffered take one system call."""
         if count <= max(len(self._piece), _BLOCK):
@@ -136,9 +132,7 @@ class SeekableStream(Stream):
             self._piece = self._piece[count:]
             return
         target = self.offset + count
-        if target > self._size:
-            raise Fault("truncated", "the archive is truncated")
-        self._file.seek(target)
+        self._file.seek(target)  # if that is after the end, the next read finds it
         self._piece, self._unpacked = memoryview(b""), target
 
     def finish(self) -> None:

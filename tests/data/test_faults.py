@@ -7,6 +7,7 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from cudafuture.data import TgzImages, _stream, _tar, classes_of
+from cudafuture.data import TgzImages, _faults, _stream, _tar, classes_of
 from cudafuture.errors import ArchiveError
 from data.archives import PACKINGS, Entry, images, numbers, packed, pixels_of, png, tar, written
 
@@ -149,6 +150,28 @@ def test_a_truncated_archive_is_raised_or_counted_wherever_it_ends(tmp_path: Pat
             classes_of(archive)
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_truncation_is_counted_once_over_all_ranks(tmp_path: Path, packing: str) -> None:
+    whole = packed(tar(images(COUNT)), packing)
+    archive = tmp_path / f"images.{packing}"
+    for length in range(600, len(tar(images(COUNT)).rstrip(b"\0")) if packing == "tar" else len(whole) - 12, 97):
+        archive.write_bytes(whole[:length])
+        datasets = [TgzImages(archive, on_error="skip", shard=(rank, 3)) for rank in range(3)]
+        found = [number for dataset in datasets for number in numbers(dataset)]
+        assert sorted(found) == list(range(len(found)))
+        assert sum(dataset.skipped["truncated"] for dataset in datasets) == 1
+
+
+def test_each_process_counts_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _faults.SkipCounts()
+    counts.add("link")
+    for worker in range(3):
+        monkeypatch.setattr(_faults, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        counts.add("link")
+    assert counts.total() == {"link": 4}
+    assert int(counts._rows.max()) == 1
+
+
 def test_the_error_of_a_truncated_archive_names_the_member(tmp_path: Path) -> None:
     archive = tmp_path / "images.tar"
     archive.write_bytes(tar(images(COUNT))[: 512 + 700])
@@ -214,6 +237,17 @@ def test_a_bomb_after_the_end_of_the_archive_is_refused(tmp_path: Path, monkeypa
             list(TgzImages(archive, index=index))
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_over_pillows_limit_is_an_error_where_warnings_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(ArchiveError, match="6 x 6 pixels, and 30 are allowed"):
+        list(TgzImages(written(tmp_path, images(1))))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert numbers(TgzImages(written(tmp_path, images(1)))) == [0]
+
+
 @several_ways
 def test_an_image_over_pillows_limit_is_an_error_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, index: Any
@@ -249,6 +283,7 @@ def header(size: bytes = b"00000000000\0", type: bytes = b"0", name: bytes = b"a
     "data",
     [
         header(b"\xff" * 12),  # a size of -1
+        header(b"\xff" * 12, b"x"),
         header(b"77777777777\0", b"x"),  # extensions of 8 GiB
         header(b"77777777777\0", b"L"),
         header(b"00000000012\0", b"x") + b"99 path=ab".ljust(512, b"\0"),

@@ -76,16 +76,20 @@ def test_the_state_of_an_iterator_gives_the_same_rest(
         dataset = TgzImages(path, index=index, batch=batch, shuffle=shuffle, on_error=on_error)
         dataset.set_epoch(2)
         iterator: Any = iter(dataset)
-        states, items = [iterator.state_dict()], []
+        states, items, skipped = [iterator.state_dict()], [], [dataset.skipped]
         for item in iterator:
             items.append(item)
             states.append(iterator.state_dict())
+            skipped.append(dataset.skipped)
         for count, state in enumerate(states):
-            other: Any = iter(TgzImages(path, index=index, batch=batch, shuffle=shuffle, on_error=on_error))
+            resumed = TgzImages(path, index=index, batch=batch, shuffle=shuffle, on_error=on_error)
+            other: Any = iter(resumed)
             next(other)  # a state replaces the place of an iterator that has begun
+            before = resumed.skipped
             other.load_state_dict(state)
             assert other.state_dict() == state
             assert numbers(other) == numbers(items[count:])
+            assert resumed.skipped - before == dataset.skipped - skipped[count]
 
 
 def test_the_state_of_another_part_is_refused(archive: Path) -> None:
