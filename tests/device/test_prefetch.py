@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, current_streams, prefetch
-from cudafuture.errors import CUDAFutureError
 from cudafuture.prefetch import Prefetcher
 from device.harness import SIZE, Device
 
@@ -554,15 +553,10 @@ def test_a_prefetcher_of_a_prefetcher(device: Device) -> None:
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    def __init__(self, dies_at: int = -1) -> None:
-        self.dies_at = dies_at
-
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> Tensor:
-        if index == self.dies_at:
-            signal.raise_signal(signal.SIGKILL)
         return torch.full((SIZE,), float(index))
 
 
@@ -571,18 +565,6 @@ def test_batches_of_a_data_loader_with_workers(device: Device) -> None:
     batches = prefetch(loader, device.at())
     for _epoch in range(2):
         assert values(ones(batches)) == [1, 4, 7, 10]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_killed_is_an_error_at_its_batch(device: Device) -> None:
-    rows = Rows(dies_at=7)
-    loader = torch.utils.data.DataLoader(rows, batch_size=3, num_workers=1, multiprocessing_context="fork")
-    batches = prefetch(loader, device.at())
-    with pytest.raises((RuntimeError, OSError)) as raised:  # what the loader makes of it
-        ones(batches)
-    assert not isinstance(raised.value, CUDAFutureError)
-    rows.dies_at = -1
-    assert values(ones(batches)) == [1, 4, 7, 10]
 
 
 # ---- state

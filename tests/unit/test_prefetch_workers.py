@@ -1,0 +1,45 @@
+"""prefetch() of a DataLoader whose worker is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# A process of its own: until the iterator of the DataLoader is gone, torch raises the death of a worker in the main
+# thread, whatever that is doing.
+SCRIPT = """
+import signal, sys, torch
+from cudafuture import prefetch
+from cudafuture.errors import CUDAFutureError
+
+class Rows(torch.utils.data.Dataset):
+    dies_at = 7
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        if index == self.dies_at:
+            signal.raise_signal(signal.SIGKILL)
+        return torch.full((4,), float(index))
+
+def epoch():
+    try:
+        return [x.mean().item() for x in batches]
+    except (RuntimeError, OSError) as error:
+        assert not isinstance(error, CUDAFutureError), error
+        return None  # and the error is dropped, with the frames that have the iterator
+
+sys.unraisablehook = lambda _: None  # torch raises in __del__, too
+rows = Rows()
+batches = prefetch(torch.utils.data.DataLoader(rows, 3, num_workers=1, multiprocessing_context="fork"), "cpu")
+assert epoch() is None
+rows.dies_at = -1
+while (means := epoch()) is None:  # what was left of the signal
+    pass
+assert means == [1, 4, 7, 10], means
+print("used again")
+"""
+
+
+def test_a_worker_that_is_killed_is_an_error_and_the_prefetcher_can_be_used_again() -> None:
+    finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=100)
+    assert finished.stdout == "used again\n", finished.stderr
