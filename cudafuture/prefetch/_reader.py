@@ -30,7 +30,7 @@ from cudafuture.prefetch._structure import find_leaves
 
 __all__ = ["Reader"]
 
-_PATIENCE = 5.0  # seconds that the end of the process waits for a reader that is sending a batch
+_PATIENCE = 2.0  # seconds that the end of the process waits for readers that are sending a batch
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()  # those that may have a thread
 
@@ -76,7 +76,7 @@ class Reader:
         self._waiting: CUDAFuture[None] | None = None  # completes when the consumer has to look again
         self._is_closed = False
         self.has_read_all = False  # and not failed
-        self.is_in_loader = False
+        self.is_blocked = False  # inside the iterable, or until the device has finished copies
         self.ended: CUDAFuture[None] | None = None  # completes when nothing is read any more
 
     # ---- the consumer's side
@@ -126,14 +126,14 @@ class Reader:
         try:
             while self._wait_for_room():
                 batch = self._new_batch()
-                self.is_in_loader = True
+                self.is_blocked = True
                 try:
                     item = next(self._iterator)  # type: ignore[arg-type]
                 except BaseException as error:
                     self._fail(batch, error)
                     return
                 finally:
-                    self.is_in_loader = False
+                    self.is_blocked = False
                 if not self._offer(batch) or not self._send(batch, item):
                     return
                 del batch, item  # the loader's memory, while the reader waits
@@ -220,9 +220,7 @@ class Reader:
                 place.nbytes = sum(x.nbytes for x in find_leaves(item) if isinstance(x, torch.Tensor))
                 batch.future.set_result(item if self._transform is None else self._transform(item))
                 return True
-            while len(self._copies) > self._depth:
-                for event in self._copies.popleft():
-                    event.synchronize()
+            self._wait_for_copies()
             batch.packing_since = time.perf_counter()
             self._sender.send(batch, item, self.consumer)
             place.nbytes = batch.nbytes
@@ -231,6 +229,16 @@ class Reader:
             batch.future.set_exception(_at_batch(error))
             return False
         return True
+
+    def _wait_for_copies(self) -> None:
+        """Block until at most `depth` copies are under way."""
+        self.is_blocked = True
+        try:
+            while len(self._copies) > self._depth:
+                for event in self._copies.popleft():
+                    event.synchronize()
+        finally:
+            self.is_blocked = False
 
 
 class _Place:
@@ -266,13 +274,14 @@ def _at_batch(error: BaseException) -> BaseException:
 
 @atexit.register
 def _close_all() -> None:
-    """End the readers before the devices go. One that is inside the iterable ends with the process."""
+    """End the readers before the devices go. A reader that is blocked ends with the process."""
     readers = [reader for reader in _readers if reader.is_of_this_process()]
     for reader in readers:
         reader.close()
+    deadline = time.monotonic() + _PATIENCE
     for reader in readers:
-        if reader.ended is not None and not reader.is_in_loader:
+        if reader.ended is not None and not reader.is_blocked:
             try:
-                reader.ended.exception(timeout=_PATIENCE)
+                reader.ended.exception(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 continue

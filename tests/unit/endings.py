@@ -351,9 +351,9 @@ def readers_at_work() -> None:
 
     if not sim.is_enabled():
         sim.enable()
-    batches = [[torch.ones(10_000) for _ in range(100)]] * 1000
-    for depth in (1, 2, 500):
-        epoch = iter(prefetch(batches, "sim", depth=depth, transform=lambda batch: batch[0] + 1))
+    batches = [[torch.ones(100) for _ in range(10)]] * 1000
+    for depth in (1, 2, 20):
+        epoch = iter(prefetch(batches, "sim", depth=depth, transform=list))
         keep.extend([epoch, next(epoch)])
     keep.append(iter(prefetch(batches, "cpu", futures=True)))
 

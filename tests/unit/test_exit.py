@@ -34,6 +34,7 @@ APART = (
     "sends_just_done",
     "failing_threads",
     "devices_at_work",
+    "readers_at_work",
 )
 EVERYTHING = [name for name in SCENARIOS if name not in APART]
 
