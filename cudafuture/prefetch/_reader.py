@@ -134,7 +134,10 @@ class Reader:
                     return
                 finally:
                     self.is_blocked = False
-                if not self._offer(batch) or not self._send(batch, item):
+                if not self._offer(batch):
+                    batch.future.cancel()  # the consumer may have it already
+                    return
+                if not self._send(batch, item):
                     return
                 del batch, item  # the loader's memory, while the reader waits
         finally:
@@ -226,6 +229,8 @@ class Reader:
             place.nbytes = batch.nbytes
             self._copies.append(list(batch.future.events.values()))
         except BaseException as error:
+            if self._sender is not None:
+                self._sender.keep_memory(batch)
             batch.future.set_exception(_at_batch(error))
             return False
         return True

@@ -148,6 +148,11 @@ class Sender:
         stream = self.stream if _C.edge_stands("prefetch.ready_record") else None
         batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
 
+    def keep_memory(self, batch: Batch) -> None:
+        """Keep the memory of a batch that has failed from being used again before the copy into it has finished."""
+        for tensor in batch.memory:
+            tensor.record_stream(self.stream)
+
     def _copy(self, batch: Batch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
         """Enqueue the copies of the packed tensors, into a reserved slab if one is large enough."""
         slab: _C.DeviceSlab | None = None
