@@ -26,7 +26,7 @@ bool is_packable(nb::handle object) {
     return false;
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
-         !tensor.is_nested();
+         !tensor.is_nested() && !tensor._is_zerotensor();
 }
 
 nb::list packable(nb::handle leaves) {
