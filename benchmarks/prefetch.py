@@ -1,4 +1,4 @@
-"""What prefetching leaves of the time of loading, copying and computing; every limit a row.
+"""Overlap of loading, copying and computing with prefetch, and its cost on the host; every limit is a row.
 
     python benchmarks/prefetch.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 

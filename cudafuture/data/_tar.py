@@ -126,7 +126,7 @@ class _Extensions:
 
     @property
     def sparse(self) -> bool:
-        """Whether the member is a sparse file in POSIX format."""
+        """Return True if the member is a sparse file in POSIX format."""
         return any(key.startswith("GNU.sparse.") for key in self._next)
 
     def take(self, header: tarfile.TarInfo, stream: Stream) -> bool:

@@ -236,7 +236,7 @@ class Reader:
         return True
 
     def _wait_for_copies(self) -> None:
-        """Block until at most `depth` copies are under way."""
+        """Block until at most `depth` copies are in flight."""
         self.is_blocked = True
         try:
             while len(self._copies) > self._depth:

@@ -87,7 +87,7 @@ def prefetch(
     if bytes is not None and bytes < 1:
         raise ValueError(f"bytes={bytes}: at least 1, or None for any number")
     if pin not in (True, False, "auto"):
-        raise ValueError(f"pin={pin!r}: True, False or 'auto' is wanted")
+        raise ValueError(f"pin={pin!r}: pass True, False or 'auto'")
     if priority > 0:
         raise ValueError(f"priority={priority}: 0 (the default) or negative (more urgent)")
     target = _device_of(device)

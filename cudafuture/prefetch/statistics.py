@@ -9,7 +9,7 @@ __all__ = ["PrefetchStatistics"]
 
 @dataclass(frozen=True)
 class PrefetchStatistics:
-    """What a prefetcher has done since it was made. Times are in seconds of the consumer's thread."""
+    """Counters of a prefetcher since it was made. Times are seconds of the consumer's thread."""
 
     batches: int = 0
     """Batches that the consumer has taken."""
@@ -20,7 +20,7 @@ class PrefetchStatistics:
     waited_for_packing: float = 0.0
     """Seconds that it waited for the copy to the staging buffer, for the transform, and for copies to be enqueued."""
     waited_for_device: float = 0.0
-    """Seconds that it waited because too many earlier copies were still under way on the device."""
+    """Seconds that it waited because too many earlier copies were still in flight."""
 
     @property
     def waited(self) -> float:

@@ -165,7 +165,7 @@ async def wait_behind_held_copies(turns: int) -> float:
     epoch = aiter(prefetched)
     await anext(epoch)
     await anext(epoch)
-    waiting = asyncio.ensure_future(anext(epoch))  # two copies are under way already
+    waiting = asyncio.ensure_future(anext(epoch))  # two copies are in flight already
     for _ in range(turns):
         await asyncio.sleep(0)
     assert not waiting.done()

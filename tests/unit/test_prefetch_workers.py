@@ -33,7 +33,7 @@ rows = Rows()
 batches = prefetch(torch.utils.data.DataLoader(rows, 3, num_workers=1, multiprocessing_context="fork"), "cpu")
 assert epoch() is None
 rows.dies_at = -1
-while (means := epoch()) is None:  # what was left of the signal
+while (means := epoch()) is None:  # torch may raise the worker's death once more
     pass
 assert means == [1, 4, 7, 10], means
 print("used again")

@@ -44,7 +44,7 @@ std::vector<at::Tensor> host_tensors(nb::handle tensors) {
   for (nb::handle object : tensors) {
     if (!is_packable(object)) {
       throw nb::type_error(
-          ("a strided tensor on the host is wanted, not " + std::string(nb::repr(object.type()).c_str())).c_str());
+          ("expected a strided tensor on the host, not " + std::string(nb::repr(object.type()).c_str())).c_str());
     }
     all.push_back(THPVariable_Unpack(object.ptr()));
   }

@@ -112,7 +112,7 @@ std::vector<at::Tensor> copy_each(c10::ArrayRef<at::Tensor> sources, const c10::
                                   const BatchCopyOptions& options) {
   const BatchLayout layout(sources, false);
   std::vector<at::Tensor> copies;
-  std::vector<at::Tensor> ready = sources.vec();  // what a device can read as it is
+  std::vector<at::Tensor> ready = sources.vec();  // pinned tensors, and staging buffers of the others
   copies.reserve(sources.size());
   for (std::size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& source = sources[i];
