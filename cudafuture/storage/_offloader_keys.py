@@ -63,7 +63,7 @@ class OffloaderKeys:
         tensor([[1., 0.],
                 [0., 1.]])
         """
-        return self._native.link(list(links.keys()), list(links.values()))
+        return self._native.link(links if type(links) is dict else dict(links))
 
     def map(self, key: str | Sequence[str], *, verify: bool = False) -> torch.Tensor:
         """Return the tensor of a key without reading it: its pages come from the disk when they are touched.

@@ -49,12 +49,12 @@ std::string key_of(nb::handle object) {
   Py_ssize_t size = 0;
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
   if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
-  std::string key(text, static_cast<std::size_t>(size));
+  const std::string_view key(text, static_cast<std::size_t>(size));
   if (key.empty() || key.size() > storage::kLongestKey) {
     throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());
   }
-  if (key.find('\0') != std::string::npos) throw nb::value_error("a key has no NUL");
-  return key;
+  if (key.find('\0') != std::string_view::npos) throw nb::value_error("a key has no NUL");
+  return std::string(key);
 }
 
 Keys keys_of(nb::handle objects) {
@@ -64,13 +64,18 @@ Keys keys_of(nb::handle objects) {
   return keys;
 }
 
-CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
+CallPtr new_call(Call::Kind kind, const std::string& name, int priority) {
   auto call = std::make_shared<Call>();
   call->kind = kind;
   call->future = c10::make_intrusive<Future>(expect_priority(priority));
-  call->future->set_name(verb + (keys.size() == 1 ? " " + keys.front() : " " + std::to_string(keys.size()) + " keys"));
+  call->future->set_name(name);
   if (kind == Call::Kind::write) call->future->promise_release();
   return call;
+}
+
+CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
+  const std::string operand = keys.size() == 1 ? keys.front() : std::to_string(keys.size()) + " keys";
+  return new_call(kind, std::string(verb) + " " + operand, priority);
 }
 
 storage::Shape shape_of(nb::handle object) {
@@ -233,14 +238,14 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   return result;
 }
 
-nb::object link(const StorePtr& self, nb::list keys, nb::list to) {
+nb::object link(const StorePtr& self, const nb::dict& to_by_key) {
   const Entry entry;
   refuse_after_fork();
-  Keys names = keys_of(keys), others = keys_of(to);
-  if (names.size() != others.size()) throw nb::value_error("not as many keys as others to link them to");
-  const CallPtr call = new_call(Call::Kind::link, "link", names, 0);
-  std::vector<storage::Index::Link> links(names.size());
-  for (std::size_t i = 0; i < names.size(); ++i) links[i] = {std::move(names[i]), std::move(others[i])};
+  std::vector<storage::Index::Link> links;
+  links.reserve(to_by_key.size());
+  for (const auto [key, to] : to_by_key) links.push_back({key_of(key), key_of(to)});
+  const std::string operand = links.size() == 1 ? links[0].key : std::to_string(links.size()) + " keys";
+  const CallPtr call = new_call(Call::Kind::link, "link " + operand, 0);
   nb::object result = wrap(call->future);
   {
     const WithoutGil released;
@@ -314,7 +319,7 @@ void bind_store(nb::module_& m) {
            nb::arg("written").none(), nb::arg("atomic"))
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),
            nb::arg("priority"), nb::arg("digests").none())
-      .def("link", link, nb::arg("keys"), nb::arg("to"))
+      .def("link", link, nb::arg("links"))
       .def("map", map, nb::arg("keys"), nb::arg("verify"))
       .def("erase", erase, nb::arg("keys"))
       .def("flush",

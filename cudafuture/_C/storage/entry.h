@@ -4,9 +4,12 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "storage/prefetch.h"
 #include "storage/slabs.h"
 
 namespace cudafuture::storage {
@@ -29,5 +32,20 @@ struct Entry {
   bool has_digest = false;
 };
 using EntryPtr = std::shared_ptr<const Entry>;
+
+// Starts to load the entry and the count of its owners, which lies before it (make_shared).
+inline void prefetch_entry(const EntryPtr& entry) noexcept {
+  constexpr std::size_t kCounts = 16;  // bytes
+  if (entry != nullptr) prefetch(reinterpret_cast<const char*>(entry.get()) - kCounts, sizeof(Entry) + kCounts);
+}
+
+// Drops the entries, and with the last owner of each its place. Loads entries ahead: they may be long out of the cache.
+inline void drop(std::vector<EntryPtr>&& entries) noexcept {
+  constexpr std::size_t kAhead = 16;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (i + kAhead < entries.size()) prefetch_entry(entries[i + kAhead]);
+    entries[i] = nullptr;
+  }
+}
 
 }  // namespace cudafuture::storage

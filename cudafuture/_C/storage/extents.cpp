@@ -41,20 +41,32 @@ bool Extents::take_at(std::uint64_t offset, std::uint64_t size) {
 }
 
 void Extents::give_back(std::uint64_t offset, std::uint64_t size) {
-  auto after = by_offset_.lower_bound(offset);
+  const auto after = by_offset_.lower_bound(offset);
+  const bool joins_after = after != by_offset_.end() && offset + size == after->first;
   if (after != by_offset_.begin()) {
     const auto before = std::prev(after);
     if (before->first + before->second == offset) {
-      offset = before->first;
-      size += before->second;
-      remove(before);
+      if (joins_after) {
+        size += after->second;
+        remove(after);
+      }
+      return extend(before, size);
     }
   }
-  if (after != by_offset_.end() && offset + size == after->first) {
+  if (joins_after) {
     size += after->second;
     remove(after);
   }
   add(offset, size);
+}
+
+// Keeps the nodes of the run: a batch of neighbours that is given back in order allocates nothing.
+void Extents::extend(Runs::iterator run, std::uint64_t size) {
+  auto sized = by_size_.extract({run->second, run->first});
+  run->second += size;
+  free_ += size;
+  sized.value().first = run->second;
+  by_size_.insert(std::move(sized));
 }
 
 }  // namespace cudafuture::storage

@@ -26,6 +26,7 @@ class Extents {
 
   void add(std::uint64_t offset, std::uint64_t size);
   void remove(Runs::iterator run);
+  void extend(Runs::iterator run, std::uint64_t size);  // by that many bytes behind it
 
   std::uint64_t size_;
   std::uint64_t free_ = 0;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <tuple>
 #include <utility>
 
 namespace cudafuture::storage {
@@ -14,30 +13,29 @@ bool is_of(const Record& record, const Entry& entry) {
          record.digest == entry.digest && record.has_digest == entry.has_digest;
 }
 
+// See KeyTable::Batch.
+constexpr auto load_nothing = [](const auto&) {};
+constexpr auto load_current = [](const auto& known) { prefetch_entry(known.value.current.entry); };
+
 }  // namespace
 
 void Index::begin(WriteList& writes) {
   std::lock_guard lock(mutex_);
   for (Write& write : writes) {
-    Key& at = make(write.key);
+    Key& at = keys_.find_or_add(write.key).value;
     ++at.changing;
     write.turn = at.begun = ++turn_;
   }
 }
 
-void Index::count(const Entry& entry, int sign) noexcept {
+void Index::count(const Known& known, int sign) noexcept {
+  if (!known.entry) return;
   statistics_.keys += static_cast<std::uint64_t>(sign);
-  statistics_.bytes += static_cast<std::uint64_t>(sign) * entry.size();
+  statistics_.bytes += static_cast<std::uint64_t>(sign) * known.bytes;
 }
 
-Index::Key& Index::make(std::string_view key) {
-  const auto known = keys_.find(key);
-  if (known != keys_.end()) return known->second;
-  return keys_.emplace(std::piecewise_construct, std::tuple(key), std::tuple()).first->second;
-}
-
-void Index::ended(Keys::iterator key) noexcept {
-  Key& at = key->second;
+void Index::ended(Keys::Entry* key) noexcept {
+  Key& at = key->value;
   if (--at.changing != 0) return;
   at.begun = at.deleted = at.durably_deleted = 0;
   if (!at.current.entry && !at.durable.entry) keys_.erase(key);
@@ -46,11 +44,15 @@ void Index::ended(Keys::iterator key) noexcept {
 std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has_failed, Reach reach) {
   std::lock_guard lock(mutex_);
   std::vector<EntryPtr> dropped;
-  for (const Change& change : changes) {
-    const auto known = keys_.find(std::string_view(change.key));
-    Key& at = known->second;
+  dropped.reserve(changes.size());
+  Keys::Batch batch(
+      keys_, changes.size(), [&](std::size_t i) { return std::string_view(changes[i].key); }, load_nothing);
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const Change& change = changes[i];
+    Keys::Entry* const known = keys_.find(change.key, batch.hash(i));
+    Key& at = known->value;
     if (change.entry != nullptr && !has_failed) {
-      install(at, {change.entry, change.turn}, reach, dropped);
+      install(at, {change.entry, change.turn, change.entry->size()}, reach, dropped);
     } else if (change.entry == nullptr && !has_failed) {
       finish_erase(at, change.turn, reach, dropped);
     } else if (change.entry == nullptr) {
@@ -67,39 +69,48 @@ void Index::install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& 
     dropped.push_back(std::exchange(at.durable, written).entry);
   }
   if (turn > at.deleted && (!at.current.entry || turn > at.current.turn)) {
-    if (at.current.entry) count(*at.current.entry, -1);
-    count(*written.entry, 1);
+    count(at.current, -1);
+    count(written, 1);
     dropped.push_back(std::exchange(at.current, std::move(written)).entry);
   }
 }
 
 void Index::give_up(const std::string& key) noexcept {
   std::lock_guard lock(mutex_);
-  ended(keys_.find(std::string_view(key)));
+  ended(keys_.find(key));
 }
 
 std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing) {
-  std::vector<EntryPtr> found, dropped;  // which outlive the lock
+  std::vector<EntryPtr> dropped;
+  std::vector<Known> found;  // which outlives the lock
   found.reserve(links.size());
+  dropped.reserve(links.size());
   std::vector<Change> changes;
-  std::lock_guard lock(mutex_);
-  for (Link& link : links) {
-    found.push_back(look_up(link.to));
-    if (found.back() != nullptr) continue;
-    missing = std::move(link.to);
-    return {};
-  }
+  std::unique_lock lock(mutex_);
+  Keys::Batch others(keys_, links.size(), [&](std::size_t i) { return std::string_view(links[i].to); }, load_current);
   for (std::size_t i = 0; i < links.size(); ++i) {
-    Key& at = make(links[i].key);
+    const Keys::Entry* const other = keys_.find(links[i].to, others.hash(i));
+    if (other == nullptr || !other->value.current.entry) {
+      missing = std::move(links[i].to);
+      return {};
+    }
+    found.push_back(other->value.current);
+  }
+  Keys::Batch keys(keys_, links.size(), [&](std::size_t i) { return std::string_view(links[i].key); }, load_nothing);
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    Key& at = keys_.find_or_add(links[i].key, keys.hash(i)).value;
     const std::uint64_t turn = ++turn_;
     if (reach == Reach::memory) {
-      install(at, {std::move(found[i]), turn}, reach, dropped);
+      found[i].turn = turn;
+      install(at, std::move(found[i]), reach, dropped);
     } else {
       ++at.changing;
       at.begun = turn;
-      changes.push_back({call, std::move(links[i].key), turn, std::move(found[i])});
+      changes.push_back({call, std::move(links[i].key), turn, std::move(found[i].entry)});
     }
   }
+  lock.unlock();
+  drop(std::move(dropped));
   return changes;
 }
 
@@ -115,14 +126,14 @@ Index::Deleted Index::erase(const std::string& key) {
   std::lock_guard lock(mutex_);
   Deleted deleted;
   deleted.turn = ++turn_;
-  const auto known = keys_.find(std::string_view(key));
-  if (known == keys_.end()) return deleted;
-  Key& at = known->second;
+  Keys::Entry* const known = keys_.find(key);
+  if (known == nullptr) return deleted;
+  Key& at = known->value;
   deleted.was_there = at.current.entry != nullptr || at.begun > at.deleted;
   if (!deleted.was_there) return deleted;
   ++at.changing;
   at.deleted = deleted.turn;
-  if (at.current.entry) count(*at.current.entry, -1);
+  count(at.current, -1);
   deleted.entry = std::exchange(at.current, {}).entry;
   return deleted;
 }
@@ -138,12 +149,12 @@ void Index::undo_erase(Key& at, std::uint64_t turn) {
   at.deleted = at.durably_deleted;
   if (at.current.entry || !at.durable.entry) return;
   at.current = at.durable;
-  count(*at.current.entry, 1);
+  count(at.current, 1);
 }
 
 bool Index::needs_record(const Change& change) const {
   std::lock_guard lock(mutex_);
-  const Key& at = keys_.find(std::string_view(change.key))->second;
+  const Key& at = keys_.find(change.key)->value;
   if (change.entry == nullptr && !at.durable.entry) return false;
   return at.durably_deleted <= change.turn && (!at.durable.entry || at.durable.turn <= change.turn);
 }
@@ -170,9 +181,10 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
           Entry{std::move(record.shape), std::move(place), record.seed, record.digest, record.has_digest});
       if (may_share && known->second == nullptr) known->second = entry;
     }
-    Key& at = make(key);
-    at.current = at.durable = {std::move(entry), record.turn};
-    count(*at.current.entry, 1);
+    Key& at = keys_.find_or_add(key).value;
+    const std::uint64_t bytes = entry->size();
+    at.current = at.durable = {std::move(entry), record.turn, bytes};
+    count(at.current, 1);
   };
   for (auto& [key, record] : replayed_) {  // what links are to, before them
     if (!record.is_deletion && !record.is_link()) install(key, record);
@@ -192,7 +204,11 @@ std::vector<EntryPtr> Index::find(const std::vector<std::string>& keys) const {
   std::vector<EntryPtr> entries;
   entries.reserve(keys.size());
   std::lock_guard lock(mutex_);
-  for (const std::string& key : keys) entries.push_back(look_up(key));
+  Keys::Batch batch(keys_, keys.size(), [&](std::size_t i) { return std::string_view(keys[i]); }, load_current);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const Keys::Entry* const known = keys_.find(keys[i], batch.hash(i));
+    entries.push_back(known == nullptr ? nullptr : known->value.current.entry);
+  }
   return entries;
 }
 
@@ -204,17 +220,18 @@ bool Index::try_find(const std::string& key, EntryPtr& entry) const {
 }
 
 EntryPtr Index::look_up(std::string_view key) const {
-  const auto known = keys_.find(key);
-  return known == keys_.end() ? nullptr : known->second.current.entry;
+  const Keys::Entry* const known = keys_.find(key);
+  return known == nullptr ? nullptr : known->value.current.entry;
 }
 
 std::vector<std::string> Index::keys() const {
   std::vector<std::pair<std::uint64_t, std::string>> by_turn;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [key, at] : keys_) {
-      if (at.current.entry) by_turn.emplace_back(at.current.turn, std::string(key));
-    }
+    keys_.for_each([&](const Keys::Entry& known) {
+      const Known& current = known.value.current;
+      if (current.entry) by_turn.emplace_back(current.turn, std::string(known.key()));
+    });
   }
   std::sort(by_turn.begin(), by_turn.end());
   std::vector<std::string> keys;
@@ -227,9 +244,10 @@ std::vector<Record> Index::records() const {
   std::lock_guard lock(mutex_);
   std::vector<Record> records;
   records.reserve(keys_.size());
-  for (const auto& [key, at] : keys_) {
-    if (at.durable.entry) records.push_back(record_of(std::string(key), at.durable.turn, *at.durable.entry));
-  }
+  keys_.for_each([&](const Keys::Entry& known) {
+    const Known& durable = known.value.durable;
+    if (durable.entry) records.push_back(record_of(std::string(known.key()), durable.turn, *durable.entry));
+  });
   return records;
 }
 

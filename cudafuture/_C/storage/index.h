@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory_resource>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -21,6 +20,7 @@
 #include "storage/change.h"
 #include "storage/entry.h"
 #include "storage/journal.h"
+#include "storage/key_table.h"
 #include "storage/packs.h"
 
 namespace cudafuture::storage {
@@ -73,8 +73,9 @@ class Index {
 
  private:
   struct Known {
-    EntryPtr entry;          // null: none
-    std::uint64_t turn = 0;  // of the write or link that it is of
+    EntryPtr entry;           // null: none
+    std::uint64_t turn = 0;   // of the write or link that it is of
+    std::uint64_t bytes = 0;  // of the entry, which is often not in the processor's cache
   };
   struct Key {
     Known current;
@@ -85,24 +86,17 @@ class Index {
     std::uint64_t deleted = 0;  // the turn of the last deletion
     std::uint64_t durably_deleted = 0;
   };
-  struct Hash {
-    using is_transparent = void;
-    std::size_t operator()(std::string_view key) const noexcept { return std::hash<std::string_view>()(key); }
-  };
-  using Keys = std::pmr::unordered_map<std::pmr::string, Key, Hash, std::equal_to<>>;
+  using Keys = KeyTable<Key>;
 
-  Key& make(std::string_view key);  // or find
   void install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped);
   void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
   void undo_erase(Key& at, std::uint64_t turn);
   EntryPtr look_up(std::string_view key) const;
-  void ended(Keys::iterator key) noexcept;
-  void count(const Entry& entry, int sign) noexcept;
+  void ended(Keys::Entry* key) noexcept;
+  void count(const Known& known, int sign) noexcept;  // nothing where there is no entry
 
   mutable std::mutex mutex_;
-  // Keys stay for long. Among what comes and goes on the heap they would keep pages that are nearly empty.
-  std::pmr::unsynchronized_pool_resource pool_;
-  Keys keys_{&pool_};
+  Keys keys_;
   Statistics statistics_;
   std::uint64_t turn_ = 0;
   std::unordered_map<std::string, Record> replayed_;

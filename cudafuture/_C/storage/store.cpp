@@ -263,7 +263,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
     if (change.entry != nullptr && change.call->kind == Call::Kind::write) add(counters_.writes);
     change.entry = nullptr;
   }
-  dropped.clear();  // before the calls end: then their places are free
+  drop(std::move(dropped));  // before the calls end: then their places are free
   for (Change& change : changes) {
     if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
