@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import copy
 import os
 import threading
 import time
@@ -25,8 +27,9 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.future import submit
+from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._sender import Batch, Sender
-from cudafuture.prefetch._structure import find_leaves
+from cudafuture.prefetch._structure import find_all_tensors
 
 __all__ = ["Reader"]
 
@@ -39,89 +42,148 @@ class Reader:
     """Reads one iterator, sends its items to the device, and keeps them until the consumer takes them.
 
     Args:
-        iterator: of the iterable; an async one is read by ``run_async``.
-        sender: None: the target is the host, and items go on as they are.
-        transform: for the host; a sender has its own.
-        depth: batches that may be read ahead.
-        nbytes: bytes of their tensors that may be; at least one batch is always read ahead. None: any number.
-        snapshot: returns the state_dict() of the iterable; None where it has none.
+        iterator: of the iterable; an async one is read by a task.
+        sender: None: the target is the host, and items go on as they are, through the transform.
+        options: of the prefetcher.
+        snapshot: the state_dict() of the iterable; None where it has none.
         consumer: the stream that the memory of the copies belongs to.
         pending: batches of the epoch before that have not been taken yet; they count.
-        shares: whether consumers get futures, and order themselves after the copies.
+        number: of the epoch.
     """
 
     def __init__(
         self,
         iterator: Iterator[Any] | AsyncIterator[Any],
         sender: Sender | None,
-        transform: Callable[[Any], Any] | None,
-        depth: int,
-        nbytes: float,
+        options: Options,
         snapshot: Callable[[], Any] | None,
         consumer: torch.Stream | None,
         pending: deque[_Place],
-        shares: bool,
+        number: int,
     ) -> None:
         self._iterator = iterator
-        self._sender, self._transform = sender, transform
-        self._depth, self._nbytes = depth, nbytes
-        self.snapshot = snapshot
+        self._sender, self._options, self._transform = sender, options, options.transform
+        self._snapshot = snapshot
         self.consumer = consumer
         self.pending = pending
-        self._shares = shares
+        self.number = number
         self._copies: deque[list[_C.EventView]] = deque()  # the events behind the copies that were enqueued last
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards what follows
+        # Guards what follows. Re-entrant, as a garbage collection under it may drop the epoch, which closes the reader.
+        self._lock = threading.RLock()
         self._batches: deque[Batch] = deque()
-        self._waiting: CUDAFuture[None] | None = None  # completes when the consumer has to look again
-        self._is_closed = False
+        self._untaken: dict[int, Batch] = {}  # by id: those that the consumer has not acknowledged
+        self._waiting: deque[CUDAFuture[None]] = deque()  # complete when consumers have to look again
+        self.is_closed = False
         self.has_read_all = False  # and not failed
         self.is_blocked = False  # inside the iterable, or until the device has finished copies
-        self.ended: CUDAFuture[None] | None = None  # completes when nothing is read any more
+        self._ended: CUDAFuture[None] | None = None  # completes when nothing is read any more; None: never started
+        self._task: asyncio.Task[None] | None = None
 
     # ---- the consumer's side
 
     def start(self) -> None:
         """Start to read, in a thread, with the settings of the caller's: grad mode, autocast, current device."""
         _readers.add(self)
-        self.ended = submit(self.run, executor=_OneThread())
+        self._ended = submit(self._run, executor=_OneThread())
+
+    def start_task(self, before: Reader | None) -> None:
+        """Start to read in a task of the running event loop, once the task of the reader before has ended."""
+        self._ended = CUDAFuture(name="prefetch")
+        earlier = None if before is None else before._task
+        self._task = asyncio.get_running_loop().create_task(self._run_async(earlier))
 
     def take(self) -> Batch | CUDAFuture[None]:
-        """Return the next batch, whose copy may not be enqueued yet; where none was read, a future to wait for."""
+        """Return the next batch, whose copy may not be enqueued yet; where none was read, a future to wait for.
+
+        ``acknowledge`` has to follow for the batch.
+        """
         with self._lock:
             if self._batches:
                 return self._batches.popleft()
-            self._waiting = CUDAFuture(name="prefetch")
-            return self._waiting
+            waiting: CUDAFuture[None] = CUDAFuture(name="prefetch")
+            if self.is_closed:
+                waiting.set_result(None)
+            else:
+                self._waiting.append(waiting)
+            return waiting
+
+    def acknowledge(self, batch: Batch) -> None:
+        """Let the reader read one batch more, as the consumer has this one."""
+        with self._lock:
+            if id(batch) in self._untaken:
+                if not batch.taken.done():  # an interrupted call may have got here
+                    batch.taken.set_result(None)
+                del self._untaken[id(batch)]
 
     def close(self) -> None:
-        """Stop reading, and drop the batches that nobody has taken. Does not wait for the iterable."""
-        if not self.is_of_this_process():  # the thread is not here, and may have held the lock
-            return
+        """Stop reading, and drop the batches that nobody has taken. Does not wait for the iterable.
+
+        It can be called again, and finishes what an interrupted call has left.
+        """
+        if not self.is_of_this_process():
+            return  # the thread is not here, and may have held the lock
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            dropped = list(self._batches)
+            self.is_closed = True
+            for batch in list(self._untaken.values()):  # also one that an interrupted consumer had just taken
+                self._drop(batch)
+                self.acknowledge(batch)
             self._batches.clear()
-            waiting, self._waiting = self._waiting, None
-        for batch in dropped:
-            self._drop(batch)
-        if waiting is not None:
-            waiting.set_result(None)
+        self._wake_consumers()
+        if self._task is not None and not self._task.done():
+            self._cancel(self._task)
 
     def is_of_this_process(self) -> bool:
         """Return False in a process that was forked from the reader's."""
         return os.getpid() == self._pid
 
+    def wait_until_ended(self, timeout: float | None = None) -> None:
+        """Block until nothing is inside the iterable any more. Raises TimeoutError.
+
+        A task of the running event loop is not waited for: the next reader's task does that.
+        """
+        if self._ended is None or not self.is_of_this_process():
+            return
+        if self._task is not None:
+            loop = self._task.get_loop()
+            if not loop.is_running() or loop is _running_loop():
+                return
+        self._ended.exception(timeout)
+
+    def goes_on(self) -> bool:
+        """Return whether there is a thread or task that reads: not in a forked child, nor in the next event loop."""
+        if self._ended is None or not self.is_of_this_process():
+            return False
+        return self._task is None or self._task.get_loop() is _running_loop()
+
+    def discard(self) -> None:
+        """Drop the iterator of a reader that was not started."""
+        self.close()
+        self._iterator, self._snapshot = iter(()), None
+
     def _drop(self, batch: Batch) -> None:
-        if not self._shares:
+        if not self._options.futures:
             batch.drop()
-        batch.taken.set_result(None)
+        batch.future.add_done_callback(_look_at)
+
+    def _wake_consumers(self) -> None:
+        while self._waiting:
+            with self._lock:
+                waiting = self._waiting.popleft() if self._waiting else None
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    @staticmethod
+    def _cancel(task: asyncio.Task[None]) -> None:
+        loop = task.get_loop()
+        if loop is _running_loop():
+            task.cancel()  # at once: the iterable may be given another state next
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
 
     # ---- the reader's side
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Read until the iterable ends or fails, or the consumer closes; blocks."""
         try:
             while self._wait_for_room():
@@ -143,47 +205,61 @@ class Reader:
         finally:
             self._end()
 
-    async def run_async(self) -> None:
-        """Read as ``run`` does, in a task of the running event loop."""
+    async def _run_async(self, earlier: asyncio.Task[None] | None) -> None:
+        """Read as ``_run`` does. A cancellation that is not the consumer's is an error of the epoch."""
+        batch: Batch | None = None
         try:
+            if earlier is not None and earlier.get_loop() is asyncio.get_running_loop():
+                await asyncio.wait([earlier])
             while await self._wait_for_room_async():
                 batch = self._new_batch()
-                try:
-                    item = await self._iterator.__anext__()  # type: ignore[union-attr]
-                except BaseException as error:
-                    self._fail(batch, error)
-                    return
-                if not self._offer(batch) or not await submit(self._send, batch, item):
-                    return
-                del batch, item
+                item = await self._iterator.__anext__()  # type: ignore[union-attr]
+                if not self._offer(batch):
+                    batch.future.cancel()
+                    break
+                sending, batch = submit(self._send, batch, item), None
+                del item
+                if not await _whole(sending):
+                    break
+        except BaseException as error:
+            self._fail(batch or self._new_batch(), error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._end()
+            assert self._ended is not None
+            self._ended.set_result(None)
 
     def _new_batch(self) -> Batch:
         # "hold": the consumer's stream is the one that the memory belongs to, or Batch.record_use() is called.
-        lifetime: Any = "record" if self._shares else "hold"
+        lifetime: Any = "record" if self._options.futures else "hold"
         return Batch(CUDAFuture(name="prefetch", lifetime=lifetime), CUDAFuture(name="prefetch"))
 
     def _is_full(self) -> bool:
         pending = self.pending
-        if not pending or self._is_closed:
+        if not pending or self.is_closed:
             return False
-        return len(pending) >= self._depth or sum(place.nbytes for place in pending) >= self._nbytes
+        depth, most = self._options.depth, self._options.bytes
+        return len(pending) >= depth or (most is not None and sum(place.nbytes for place in pending) >= most)
 
     def _wait_for_room(self) -> bool:
         """Block until a batch more may be read; return False when the consumer has closed."""
         while self._is_full():
             self.pending.popleft().taken.wait()
-        return not self._is_closed
+        return not self.is_closed
 
     async def _wait_for_room_async(self) -> bool:
         while self._is_full():
             await self.pending.popleft().taken
-        return not self._is_closed
+        return not self.is_closed
+
+    def snapshot(self) -> Any:
+        """Return a copy of the state of the iterable, which may go on to change it; None where it has none."""
+        return None if self._snapshot is None else copy.deepcopy(self._snapshot())
 
     def _offer(self, batch: Batch) -> bool:
         """Show a batch that was read to the consumer; return False if that has closed, or the batch has failed."""
-        if self.snapshot is not None and not batch.future.done() and (self.has_read_all or not batch.is_end):
+        if not batch.future.done() and (self.has_read_all or not batch.is_end):
             try:
                 batch.state = self.snapshot()
             except BaseException as error:
@@ -191,28 +267,34 @@ class Reader:
         failed = batch.future.done() and not batch.is_end
         self.pending.append(_Place(batch.taken))
         with self._lock:
-            if not self._is_closed:
+            if self.is_closed:
+                batch.future.add_done_callback(_look_at)
+                batch.taken.set_result(None)
+            else:
+                self._untaken[id(batch)] = batch
                 self._batches.append(batch)
-            waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.set_result(None)
-        return not (self._is_closed or failed)
+        self._wake_consumers()
+        return not (self.is_closed or failed)
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
         """Show the error of the iterable to the consumer at its batch. StopIteration is none."""
         if isinstance(error, (StopIteration, StopAsyncIteration)):
             self.has_read_all = True
-        elif not (self._is_closed and isinstance(error, asyncio.CancelledError)):
-            batch.future.set_exception(_without_frame(error))
-            self._offer(batch)
+            return
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            cancelled, error = error, RuntimeError("the task of prefetch() that reads the iterable was cancelled")
+            error.__cause__ = cancelled
+        batch.future.set_exception(_without_frame(error))
+        self._offer(batch)
 
     def _end(self) -> None:
         """Show the end to the consumer, and drop the iterator: its workers end with it."""
         batch = self._new_batch()
         batch.is_end = True
         self._offer(batch)
-        batch.future.set_result(None)
-        self._iterator, self.snapshot = iter(()), None
+        if not batch.future.done():  # the state of the iterable could be had
+            batch.future.set_result(None)
+        self._iterator, self._snapshot = iter(()), None
 
     def _send(self, batch: Batch, item: Any) -> bool:
         """Send a batch to the device; return whether that worked."""
@@ -220,26 +302,30 @@ class Reader:
         try:
             if self._sender is None:
                 batch.packing_since = time.perf_counter()
-                place.nbytes = sum(x.nbytes for x in find_leaves(item) if isinstance(x, torch.Tensor))
+                if self._options.bytes is not None:
+                    place.nbytes = sum(tensor.nbytes for tensor in find_all_tensors([item]))
                 batch.future.set_result(item if self._transform is None else self._transform(item))
                 return True
             self._wait_for_copies()
             batch.packing_since = time.perf_counter()
-            self._sender.send(batch, item, self.consumer)
-            place.nbytes = batch.nbytes
+            place.nbytes = self._sender.send(batch, item, self.consumer)
             self._copies.append(list(batch.future.events.values()))
         except BaseException as error:
-            if self._sender is not None:
-                self._sender.keep_memory(batch)
-            batch.future.set_exception(_at_batch(error))
-            return False
+            try:
+                if self._sender is not None:
+                    self._sender.keep_memory(batch)
+            finally:
+                was_cancelled = batch.future.cancelled()  # by the program, which got it
+                if not was_cancelled:
+                    batch.future.set_exception(_at_batch(error))
+            return was_cancelled
         return True
 
     def _wait_for_copies(self) -> None:
         """Block until at most `depth` copies are in flight."""
         self.is_blocked = True
         try:
-            while len(self._copies) > self._depth:
+            while len(self._copies) > self._options.depth:
                 for event in self._copies.popleft():
                     event.synchronize()
         finally:
@@ -260,6 +346,30 @@ class _OneThread(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Start a thread."""
         threading.Thread(target=fn, args=args, kwargs=kwargs, name="cudafuture-prefetch", daemon=True).start()
+
+
+async def _whole(sending: CUDAFuture[bool]) -> bool:
+    """Await the end of a send. A cancellation is raised behind it: the sender serves one thread at a time."""
+    try:
+        return await sending
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await sending
+        raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop of this thread, if it is running."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _look_at(future: CUDAFuture[Any]) -> None:
+    """Have the error of a batch that nobody wants not be logged."""
+    with contextlib.suppress(Exception):  # of the device, or a cancellation
+        future.exception()
 
 
 def _without_frame(error: BaseException) -> BaseException:
@@ -285,8 +395,6 @@ def _close_all() -> None:
         reader.close()
     deadline = time.monotonic() + _PATIENCE
     for reader in readers:
-        if reader.ended is not None and not reader.is_blocked:
-            try:
-                reader.ended.exception(timeout=max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                continue
+        if not reader.is_blocked:
+            with contextlib.suppress(TimeoutError):
+                reader.wait_until_ended(max(0.0, deadline - time.monotonic()))

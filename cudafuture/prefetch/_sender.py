@@ -9,18 +9,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._tensors import find_tensors
-from cudafuture.prefetch._structure import find_leaves, map_leaves
+from cudafuture.prefetch._options import Options
+from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
 
 __all__ = ["Batch", "Sender"]
@@ -38,7 +40,6 @@ class Batch:
     state: Any = None
     """The state_dict() of the iterable behind this batch."""
     is_end: bool = False
-    nbytes: int = 0
     packing_since: float | None = None
     """When the device had room for the copy, in seconds of ``time.perf_counter()``."""
     owner: torch.Stream | None = None
@@ -77,29 +78,18 @@ class Sender:
 
     Args:
         device: with streams.
-        priority: of the stream.
-        pin: whether staging buffers are of pinned memory; "auto": where the device has such.
-        pack: whether the tensors of a batch cross together.
-        transform: called with each batch on the device, with the sender's stream current; None: not at all.
-        shares: whether the consumer may drop a batch without having waited for it.
+        options: of the prefetcher. A consumer of futures may drop a batch without having waited for it.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        priority: int,
-        pin: bool | Literal["auto"],
-        pack: bool,
-        transform: Callable[[Any], Any] | None,
-        shares: bool,
-    ) -> None:
+    def __init__(self, device: torch.device, options: Options) -> None:
         self.device = device
-        self.stream = own_stream(device, priority)
-        self._pin = _can_pin() if pin == "auto" else bool(pin)
-        self._pack, self._transform, self._shares = pack, transform, shares
+        self.stream = own_stream(device, options.priority)
+        self._pin = _can_pin() if options.pin == "auto" else options.pin
+        self._pack, self._transform, self._shares = options.pack, options.transform, options.futures
         self._slabs: deque[tuple[_C.DeviceSlab, torch.Stream]] = deque()
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
         self._wanted = 0  # bytes of the slab to reserve
+        self.nbytes = 0  # of tensors that were copied to the device
 
     def reserve(self, most: int) -> None:
         """Allocate a slab for a batch to come, on the current stream of the calling thread, the consumer's.
@@ -119,34 +109,39 @@ class Sender:
         """Free the slabs that were reserved."""
         self._slabs.clear()
 
-    def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> None:
+    def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> int:
         """Enqueue the copies of `item` and complete the batch's future with the events behind them.
 
-        Blocks while the host copies to the staging buffer. What is raised fails the future.
+        Returns the bytes of all tensors of the item. Blocks while the host copies to the staging buffer. What is raised
+        fails the future.
         """
-        leaves = find_leaves(item)
+        leaves, others = find_leaves(item)
         packed = [leaves[i] for i in _C.packable(leaves)]
+        in_pack = {id(leaf) for leaf in packed}
+        loose = find_all_tensors([*(leaf for leaf in leaves if id(leaf) not in in_pack), *others])
         batch.owner = consumer
         copies: list[torch.Tensor] = []
         if packed:
-            batch.nbytes = sum(tensor.nbytes for tensor in packed)
             copies = self._copy(batch, packed)
             batch.memory = copies[:1] if self._pack else copies
-        elif not leaves and self._transform is None:
+        elif not leaves and not loose and self._transform is None:
             batch.owner = None
             batch.future.set_result(item)
-            return
-        self._wait_for_loader(leaves)
+            return 0
+        self._wait_for_loader(loose)
         copy_of = {id(leaf): copied for leaf, copied in zip(packed, copies, strict=True)}
         with use_streams(self.stream), torch.no_grad():
             value = map_leaves(item, lambda leaf: copy_of[id(leaf)] if id(leaf) in copy_of else self._move(leaf))
         if self._transform is not None:
             with use_streams(self.stream):
                 value = self._transform(value)
-        if self._transform is not None or len(packed) != len(leaves):
+        if self._transform is not None or loose:
             batch.others = self._others(value, batch.memory)
         stream = self.stream if _C.edge_stands("prefetch.ready_record") else None
         batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
+        nbytes: int = sum(tensor.nbytes for tensor in packed)
+        self.nbytes += nbytes + sum(tensor.nbytes for tensor in loose if tensor.device != self.device)
+        return nbytes + sum(tensor.nbytes for tensor in loose)
 
     def keep_memory(self, batch: Batch) -> None:
         """Keep the memory of a batch that has failed from being used again before the copy into it has finished."""
@@ -170,26 +165,22 @@ class Sender:
             self._wanted = max(self._sizes)
         return copies
 
-    def _wait_for_loader(self, leaves: list[Any]) -> None:
-        """Have the sender's stream wait for work that the loader has enqueued on tensors of the device."""
-        uses_device = any(isinstance(leaf, torch.Tensor) and leaf.device == self.device for leaf in leaves)
-        if uses_device and _C.edge_stands("prefetch.loader_wait"):
+    def _wait_for_loader(self, loose: list[torch.Tensor]) -> None:
+        """Order the sender's stream after the loader's work on tensors of the device, and keep their memory."""
+        on_device = [tensor for tensor in loose if tensor.device == self.device]
+        if on_device and _C.edge_stands("prefetch.loader_wait"):
             self.stream.wait_stream(_C.current_streams([self.device])[0])
+        if _C.edge_stands("prefetch.record_stream"):
+            for tensor in on_device:
+                tensor.record_stream(self.stream)
 
     def _move(self, leaf: Any) -> Any:
         """Return a leaf that is not packed on the device; the sender's stream is current."""
-        if not isinstance(leaf, torch.Tensor):
-            if self._pin and callable(getattr(leaf, "pin_memory", None)):
-                leaf = leaf.pin_memory()
-            try:
-                return leaf.to(self.device, non_blocking=True)
-            except TypeError:
-                return leaf.to(self.device)
-        if leaf.device != self.device:
-            return leaf.to(self.device, non_blocking=True)
-        if leaf.layout is torch.strided and _C.edge_stands("prefetch.record_stream"):
-            leaf.record_stream(self.stream)
-        return leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.device == self.device else leaf.to(self.device, non_blocking=True)
+        if self._pin and callable(getattr(leaf, "pin_memory", None)):
+            leaf = leaf.pin_memory()
+        return leaf.to(self.device, **({"non_blocking": True} if _takes_non_blocking(leaf.to) else {}))
 
     def _others(self, value: Any, memory: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors on the device that are in other memory than that of the copies, one for each storage."""
@@ -197,6 +188,15 @@ class Sender:
         on_device = [tensor for tensor in find_tensors(value) if tensor.device == self.device]
         by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in on_device}
         return [tensor for storage, tensor in by_storage.items() if storage not in ours]
+
+
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(to).parameters
+    except (TypeError, ValueError):  # of native code
+        return True
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or "non_blocking" in parameters
 
 
 def _can_pin() -> bool:

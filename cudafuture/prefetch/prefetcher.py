@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
+import contextlib
+import copy
+import dataclasses
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._reader import Reader
 from cudafuture.prefetch._sender import Batch, Sender
 from cudafuture.prefetch.statistics import PrefetchStatistics
@@ -73,7 +73,7 @@ def prefetch(
     An error of the iterable, of the copy or of the transform is raised at its batch, and ends the epoch.
 
     Raises:
-        TypeError: no iterable.
+        TypeError: no iterable, or an argument of another type.
         ValueError: a depth or a number of bytes below 1, a priority above 0, or a device without streams.
 
     >>> for batch in prefetch([{"x": torch.ones(2), "id": 7}], "cpu"):
@@ -82,28 +82,9 @@ def prefetch(
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__aiter__"):
         raise TypeError(f"prefetch() takes an iterable, not {type(iterable).__name__}")
-    if depth < 1:
-        raise ValueError(f"depth={depth}: at least one batch is read ahead")
-    if bytes is not None and bytes < 1:
-        raise ValueError(f"bytes={bytes}: at least 1, or None for any number")
-    if pin not in (True, False, "auto"):
-        raise ValueError(f"pin={pin!r}: pass True, False or 'auto'")
-    if priority > 0:
-        raise ValueError(f"priority={priority}: 0 (the default) or negative (more urgent)")
+    options = Options(depth, bytes, priority, pin, transform, pack, futures, across_epochs)
     target = _device_of(device)
-    sender = None if target.type == "cpu" else Sender(target, priority, pin, pack, transform, futures)
-    return Prefetcher(iterable, sender, _Options(depth, bytes or math.inf, transform, futures, across_epochs))
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of ``prefetch``."""
-
-    depth: int
-    bytes: float
-    transform: Callable[[Any], Any] | None
-    futures: bool
-    across_epochs: bool | Callable[[int], object]
+    return Prefetcher(iterable, None if target.type == "cpu" else Sender(target, options), options)
 
 
 class Prefetcher:
@@ -113,21 +94,22 @@ class Prefetcher:
     iterator. One epoch is read at a time, so that a new one ends the one before.
     """
 
-    def __init__(self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: _Options) -> None:
+    def __init__(self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: Options) -> None:
         self.device = torch.device("cpu") if sender is None else sender.device
         self._iterable = iterable
         self._sender = sender
         self._options = options
+        self._is_async = not hasattr(iterable, "__iter__")
         self._number = 0  # of the next epoch
         self._state: Any = None  # of the iterable, behind the batch that was taken last; None: not known
-        self._ahead: Epoch | None = None  # that is read already, for the next __iter__
-        self._current: weakref.ref[Epoch] | None = None
-        self._last: Reader | None = None  # whose thread may still be inside the iterable
+        self._current: Reader | None = None  # of the epoch that was begun last
+        self._ahead: Reader | None = None  # of the epoch that the next __iter__ begins, and that is read already
+        self._error: Exception | None = None  # that the next __iter__ raises
         self._counted = PrefetchStatistics()
 
     def __iter__(self) -> Epoch:
         """Begin an epoch; the one before ends."""
-        if not hasattr(self._iterable, "__iter__"):
+        if self._is_async:
             raise TypeError("the iterable of this prefetcher is an async one: use `async for`")
         return self._begin()
 
@@ -148,11 +130,19 @@ class Prefetcher:
         >>> list(epoch), list(batches)
         ([], ['a', 'b'])
         """
-        current = None if self._current is None else self._current()
-        for epoch in (current, self._ahead):
-            if epoch is not None:
-                epoch.close()
-        self._current = self._ahead = None
+        for reader in (self._current, self._ahead):
+            if reader is not None:
+                reader.close()
+        if self._ahead is not None:
+            self._number = self._ahead.number  # which nobody has seen
+        self._ahead = self._error = None
+        if self._sender is not None:
+            self._sender.release_slabs()
+
+    def __del__(self) -> None:
+        """Close."""
+        with contextlib.suppress(AttributeError):  # of a prefetcher whose constructor was interrupted
+            self.close()
 
     def statistics(self) -> PrefetchStatistics:
         """Return what was done since the prefetcher was made.
@@ -163,12 +153,13 @@ class Prefetcher:
         >>> batches.statistics().batches
         2
         """
-        return self._counted
+        return dataclasses.replace(self._counted, bytes=0 if self._sender is None else self._sender.nbytes)
 
     def state_dict(self) -> Any:
-        """Return what the iterable's own ``state_dict`` returned behind the batch that was taken last.
+        """Return a copy of the state of the iterator, or else of the iterable, behind the batch that was taken last.
 
-        Batches that are read ahead do not count, so a resumed program gets them again.
+        That is what their ``state_dict`` returned. Batches that are read ahead do not count, so a resumed program gets
+        them again. Where `across_epochs` is a callable the state is ``{"epoch": number, "iterable": that}``.
 
         Raises:
             TypeError: neither the iterable nor its iterator has a method state_dict.
@@ -178,11 +169,10 @@ class Prefetcher:
             ...
         TypeError: list has no state_dict(), so it cannot be resumed
         """
-        if self._state is not None:
-            return self._state
-        if not hasattr(self._iterable, "state_dict"):
+        if self._state is None and not hasattr(self._iterable, "state_dict"):
             raise TypeError(f"{type(self._iterable).__name__} has no state_dict(), so it cannot be resumed")
-        return self._iterable.state_dict()
+        epoch, state = self._state or (self._number, self._iterable.state_dict())  # type: ignore[union-attr]
+        return {"epoch": epoch, "iterable": state} if callable(self._options.across_epochs) else state
 
     def load_state_dict(self, state: Any) -> None:
         """Have the next epoch begin behind the batch at which `state` was taken; the current one ends.
@@ -197,89 +187,92 @@ class Prefetcher:
         """
         if not hasattr(self._iterable, "load_state_dict"):
             raise TypeError(f"{type(self._iterable).__name__} has no load_state_dict(), so it cannot be resumed")
-        self.close()
-        self._wait_for_last()
+        self._stop()
+        if callable(self._options.across_epochs):
+            self._number, state = state["epoch"], state["iterable"]
         self._iterable.load_state_dict(state)
-        self._state = state
+        self._state = (self._number, copy.deepcopy(state))
 
     def _begin(self) -> Epoch:
-        if self._ahead is not None:
-            epoch, self._ahead = self._ahead, None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._ahead is not None and self._ahead.goes_on():
+            if self._current is not None:
+                self._current.close()
+            self._current, self._ahead = self._ahead, None
         else:
-            self.close()
-            self._wait_for_last()
-            epoch = self._make_epoch(deque())
-            self._state = epoch.reader.snapshot() if epoch.reader.snapshot is not None else None
-            epoch.start()
-        self._current = weakref.ref(epoch)
-        return epoch
+            before = self._stop()
+            self._current = self._make_reader(deque())
+            try:
+                state = self._current.snapshot()
+            except BaseException:
+                self._current.discard()
+                raise
+            self._state = None if state is None else (self._current.number, state)
+            self._start(self._current, before)
+        return Epoch(self, self._current)
 
-    def _wait_for_last(self) -> None:
-        """Block until the thread of the epoch before is out of the iterable, which may be the same iterator."""
-        if self._last is not None and self._last.ended is not None:
-            self._last.ended.exception()
-        self._last = None
+    def _stop(self) -> Reader | None:
+        """Close, and block until no thread is inside the iterable any more. Returns the reader that read last."""
+        readers = [reader for reader in (self._current, self._ahead) if reader is not None]
+        self.close()
+        for reader in readers:
+            reader.wait_until_ended()
+        return readers[-1] if readers else None
 
-    def _make_epoch(self, pending: deque[Any]) -> Epoch:
+    def _make_reader(self, pending: deque[Any]) -> Reader:
         """Make an iterator of the iterable, and what reads it. `pending` are batches that count as read ahead."""
+        number = self._number
         if callable(self._options.across_epochs):
-            self._options.across_epochs(self._number)
-        self._number += 1
-        is_async = not hasattr(self._iterable, "__iter__")
-        iterator: Any = self._iterable.__aiter__() if is_async else iter(self._iterable)  # type: ignore[union-attr,arg-type]
+            self._options.across_epochs(number)
+        iterator: Any = self._iterable.__aiter__() if self._is_async else iter(self._iterable)  # type: ignore[union-attr,arg-type]
+        self._number = number + 1
         source: Any = next((each for each in (iterator, self._iterable) if _has_state(each)), None)
-        self._last = Reader(
-            iterator,
-            self._sender,
-            self._options.transform,
-            self._options.depth,
-            self._options.bytes,
-            None if source is None else source.state_dict,
-            None if self._sender is None else _C.current_streams([self.device])[0],
-            pending,
-            self._options.futures,
-        )
-        return Epoch(self, self._last, is_async)
+        snapshot = None if source is None else source.state_dict
+        consumer = None if self._sender is None else _C.current_streams([self.device])[0]
+        return Reader(iterator, self._sender, self._options, snapshot, consumer, pending, number)
+
+    def _start(self, reader: Reader, before: Reader | None) -> None:
+        if self._is_async:
+            reader.start_task(before)
+        else:
+            reader.start()
 
     def _begin_ahead(self, reader: Reader) -> None:
         """Read on with the next epoch when a reader has come to its end; in the consumer's thread."""
-        if self._options.across_epochs and reader.has_read_all and self._last is reader and self._ahead is None:
-            self._wait_for_last()
-            self._ahead = self._make_epoch(reader.pending)
-            self._ahead.start()
+        if not (self._options.across_epochs and reader.has_read_all and self._current is reader):
+            return
+        if self._ahead is None and self._error is None and not reader.is_closed:
+            reader.wait_until_ended()
+            try:
+                self._ahead = self._make_reader(reader.pending)
+            except Exception as error:
+                self._error = error
+            else:
+                self._start(self._ahead, reader)
 
-    def _count(self, batch: Batch, loader: float, since: float, until: float) -> None:
+    def _count(self, reader: Reader, batch: Batch, loader: float, since: float, until: float) -> None:
         """Count a batch that was taken, and keep the state behind it. Times are those of ``Epoch._next``."""
         device = min(max((batch.packing_since or since) - since, 0.0), until - since)
         before = self._counted
         self._counted = PrefetchStatistics(
             before.batches + (not batch.is_end),
-            before.bytes + batch.nbytes,
+            0,
             before.waited_for_loader + loader,
             before.waited_for_packing + (until - since) - device,
             before.waited_for_device + device,
         )
         if batch.state is not None:
-            self._state = batch.state
+            self._state = (reader.number + batch.is_end, batch.state)
 
 
 class Epoch:
     """The iterator of one epoch. It closes when it is dropped."""
 
-    def __init__(self, prefetcher: Prefetcher, reader: Reader, is_async: bool) -> None:
-        self.reader = reader
-        self._prefetcher = prefetcher
+    def __init__(self, prefetcher: Prefetcher, reader: Reader) -> None:
+        self._prefetcher, self._reader = prefetcher, reader
         self._sender, self._options = prefetcher._sender, prefetcher._options
-        self._is_async = is_async
-        self._is_over = False
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start to read: in a thread, or in a task of the running event loop."""
-        if self._is_async:
-            self._task = asyncio.get_running_loop().create_task(self.reader.run_async())
-        else:
-            self.reader.start()
 
     def __iter__(self) -> Epoch:
         """Return the iterator itself."""
@@ -291,6 +284,8 @@ class Epoch:
 
     def __next__(self) -> Any:
         """Return the next batch, for whose copy the current stream waits; raise the error that came instead of it."""
+        if self._prefetcher._is_async:
+            raise TypeError("the iterable of this prefetcher is an async one: use `async for`")
         began = time.perf_counter()
         batch: Batch | None = None
         try:
@@ -318,9 +313,9 @@ class Epoch:
             raise
 
     def _take(self, end: type[Exception]) -> Batch | CUDAFuture[None]:
-        if self._is_over:
+        if self._reader.is_closed:
             raise end
-        return self.reader.take()
+        return self._reader.take()
 
     def _hand_out(self, batch: Batch, loader: float, since: float, end: type[Exception]) -> Any:
         """Order the current stream after the batch and return that; where there is no more, raise `end`."""
@@ -330,7 +325,7 @@ class Epoch:
         if batch.owner is not None and not gives_future:
             batch.record_use(_C.current_streams([batch.owner.device])[0])
         self._let_read(batch)
-        self._prefetcher._count(batch, loader, since, until)
+        self._prefetcher._count(self._reader, batch, loader, since, until)
         if batch.is_end:
             raise end
         return value
@@ -338,10 +333,10 @@ class Epoch:
     def _let_read(self, batch: Batch) -> None:
         """Let the reader read one batch more, into memory of the current stream."""
         if self._sender is not None and not batch.is_end:
-            self.reader.consumer = _C.current_streams([self._sender.device])[0]
+            self._reader.consumer = _C.current_streams([self._sender.device])[0]
             self._sender.reserve(self._options.depth)
-        batch.taken.set_result(None)
-        self._prefetcher._begin_ahead(self.reader)
+        self._reader.acknowledge(batch)
+        self._prefetcher._begin_ahead(self._reader)
 
     def _abandon(self, batch: Batch | None) -> None:
         """Close after an error in a step of this iterator."""
@@ -349,26 +344,18 @@ class Epoch:
             if not self._options.futures:
                 batch.drop()
             batch.forget()
-            if not batch.taken.done():
-                batch.taken.set_result(None)
         self.close()
 
     def close(self) -> None:
         """End the epoch and drop the batches that were read ahead; the reader may still be inside the iterable."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self.reader.close()
-        if self._sender is not None and self._prefetcher._ahead is None:
+        self._reader.close()
+        if self._sender is not None and self._prefetcher._current is self._reader and self._prefetcher._ahead is None:
             self._sender.release_slabs()
-        if self._task is not None and not self._task.done():
-            loop = self._task.get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._task.cancel)
 
     def __del__(self) -> None:
         """Close."""
-        self.close()
+        with contextlib.suppress(AttributeError):  # of an epoch whose constructor was interrupted
+            self.close()
 
 
 def _device_of(device: torch.device | str | int | None) -> torch.device:

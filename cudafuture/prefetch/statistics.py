@@ -14,7 +14,7 @@ class PrefetchStatistics:
     batches: int = 0
     """Batches that the consumer has taken."""
     bytes: int = 0
-    """Bytes of their tensors that were copied to the device."""
+    """Bytes of tensors that were copied to the device, also for batches that were read ahead and dropped."""
     waited_for_loader: float = 0.0
     """Seconds that the consumer waited because the iterable had not given the batch yet."""
     waited_for_packing: float = 0.0

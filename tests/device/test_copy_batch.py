@@ -37,6 +37,12 @@ def test_a_packed_copy_is_what_a_single_one_is(accelerator: Device, layout: str)
     assert first.data_ptr() % 512 == packed.data_ptr() % 512 == 0
 
 
+def test_tensors_without_memory_are_packed(accelerator: Device) -> None:
+    value = [torch._efficientzerotensor(3), torch.empty(0, 2), torch.ones(2)]
+    zeros, nothing, packed = copy(value, accelerator.at(), pack=True).wait()
+    assert (zeros.tolist(), nothing.shape, packed.tolist()) == ([0, 0, 0], (0, 2), [1, 1])
+
+
 def test_every_dtype_is_packed(accelerator: Device) -> None:
     value = {dtype: torch.tensor([0, 1, 1, 0, 1]).to(dtype) for dtype in DTYPES}
     for dtype, packed in copy(value, accelerator.at(), pack=True).wait(non_blocking=True).items():

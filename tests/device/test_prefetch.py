@@ -79,6 +79,26 @@ class Moving:
         return moved
 
 
+class Opaque:
+    """A class that is passed on."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@dataclasses.dataclass
+class Output(OrderedDict[str, Any]):
+    """A mapping that is a dataclass, too, as the outputs of transformers are: fields that are not None are keys."""
+
+    x: Any = None
+    y: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
 X = torch.arange(6.0).reshape(2, 3)
 STRUCTURES: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
     "tensor": (X, lambda b: b),
@@ -89,8 +109,11 @@ STRUCTURES: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
     "read-only mapping": (Frozen(OrderedDict(x=X)), lambda b: b.x["x"]),
     "named tuple": (Named([X], "labels"), lambda b: b.inputs[0]),
     "frozen dataclass": (Frozen([X]), lambda b: b.x[0]),
+    "dataclass that is a mapping": (Output(X), lambda b: b["x"]),
+    "attribute of a dataclass that is a mapping": (Output(X), lambda b: b.x),
     "return type of torch": (torch.max(X, dim=0), lambda b: b.values),
     "no contiguous memory": (X.t()[::2], lambda b: b),
+    "no elements": (torch.empty(0, 3), lambda b: b),
     "parameter": (torch.nn.Parameter(X), lambda b: b),
 }
 
@@ -119,6 +142,19 @@ def test_an_object_that_moves_itself_is_pinned_and_moved(accelerator: Device) ->
         assert moved.was_pinned
         assert moved.x.device == accelerator.at()
         assert moved.x.tolist() == [1] * 3
+
+
+def test_a_type_error_of_an_object_that_moves_itself_is_raised(accelerator: Device) -> None:
+    calls = []
+
+    class Broken:
+        def to(self, device: torch.device, non_blocking: bool = False) -> None:
+            calls.append(non_blocking)
+            raise TypeError("cannot be moved")
+
+    with pytest.raises(TypeError, match="cannot be moved"):
+        list(prefetch([Broken()], accelerator.at()))
+    assert calls == [True]
 
 
 def test_what_is_on_the_device_already_is_passed_on(accelerator: Device) -> None:
@@ -213,15 +249,16 @@ def test_no_more_than_depth_batches_are_read_ahead(device: Device, depth: int) -
     assert max(ahead) < depth
 
 
-def test_no_more_than_so_many_bytes_are_read_ahead(device: Device) -> None:
+@pytest.mark.parametrize("wrap", [lambda x: x, Moving, Opaque], ids=["bare", "moving", "opaque"])
+def test_no_more_than_so_many_bytes_are_read_ahead(device: Device, wrap: Any) -> None:
     requested, ahead = [0], []
 
     def read() -> Iterator[Tensor]:
         for i, batch in enumerate(filled(range(20))):
             ahead.append(i - requested[0])
-            yield batch
+            yield wrap(batch)
 
-    epoch = iter(prefetch(Remade(read), device.at(), depth=8, bytes=2 * SIZE * 4))
+    epoch = iter(prefetch(Remade(read), device.at(), depth=8, bytes=2 * SIZE * 4, pin=False))
     for _ in range(20):
         requested[0] += 1
         next(epoch)
@@ -348,14 +385,15 @@ def test_a_transform_has_the_grad_mode_of_the_caller(device: Device) -> None:
     assert modes == [False, False, True, True]
 
 
-def test_a_batch_is_ordered_after_what_its_loader_has_enqueued(accelerator: Device) -> None:
+@pytest.mark.parametrize("wrap", [lambda x: x, Moving, Opaque], ids=["bare", "moving", "opaque"])
+def test_a_batch_is_ordered_after_what_its_loader_has_enqueued(accelerator: Device, wrap: Any) -> None:
     def read() -> Iterator[Any]:  # on the default stream
         for i in range(4):
-            yield {"there": accelerator.produce(float(i)), "here": torch.zeros(1)}
+            yield {"there": wrap(accelerator.produce(float(i))), "here": torch.zeros(1)}
 
     with accelerator.on(accelerator.stream()):
-        for i, batch in enumerate(prefetch(Remade(read), accelerator.at())):
-            assert accelerator.read(batch["there"]) == i
+        for i, batch in enumerate(prefetch(Remade(read), accelerator.at(), pin=False)):
+            assert accelerator.read(getattr(batch["there"], "x", batch["there"])) == i
 
 
 def test_batches_that_nobody_takes_are_freed_after_their_copy(accelerator: Device) -> None:
@@ -776,8 +814,9 @@ def test_an_async_iterable_is_not_for_a_plain_loop(device: Device) -> None:
 # ---- statistics
 
 
-def test_batches_and_bytes_are_counted(device: Device) -> None:
-    batches = prefetch([(x, x) for x in filled(range(5))], device.at())
+@pytest.mark.parametrize("futures", [False, True])
+def test_batches_and_bytes_are_counted(device: Device, futures: bool) -> None:
+    batches = prefetch([(x, Moving(x)) for x in filled(range(5))], device.at(), pin=False, futures=futures)
     list(batches)
     counted = batches.statistics()
     assert counted.batches == 5

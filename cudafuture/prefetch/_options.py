@@ -1,0 +1,44 @@
+"""The arguments of prefetch()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``prefetch``, which documents them. Raises its TypeError and ValueError."""
+
+    depth: int
+    bytes: int | None
+    priority: int
+    pin: bool | Literal["auto"]
+    transform: Callable[[Any], Any] | None
+    pack: bool
+    futures: bool
+    across_epochs: bool | Callable[[int], object]
+
+    def __post_init__(self) -> None:
+        """Raise unless all are valid."""
+        for name in ("depth", "priority") if self.bytes is None else ("depth", "priority", "bytes"):
+            if type(getattr(self, name)) is not int:
+                raise TypeError(f"{name}={getattr(self, name)!r}: pass an int")
+        for name in ("pack", "futures"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name}={getattr(self, name)!r}: pass True or False")
+        if self.transform is not None and not callable(self.transform):
+            raise TypeError(f"transform={self.transform!r}: pass a callable or None")
+        if type(self.across_epochs) is not bool and not callable(self.across_epochs):
+            raise TypeError(f"across_epochs={self.across_epochs!r}: pass True, False or a callable")
+        if self.depth < 1:
+            raise ValueError(f"depth={self.depth}: at least one batch is read ahead")
+        if self.bytes is not None and self.bytes < 1:
+            raise ValueError(f"bytes={self.bytes}: at least 1, or None for any number")
+        if self.pin not in (True, False, "auto"):
+            raise ValueError(f"pin={self.pin!r}: pass True, False or 'auto'")
+        if self.priority > 0:
+            raise ValueError(f"priority={self.priority}: 0 (the default) or negative (more urgent)")
