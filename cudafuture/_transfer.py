@@ -57,20 +57,20 @@ class Transfer:
         stream: torch.Stream | None = None,
         pack: bool = False,
     ) -> None:
-        self.leaves, self.rebuild = _flatten(value)
+        self.leaves, self.rebuild, packable = _flatten(value)
         self.priority = priority
         self.stream = stream
         self.to_host = target.type == "cpu"
         self.to_meta = target.type == "meta"
         self.target = target if self.to_host or self.to_meta else _C.pool_stream(target, priority).device  # its index
         packs = pack and not (self.to_host or self.to_meta)
-        self.packed = dict.fromkeys(_C.packable(self.leaves) if packs else ())  # indices of leaves
-        single = [leaf for i, leaf in enumerate(self.leaves) if i not in self.packed]
-        self.tensors = [leaf for leaf in single if isinstance(leaf, torch.Tensor)]  # that are not packed
+        self.packed = packable if packs else []  # indices of leaves
+        self.sources = self._leaves_at(self.packed)
+        self.tensors = [leaf for leaf in self._other_leaves() if isinstance(leaf, torch.Tensor)]  # that are not packed
         if not self.to_meta and any(t.is_meta for t in self.tensors):
             raise RuntimeError("copy(): a tensor on the meta device has no data to copy")
         self.slab: torch.Tensor | None = None  # given by the caller, for the packed tensors
-        self.targets: list[Any] = [None] * len(self.leaves)  # given by the caller, one for each leaf
+        self.targets: list[Any] = []  # given by the caller, one for each leaf, or none at all
         self._expect_stream()
         if out is not None and pack and not self.to_host:
             self.slab = self._expect_slab(out)
@@ -90,7 +90,7 @@ class Transfer:
             raise TypeError(f"copy(pack=True): out is a tensor of bytes on the device, not {type(out).__name__}")
         if self.tensors:
             raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed into out")
-        wanted = _C.batch_nbytes(self._sources())
+        wanted = _C.batch_nbytes(self.sources)
         if out.device != self.target or out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
             raise ValueError(
                 f"copy(pack=True): out is a contiguous one-dimensional tensor of uint8 on {self.target}, not "
@@ -130,14 +130,23 @@ class Transfer:
         earlier = earlier_work([*sources, self.target] if uses_target else sources)
         enqueue = functools.partial(self._enqueue, devices, earlier)
         read = sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t))
-        if read + _C.batch_nbytes(self._sources()) <= LARGE:
+        if read + _C.batch_nbytes(self.sources) <= LARGE:
             return enqueue(self._read())
         reading = _C.submit(self._read, default_executor(), self.priority, "copy")
         return reading.then_async(lambda done: enqueue(done.value()))
 
-    def _sources(self) -> list[torch.Tensor]:
-        """Return the tensors that are packed."""
-        return [self.leaves[i] for i in self.packed]
+    def _leaves_at(self, indices: list[int]) -> list[Any]:
+        return self.leaves if len(indices) == len(self.leaves) else [self.leaves[i] for i in indices]
+
+    def _other_leaves(self) -> list[Any]:
+        """Return the leaves that are not packed."""
+        if len(self.packed) == len(self.leaves):
+            return []
+        packed = frozenset(self.packed)
+        return [leaf for i, leaf in enumerate(self.leaves) if i not in packed]
+
+    def _target_of(self, i: int) -> Any:
+        return self.targets[i] if self.targets else None
 
     def _is_read_by_host(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and (self.to_host or not _can_be_sent(tensor))
@@ -148,7 +157,7 @@ class Transfer:
         return not (self.to_host or self.to_meta) and any(_can_be_sent(t) for t in host)
 
     def _on_host(self) -> Any:
-        return self.rebuild([*map(self._to_meta_or_clone, self.leaves, self.targets)])
+        return self.rebuild([self._to_meta_or_clone(leaf, self._target_of(i)) for i, leaf in enumerate(self.leaves)])
 
     def _to_meta_or_clone(self, leaf: Any, target: Any = None) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -162,16 +171,17 @@ class Transfer:
         if not self.tensors:
             return self.leaves
         leaves: list[Any] = []
+        packed = frozenset(self.packed)
         for i, leaf in enumerate(self.leaves):
             if (
-                i in self.packed
+                i in packed
                 or not isinstance(leaf, torch.Tensor)
                 or self.to_meta
                 or not self._is_read_by_host(leaf)
             ):
                 leaves.append(leaf)
-            elif self.to_host and self.targets[i] is not None:
-                leaves.append(self.targets[i].copy_(leaf.detach()))
+            elif self.to_host and self._target_of(i) is not None:
+                leaves.append(self._target_of(i).copy_(leaf.detach()))
             elif self.to_host or not _is_plain(leaf):
                 leaves.append(leaf.detach().clone())
             else:
@@ -182,13 +192,14 @@ class Transfer:
         streams: list[torch.Stream] = []
         try:
             streams = self._streams(devices, earlier)
-            packed = self._send_packed(streams)
-            copies = list(leaves)
-            with use_streams(*streams):
-                for i, leaf in enumerate(leaves if self.tensors else ()):
-                    copies[i] = leaf if i in packed else self._carry(leaf, self.targets[i], streams)
-            for i, copied in packed.items():
-                copies[i] = copied
+            copies = self._send_packed(streams)
+            if len(copies) != len(leaves):
+                copy_of = dict(zip(self.packed, copies, strict=True))
+                with use_streams(*streams):
+                    copies = [
+                        copy_of[i] if i in copy_of else self._carry(leaf, self._target_of(i), streams)
+                        for i, leaf in enumerate(leaves)
+                    ]
             future: CUDAFuture[Any] = CUDAFuture(priority=self.priority, name="copy")
             complete(future, self.rebuild(copies), streams, "copy.done_record")
             return future
@@ -204,15 +215,14 @@ class Transfer:
             *streams_after(earlier, others, self.priority, "copy.target_wait", self.stream),
         ]
 
-    def _send_packed(self, streams: list[torch.Stream]) -> dict[int, torch.Tensor]:
-        """Copy the packed tensors to the device; return the copies by the index of their leaf."""
+    def _send_packed(self, streams: list[torch.Stream]) -> list[Any]:
+        """Copy the packed tensors to the device; return the copies."""
         if not self.packed:
-            return {}
+            return []
         stream = next(stream for stream in streams if stream.device == self.target)
         with use_streams(*self.caller):  # which the slab belongs to
             slab = None if self.slab is None else _C.DeviceSlab.of(self.slab)
-            copies = _C.copy_batch(self._sources(), stream, slab, True, True, True)
-        return dict(zip(self.packed, copies, strict=True))
+            return _C.copy_batch(self.sources, stream, slab, True, True, True)
 
     def _carry(self, leaf: Any, target: Any, streams: list[torch.Stream]) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -232,19 +242,19 @@ class Transfer:
         return copied
 
 
-def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a value, and what makes a value of the same structure of other leaves.
+def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], list[int]]:
+    """Return the leaves of a value, what makes a value of the same structure of other leaves, and which can be packed.
 
     torch's pytree takes a microsecond for each leaf, so it does not take a plain list, tuple or dict of tensors apart.
     """
     cls = type(value)
-    if cls is dict and len(_C.packable(value.values())) == len(value):
+    if cls is dict and len(packable := _C.packable(value.values())) == len(value):
         keys = list(value)
-        return list(value.values()), lambda leaves: dict(zip(keys, leaves, strict=True))
-    if (cls is list or cls is tuple) and len(_C.packable(value)) == len(value):
-        return list(value), cls
+        return list(value.values()), lambda leaves: dict(zip(keys, leaves, strict=True)), packable
+    if (cls is list or cls is tuple) and len(packable := _C.packable(value)) == len(value):
+        return list(value), cls, packable
     leaves, spec = _pytree.tree_flatten(value)
-    return leaves, functools.partial(_pytree.tree_unflatten, treespec=spec)
+    return leaves, functools.partial(_pytree.tree_unflatten, treespec=spec), _C.packable(leaves)
 
 
 def _described(tensor: torch.Tensor) -> str:
