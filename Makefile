@@ -82,6 +82,8 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/collectives.py --check --json build/collectives.json
 	$(PY) benchmarks/device.py --check --json build/device.json
 	$(PY) benchmarks/rpc.py --check --json build/rpc.json
+	$(PY) benchmarks/prefetch.py --check --json build/prefetch.json
+	$(PY) benchmarks/images.py --check --json build/images.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs
