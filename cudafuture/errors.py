@@ -18,6 +18,7 @@ The tree::
     |   `-- QuotaError                                       the store is full
     |-- ArchiveError        (ValueError)                     an archive of images, or a member of it, cannot be used
     |-- SwapError                                            optimizer state that cannot be read or written
+    |-- ScheduleError       (ValueError)                     a table of a pipeline that cannot run
     `-- NotFoundError       (KeyError)                       no such key in the store
 
 Timeouts are the builtin ``TimeoutError``, wrong arguments are ``TypeError`` and ``ValueError``, and an exception
@@ -44,6 +45,7 @@ __all__ = [
     "NotFoundError",
     "QuotaError",
     "RemoteError",
+    "ScheduleError",
     "StorageError",
     "SwapError",
     "TensorSearchError",
@@ -211,6 +213,13 @@ class ArchiveError(CUDAFutureError, ValueError):
         self.path = path
         self.member = member
         self.reason = reason
+
+
+class ScheduleError(CUDAFutureError, ValueError):
+    """A table that cannot run: a cell is missing or stands twice, a stage lies on two devices, or cells deadlock.
+
+    The message names the cells, their devices and their positions. Change the table there.
+    """
 
 
 class SwapError(CUDAFutureError):

@@ -118,7 +118,8 @@ class Sender:
         leaves, others = find_leaves(item)
         packed = [leaves[i] for i in _C.packable(leaves)]
         in_pack = {id(leaf) for leaf in packed}
-        loose = find_all_tensors([*(leaf for leaf in leaves if id(leaf) not in in_pack), *others])
+        moved = find_all_tensors([leaf for leaf in leaves if id(leaf) not in in_pack])
+        loose = [*moved, *find_all_tensors(others)]
         batch.owner = consumer
         copies: list[torch.Tensor] = []
         if packed:
@@ -140,7 +141,7 @@ class Sender:
         stream = self.stream if _C.edge_stands("prefetch.ready_record") else None
         batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
         nbytes: int = sum(tensor.nbytes for tensor in packed)
-        self.nbytes += nbytes + sum(tensor.nbytes for tensor in loose if tensor.device != self.device)
+        self.nbytes += nbytes + sum(tensor.nbytes for tensor in moved if tensor.device != self.device)
         return nbytes + sum(tensor.nbytes for tensor in loose)
 
     def keep_memory(self, batch: Batch) -> None:

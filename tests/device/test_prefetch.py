@@ -816,7 +816,8 @@ def test_an_async_iterable_is_not_for_a_plain_loop(device: Device) -> None:
 
 @pytest.mark.parametrize("futures", [False, True])
 def test_batches_and_bytes_are_counted(device: Device, futures: bool) -> None:
-    batches = prefetch([(x, Moving(x)) for x in filled(range(5))], device.at(), pin=False, futures=futures)
+    five = [(x, Moving(x), Opaque(x)) for x in filled(range(5))]
+    batches = prefetch(five, device.at(), pin=False, futures=futures)
     list(batches)
     counted = batches.statistics()
     assert counted.batches == 5

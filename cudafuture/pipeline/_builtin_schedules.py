@@ -1,0 +1,90 @@
+"""Generators of the built-in schedules. Each returns the cells of every device in order, without idle slots.
+
+Papers: GPipe: Huang et al. (2019). 1F1B: Narayanan et al., PipeDream (2019). Interleaved 1F1B: Narayanan et al.,
+Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (2021). Split backward: Qi et al.,
+Zero Bubble Pipeline Parallelism (2023).
+"""
+
+from __future__ import annotations
+
+from cudafuture.pipeline._cells import Cell
+
+__all__ = ["gpipe", "interleaved_1f1b", "one_f_one_b", "require_counts", "zb1p"]
+
+
+def require_counts(**counts: int) -> None:
+    """Raise ValueError unless each of the named numbers is an int of at least 1."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{name}={count!r}: pass an int of at least 1")
+
+
+def gpipe(stages: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of fill and drain: each device runs all forward passes, then all backward passes."""
+    require_counts(stages=stages, microbatches=microbatches)
+    return [[Cell(stage, kind, m) for kind in "FB" for m in range(microbatches)] for stage in range(stages)]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of 1F1B: a device has at most as many micro-batches open as there are stages from it on."""
+    require_counts(stages=stages, microbatches=microbatches)
+    rows = []
+    for stage in range(stages):
+        forwards = [Cell(stage, "F", m) for m in range(microbatches)]
+        backwards = [Cell(stage, "B", m) for m in range(microbatches)]
+        rows.append(_alternate(forwards, backwards, warm_up=stages - 1 - stage))
+    return rows
+
+
+def zb1p(stages: int, microbatches: int, delay_weights: bool) -> list[list[Cell]]:
+    """Return the cells of 1F1B with the backward pass split in I and W.
+
+    Without `delay_weights` each W follows its I at once: the gradient reaches the stage before earlier by the time of
+    a W, and no device has more micro-batches open than under 1F1B. With it device d holds back d weight gradients,
+    as the schedule ZB-H1 of the paper does: less idle time, but as many open micro-batches everywhere as on device 0.
+    """
+    rows = []
+    for stage, row in enumerate(one_f_one_b(stages, microbatches)):
+        cells: list[Cell] = []
+        for cell in row:
+            if cell.kind == "F":
+                cells.append(cell)
+                continue
+            cells.append(Cell(stage, "I", cell.microbatch))
+            due = cell.microbatch - (stage if delay_weights else 0)
+            if due >= 0:
+                cells.append(Cell(stage, "W", due))
+        done = sum(cell.kind == "W" for cell in cells)
+        rows.append(cells + [Cell(stage, "W", m) for m in range(done, microbatches)])
+    return rows
+
+
+def interleaved_1f1b(devices: int, stages_per_device: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of interleaved 1F1B, with stage s on device ``s % devices``.
+
+    Micro-batches go through the stages of a device in rounds of at least `devices` micro-batches, if there are as
+    many. Earlier rounds are not smaller than later ones: the number of forward passes that a device runs before its
+    first backward pass is counted with the first round, and has to be enough for all.
+    """
+    require_counts(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches)
+    count = max(1, microbatches // devices)
+    sizes = [microbatches // count + (i < microbatches % count) for i in range(count)]
+    rounds = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(count)]
+    chunks = range(stages_per_device)
+    rows = []
+    for device in range(devices):
+        forwards = [Cell(c * devices + device, "F", m) for batch in rounds for c in chunks for m in batch]
+        backwards = [Cell(c * devices + device, "B", m) for batch in rounds for c in reversed(chunks) for m in batch]
+        warm_up = (stages_per_device - 1) * sizes[0] + 2 * (devices - 1 - device)
+        rows.append(_alternate(forwards, backwards, warm_up))
+    return rows
+
+
+def _alternate(forwards: list[Cell], backwards: list[Cell], warm_up: int) -> list[Cell]:
+    """Return `warm_up` forward cells, then forward and backward cells in turn, then the rest of the backward cells."""
+    warm_up = min(warm_up, len(forwards))
+    cells = forwards[:warm_up]
+    steady = len(forwards) - warm_up
+    for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
+        cells += (forward, backward)
+    return cells + backwards[steady:]

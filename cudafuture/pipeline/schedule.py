@@ -1,0 +1,261 @@
+"""Schedules as data: tables of forward and backward cells, one row per device, from generators, CSV files or users."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from cudafuture.pipeline import _builtin_schedules as builtin
+from cudafuture.pipeline._cells import Cell, parse_field, validate_rows
+from cudafuture.pipeline.analysis import Analysis, Costs, analyse, draw
+
+__all__ = ["Cell", "Schedule"]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Schedule:
+    """A table of cells: which device runs which micro-batch of which stage, and in which order.
+
+    A device runs its row from left to right, each cell as soon as the cells it needs have ended. Idle slots take no
+    time: they only move cells to the right in a printed table. Two schedules are equal if their rows are.
+
+    Args:
+        rows: one row per device, of cells, texts such as "2F0", or None for an idle slot.
+        name: name of the schedule in messages and pictures.
+
+    Raises:
+        ValueError: a cell is malformed, a stage number is skipped, or there is no cell. The message has the device
+            and the position. Whether the table can run is found by ``check``.
+
+    >>> schedule = Schedule([["0F0", "0F1", None, "0B0", "0B1"], [None, "1F0", "1B0", "1F1", "1B1"]])
+    >>> print(schedule)
+    device 0  0F0 0F1  .  0B0 0B1
+    device 1   .  1F0 1B0 1F1 1B1
+    >>> schedule.check().seconds
+    9.0
+    """
+
+    rows: tuple[tuple[Cell | None, ...], ...]
+    """Cells of each device in order of execution. None is an idle slot."""
+    name: str = field(compare=False)
+    stages: int = field(compare=False)
+    """Number of stages."""
+    microbatches: int = field(compare=False)
+    """Number of micro-batches."""
+    device_of: tuple[int, ...] = field(compare=False)
+    """Device, which is a number of a row, of each stage."""
+
+    def __init__(self, rows: Iterable[Iterable[Cell | str | None]], name: str = "table") -> None:
+        table = validate_rows(rows)
+        device_of: dict[int, int] = {}
+        microbatches = 0
+        for device, row in enumerate(table):
+            for cell in row:
+                if cell is not None:
+                    device_of.setdefault(cell.stage, device)
+                    microbatches = max(microbatches, cell.microbatch + 1)
+        values: dict[str, object] = {
+            "rows": table,
+            "name": name,
+            "stages": len(device_of),
+            "microbatches": microbatches,
+        }
+        values["device_of"] = tuple(device_of[stage] for stage in range(len(device_of)))
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+    @classmethod
+    def gpipe(cls, stages: int, microbatches: int) -> Schedule:
+        """Return GPipe's fill and drain: all forward passes, then all backward passes. One stage per device.
+
+        >>> print(Schedule.gpipe(2, 2))
+        device 0  0F0 0F1  .   .  0B0 0B1
+        device 1   .  1F0 1F1 1B0 1B1  .
+        """
+        return cls._align(builtin.gpipe(stages, microbatches), "gpipe")
+
+    @classmethod
+    def one_f_one_b(cls, stages: int, microbatches: int) -> Schedule:
+        """Return 1F1B: as fast as GPipe, but device d has at most ``stages - d`` micro-batches open.
+
+        >>> print(Schedule.one_f_one_b(2, 3))
+        device 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2
+        device 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
+        """
+        return cls._align(builtin.one_f_one_b(stages, microbatches), "1f1b")
+
+    @classmethod
+    def interleaved_1f1b(cls, devices: int, stages_per_device: int, microbatches: int) -> Schedule:
+        """Return interleaved 1F1B: each device has several stages, which shortens its idle time.
+
+        Stage s is on device ``s % devices``. Any number of micro-batches is possible; a multiple of `devices` is best.
+
+        >>> Schedule.interleaved_1f1b(2, 2, 4).device_of
+        (0, 1, 0, 1)
+        """
+        return cls._align(builtin.interleaved_1f1b(devices, stages_per_device, microbatches), "interleaved_1f1b")
+
+    @classmethod
+    def zb1p(cls, stages: int, microbatches: int, *, delay_weights: bool = True) -> Schedule:
+        """Return 1F1B with its backward cells split in I and W, so that gradients reach earlier stages sooner.
+
+        Device d holds back d weight gradients to fill its idle time, so that up to `stages` micro-batches are open on
+        every device: as many as on the first one under 1F1B. With ``delay_weights=False`` device d has at most
+        ``stages - d`` micro-batches open, as under 1F1B, and more idle time.
+
+        Source: ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism (2023).
+
+        >>> schedules = Schedule.one_f_one_b(4, 8), Schedule.zb1p(4, 8, delay_weights=False), Schedule.zb1p(4, 8)
+        >>> [schedule.check().seconds for schedule in schedules]
+        [33.0, 30.0, 27.0]
+        """
+        return cls._align(builtin.zb1p(stages, microbatches, delay_weights), "zb1p")
+
+    @classmethod
+    def build(cls, name: str, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
+        """Return the built-in schedule `name`: "gpipe", "1f1b", "interleaved_1f1b" or "zb1p".
+
+        Args:
+            name: name of the schedule.
+            stages: number of stages. Under "interleaved_1f1b" a multiple of `devices`.
+            microbatches: number of micro-batches.
+            devices: number of devices. Default: one per stage, which all but "interleaved_1f1b" need.
+
+        Raises:
+            ValueError: the name is unknown, or the numbers do not go together.
+
+        >>> Schedule.build("interleaved_1f1b", stages=4, microbatches=2, devices=2)
+        Schedule(name='interleaved_1f1b', devices=2, stages=4, microbatches=2)
+        """
+        devices = stages if devices is None else devices
+        builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
+        if name == "interleaved_1f1b":
+            if stages % devices:
+                raise ValueError(f"{name} needs a multiple of {devices} stages for {devices} devices, but has {stages}")
+            return cls.interleaved_1f1b(devices, stages // devices, microbatches)
+        makers = {"gpipe": cls.gpipe, "1f1b": cls.one_f_one_b, "zb1p": cls.zb1p}
+        if name not in makers:
+            raise ValueError(f"unknown schedule {name!r}: pass one of {', '.join([*makers, 'interleaved_1f1b'])}")
+        if devices != stages:
+            raise ValueError(f"{name} needs one device per stage, but has {stages} stages and {devices} devices")
+        return makers[name](stages, microbatches)
+
+    @classmethod
+    def _align(cls, rows: list[list[Cell]], name: str) -> Schedule:
+        """Return the schedule of `rows` with idle slots such that a cell is to the right of all that it needs."""
+        slots = analyse(cls(rows, name), Costs(1, 1, 1, 1)).start
+        aligned: list[list[Cell | None]] = []
+        for row in rows:
+            line: list[Cell | None] = []
+            for cell in row:
+                line += [None] * (int(slots[cell]) - len(line))
+                line.append(cell)
+            aligned.append(line)
+        return cls(aligned, name)
+
+    @classmethod
+    def from_csv(cls, path_or_file: str | os.PathLike[str] | TextIO) -> Schedule:
+        r"""Return the schedule of a file in torch's format. Its name is that of the file.
+
+        Each line is one device, each field one cell; an empty field is an idle slot. ``(0F1;1B0)OVERLAP_F_B`` becomes
+        its parts, one after the other. Fields of communication (SEND_F, UNSHARD, REDUCE_GRAD and others) are skipped.
+
+        Raises:
+            ValueError: a field is malformed. The message has its line and column, both counted from 1.
+
+        >>> text = "0F0,0SEND_F0,0RECV_B0,0B0\n,1F0,1B0\n"
+        >>> print(Schedule.from_csv(io.StringIO(text)))
+        device 0  0F0 0B0  .
+        device 1   .  1F0 1B0
+        """
+        if isinstance(path_or_file, (str, os.PathLike)):
+            path = Path(path_or_file)
+            with path.open(newline="", encoding="utf-8") as file:
+                return cls._read(file, path.stem)
+        return cls._read(path_or_file, "table")
+
+    @classmethod
+    def _read(cls, file: TextIO, name: str) -> Schedule:
+        rows: list[list[Cell | None]] = []
+        reader = csv.reader(file)
+        for fields in reader:
+            rows.append([])
+            for column, text in enumerate(fields, 1):
+                try:
+                    rows[-1] += parse_field(text)
+                except ValueError as error:
+                    raise ValueError(f"line {reader.line_num}, column {column}: {error}") from None
+        return cls(rows, name)
+
+    def to_csv(self, path_or_file: str | os.PathLike[str] | TextIO | None = None) -> str:
+        """Return the table in torch's format, and write it to a path or an open file if one is given.
+
+        >>> print(Schedule.gpipe(2, 1).to_csv(), end="")
+        0F0,,,0B0
+        ,1F0,1B0
+        """
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows(
+            [["" if cell is None else str(cell) for cell in row] for row in self.rows]
+        )
+        text = buffer.getvalue()
+        if isinstance(path_or_file, (str, os.PathLike)):
+            Path(path_or_file).write_bytes(text.encode())
+        elif path_or_file is not None:
+            path_or_file.write(text)
+        return text
+
+    def check(self, costs: Costs | None = None) -> Analysis:
+        """Return times, bubble and peak of activations of one step, or raise if the table cannot run.
+
+        Args:
+            costs: seconds of each kind of cell. Default: ``Costs()``, a backward pass twice as long as a forward pass.
+
+        Raises:
+            ScheduleError: a stage lies on two devices, a cell is missing or stands twice, or cells wait for each other.
+            ValueError: `costs` are for another number of stages.
+
+        >>> analysis = Schedule.one_f_one_b(4, 8).check()
+        >>> analysis.seconds, round(analysis.bubble, 3), analysis.peak_activations
+        (33.0, 0.273, (4, 3, 2, 1))
+        >>> Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]).check()
+        Traceback (most recent call last):
+        ...
+        cudafuture.errors.ScheduleError: deadlock: 0B0 (device 0, position 1) waits for 1B0, which is behind 1F1;
+        1F1 (device 1, position 1) waits for 0F1, which is behind 0B0. Change the order.
+        """
+        return analyse(self, Costs() if costs is None else costs)
+
+    def picture(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+        """Draw the table over time to an image file; the end of `path` (.svg, .png) is its format.
+
+        Time is on x and devices are on y. The colour is the kind; the label is stage/micro-batch.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ScheduleError: as ``check``.
+
+        >>> Schedule.one_f_one_b(4, 8).picture("1f1b.svg")  # doctest: +SKIP
+        """
+        draw(self, path, costs)
+
+    def __str__(self) -> str:
+        texts = [["." if cell is None else str(cell) for cell in row] for row in self.rows]
+        slots = max(len(row) for row in texts)
+        width = max(len(text) for row in texts for text in row)
+        digits = len(str(len(texts) - 1))
+        lines = []
+        for device, row in enumerate(texts):
+            padded = row + ["."] * (slots - len(row))
+            cells = " ".join(f"{text:^{width}}" if text == "." else f"{text:<{width}}" for text in padded)
+            lines.append(f"device {device:>{digits}}  {cells}".rstrip())
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        numbers = f"devices={len(self.rows)}, stages={self.stages}, microbatches={self.microbatches}"
+        return f"Schedule(name={self.name!r}, {numbers})"
