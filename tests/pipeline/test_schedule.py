@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from cudafuture.errors import ScheduleError
 from cudafuture.pipeline.analysis import Costs
-from cudafuture.pipeline.schedule import Cell, Schedule, ScheduleError
+from cudafuture.pipeline.schedule import Cell, Schedule
 from pipeline.tables import EventSimulation, random_costs, random_table, torch_schedule, torch_table
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 5, 8, 11)]
