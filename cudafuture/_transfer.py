@@ -173,12 +173,7 @@ class Transfer:
         leaves: list[Any] = []
         packed = frozenset(self.packed)
         for i, leaf in enumerate(self.leaves):
-            if (
-                i in packed
-                or not isinstance(leaf, torch.Tensor)
-                or self.to_meta
-                or not self._is_read_by_host(leaf)
-            ):
+            if i in packed or not isinstance(leaf, torch.Tensor) or self.to_meta or not self._is_read_by_host(leaf):
                 leaves.append(leaf)
             elif self.to_host and self._target_of(i) is not None:
                 leaves.append(self._target_of(i).copy_(leaf.detach()))

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cudafuture.errors import ScheduleError
-
 __all__ = ["Cell", "needed_groups", "parse_field", "validate_rows"]
 
 _PATTERN = re.compile(r"([0-9]+)([FBIW])([0-9]+)")

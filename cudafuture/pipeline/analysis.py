@@ -17,7 +17,7 @@ from cudafuture.pipeline._cells import Cell, needed_groups
 if TYPE_CHECKING:
     from cudafuture.pipeline.schedule import Schedule
 
-__all__ = ["Analysis", "Costs", "analyse", "draw"]
+__all__ = ["Analysis", "Costs"]
 
 
 @dataclass(frozen=True)

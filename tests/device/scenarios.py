@@ -322,7 +322,8 @@ SCENARIOS: dict[str, Scenario] = {
     "prefetch.loader_wait": race(
         test_prefetch.test_a_batch_is_ordered_after_what_its_loader_has_enqueued,
         None,
-        'accelerator.read(batch["there"])',
+        'accelerator.read(getattr(batch["there"]',
+        wrap=lambda x: x,
     ),
     "prefetch.ready_record": race(
         test_prefetch.test_a_consumer_is_ordered_after_the_copy, None, "accelerator.read(batch) == i"

@@ -72,6 +72,8 @@ constexpr std::string_view kNames[] = {
     "prefetch.ready_record",
     "prefetch.record_stream",
     "prefetch.drop_wait",
+    "pipeline.wait_stream",
+    "pipeline.record_stream",
 };
 static_assert(std::size(kNames) == static_cast<std::size_t>(Edge::count));
 

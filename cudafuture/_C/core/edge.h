@@ -94,6 +94,8 @@ enum class Edge : std::uint8_t {
   prefetch_ready_record,   // on the copy stream
   prefetch_record_stream,  // memory that is not the consumer's is not used again before the consumer has finished
   prefetch_drop_wait,      // nor is memory of a batch that nobody took before the copy has finished
+  pipeline_wait_stream,    // one stream of a pipeline waits for another, and backward the other way round
+  pipeline_record_stream,  // memory of a micro-batch is not used again before the other stream has finished
 
   count,
 };

@@ -1,0 +1,381 @@
+"""Engine of ``GPipe``: micro-batches through stages, as one autograd graph whose backward pass is the reverse.
+
+In clock cycle k the worker of each stage j enqueues micro-batch k - j. These are the points where it orders streams, or
+the backward pass, shown for a micro-batch i between two stages on two devices. ``S`` is the stream that was current
+when the forward pass began; the others belong to the two ends of the edge::
+
+    forward: downwards      stream          backward: upwards
+    ------------------      ------          -----------------
+      stage j                 S       [2]   its functions, or one that runs what [4] has computed
+      depart                  gate    [3]   S gives an event;  backward: S waits for the event of [5]
+      recompute               S       [4]   backward only: beside the copy of the gradient, as S has not waited yet
+      order                   gate    [6]   backward: only after [6] of i + 1, or [2] if that is one function
+      copy                out -> in   [5]   out waits for the event of [3];  backward: in -> out, and gives an event
+      wait                    S'      [1]   S' waits for in;  backward: in waits for S'
+      stage j + 1             S'      [2]
+
+Each autograd function is applied while the stream in its row is current (for the copy: `in`). Autograd runs its
+backward pass in that stream, and has the stream wait for those of the functions that gave the gradients. So a gradient
+that is on its way holds up `gate`, on which nothing else is enqueued, and not S before [3].
+
+Two stages on one device need neither [1], [3] nor [5]. A skip tensor takes the same way as the micro-batch, from the
+stage that stashes it straight to the one that pops it.
+
+The order of the backward passes of one stage: those of i + 1 become ready first, all at once, by [6]. One thread of
+autograd has all functions of the device, and takes those first that were applied last in their thread. So all that is
+in the table is applied by the worker of its stage, and the functions of i + 1 end before those of i begin. Hence
+parameters get the gradients of the micro-batches in the reverse order, and [1] and [5] do not wait for other
+micro-batches. A checkpointed stage is one function and can take part in [6] itself. Then i is computed again only after
+the backward pass of i + 1.
+
+Idea: torchgpipe (Kim et al., 2020).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cudafuture.pipeline.checkpoint import RandomState, checkpointing, is_checkpointing, is_recomputing, recomputing
+from cudafuture.pipeline.copy import Handover, copy, depart, wait
+from cudafuture.pipeline.dependency import fork, join, phony
+from cudafuture.pipeline.microbatch import Batch, check
+from cudafuture.pipeline.skip import Namespace, SkipLayout, SkipTracker, use_skip_tracker
+from cudafuture.pipeline.stream import AbstractStream, current_stream, new_stream, use_stream
+from cudafuture.pipeline.worker import ExcInfo, InQueue, OutQueue, Task, spawn_workers
+
+__all__ = ["Stage", "clock_cycles", "fill_drain", "stages_of"]
+
+_Key = tuple[Namespace | None, str]
+
+
+@dataclass
+class Stage:
+    """One partition, with the streams of its ends of the edges."""
+
+    module: nn.Module
+    device: torch.device
+    pops: list[tuple[int, _Key]]
+    """Skips that another stage stashes, with its number."""
+    stashes: list[_Key]
+    """Skips that another stage pops."""
+    sends: bool
+    """Whether an output goes to another device."""
+    in_stream: AbstractStream = field(init=False)
+    out_stream: AbstractStream = field(init=False)
+    gate: AbstractStream = field(init=False)
+    changes_input: bool | None = None
+    """Whether it has changed its input in place; None: not known yet."""
+
+    def __post_init__(self) -> None:
+        self.in_stream, self.out_stream, self.gate = (new_stream(self.device) for _ in range(3))
+
+
+def stages_of(partitions: Sequence[nn.Module], devices: Sequence[torch.device], layout: SkipLayout) -> list[Stage]:
+    """Return the stages of a partitioned model."""
+    routes = layout.by_ns_name
+    stages = []
+    for j, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
+        pops = [(source, (ns, name)) for source, ns, name in layout.copy_policy(j)]
+        stashes = [key for key, (source, _) in routes.items() if source == j and layout.requires_copy(*key)]
+        targets = [devices[routes[key][1]] for key in stashes] + list(devices[j + 1 : j + 2])
+        stages.append(Stage(partition, device, pops, stashes, any(target != device for target in targets)))
+    return stages
+
+
+def clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the cells (micro-batch, stage) of each clock cycle."""
+    for clock in range(batches + stages - 1):
+        yield [(clock - j, j) for j in range(stages) if 0 <= clock - j < batches]
+
+
+class _Shape(NamedTuple):
+    """A parcel without its tensors."""
+
+    number: int
+    is_atomic: bool
+    size: int
+    skips: dict[_Key, bool]
+
+    def parcel(self, tensors: Sequence[Tensor]) -> _Parcel:
+        rest = iter(tensors)
+        value = next(rest) if self.is_atomic else tuple(islice(rest, self.size))
+        skips = {key: next(rest) if is_there else None for key, is_there in self.skips.items()}
+        return _Parcel(Batch(value, self.number), skips)
+
+
+@dataclass
+class _Parcel:
+    """A micro-batch between two stages, and the skip tensors that one of them takes or gives."""
+
+    batch: Batch
+    skips: dict[_Key, Tensor | None]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.batch, *(tensor for tensor in self.skips.values() if tensor is not None))
+
+    def shape(self) -> _Shape:
+        skips = {key: tensor is not None for key, tensor in self.skips.items()}
+        return _Shape(self.batch.index, self.batch.atomic, len(self.batch), skips)
+
+
+class _Errors:
+    """Errors of one step. The first one comes out, and gets notes about the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self.first: BaseException | None = None
+
+    def add(self, error: BaseException, where: str) -> None:
+        with self._lock:
+            if self.first is None:
+                self.first = error
+            elif error is not self.first and hasattr(self.first, "add_note"):  # Python 3.11
+                self.first.add_note(f"also in {where}: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def kept(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.add(error, where)
+            raise
+
+
+class _Cell:
+    """Stage j for micro-batch i: its computation, and what is known of it until backward."""
+
+    def __init__(self, stage: Stage, name: str, shape: _Shape, errors: _Errors) -> None:
+        self.stage = stage
+        self.name = name
+        self.shape = shape  # of the input
+        self.errors = errors
+        # Of a checkpointed cell:
+        self.sent_shape: _Shape | None = None
+        self.random: RandomState | None = None  # where the generators were
+        self.saved: tuple[Tensor, ...] = ()  # inputs, for recompute()
+        self.recomputed: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # outputs and leaves
+
+    def run_with_checkpoint(self, tensors: Sequence[Tensor], after: Tensor) -> _Parcel:
+        """Run the stage, and keep no more than its input; backward passes through `after` behind its own."""
+        outputs = _Checkpoint.apply(after, self, *tensors)  # type: ignore[no-untyped-call]
+        assert self.sent_shape is not None
+        return self.sent_shape.parcel(outputs)
+
+    def run(self, received: _Parcel) -> _Parcel:
+        tracker = SkipTracker()
+        tracker.tensors.update(received.skips)
+        with use_skip_tracker(tracker):
+            value = self.stage.module(received.batch.value)
+        check(value)
+        if isinstance(value, tuple) and not value:
+            raise ValueError(f"{self.name} returned no tensor: an empty tuple")
+        return _Parcel(Batch(value, received.batch.index), {key: tracker.tensors[key] for key in self.stage.stashes})
+
+    def run_checkpointed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the stage without a graph, and with its input as it was afterwards."""
+        stage = self.stage
+        protects = stage.changes_input is not False
+        given = [tensor.clone() if protects else tensor for tensor in tensors]
+        before = [tensor._version for tensor in given]
+        with checkpointing():
+            self.random = RandomState.capture(stage.device)
+            sent = self.run(self.shape.parcel(given))
+        if before != [tensor._version for tensor in given]:
+            stage.changes_input = True
+            if not protects:
+                raise RuntimeError(
+                    f"{self.name} changes its input in place, and did not before: do so always, or never"
+                )
+        elif stage.changes_input is None:
+            stage.changes_input = False
+        self.sent_shape = sent.shape()
+        return sent.tensors()
+
+    def recompute(self) -> Batch:
+        """Run the stage again, with a graph; autograd calls it."""
+        saved, self.saved = self.saved, ()
+        assert self.random is not None
+        leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved)
+        with torch.enable_grad(), recomputing(self.random):
+            given = [leaf.clone() if self.stage.changes_input else leaf for leaf in leaves]
+            sent = self.run(self.shape.parcel(given))
+        self.recomputed = sent.tensors(), leaves
+        return sent.batch
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """Run the backward pass of what was recomputed, and return the gradients of the inputs."""
+        assert self.recomputed is not None, "recompute runs before, see [4]"
+        (outputs, leaves), self.recomputed = self.recomputed, None
+        pairs = [(y, grad) for y, grad in zip(outputs, gradients, strict=True) if y.requires_grad and grad is not None]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        return (leaf.grad for leaf in leaves)
+
+
+class _Checkpoint(torch.autograd.Function):
+    """A stage whose forward pass keeps nothing. Its backward pass is that of what ``_Recompute`` has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Tensor, cell: _Cell, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.cell = cell
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in cell.run_checkpointed(inputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.cell.errors.kept(f"the backward pass of {ctx.cell.name}"):
+            return None, None, *ctx.cell.backward(gradients)
+
+
+class _Recompute(torch.autograd.Function):
+    """A phony whose backward pass runs a stage again."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, cell: _Cell, again: Task, *inputs: Tensor) -> Tensor:
+        ctx.cell, ctx.again = cell, again
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return carrier.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        with ctx.cell.errors.kept(f"the recomputation of {ctx.cell.name}"):
+            saved = ctx.cell.saved = ctx.saved_tensors
+            ctx.again.compute()  # with the forward pass's autocast
+        return (None,) * (3 + len(saved))
+
+
+class _Step:
+    """The forward pass of one mini-batch."""
+
+    def __init__(self, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int) -> None:
+        self.batches = list(batches)
+        self.stages = stages
+        self.checkpointed = checkpointed  # micro-batches
+        self.skips: list[dict[_Key, Tensor | None]] = [{} for _ in batches]  # that have been stashed, not yet popped
+        self.streams = [current_stream(stage.device) for stage in stages]
+        self.handovers: list[dict[int, Handover]] = [{} for _ in batches]  # of the stages, between [3] and [5]
+        self.carriers: list[Tensor | None] = [None] * len(stages)  # phonies of the forks [6] of the last micro-batch
+        self.errors = _Errors()
+
+    def run(self) -> list[Batch]:
+        # The generators and flags of an outer checkpoint belong to this thread: no other may run its parts.
+        is_inner = is_checkpointing() or is_recomputing()
+        with nullcontext() if is_inner else spawn_workers([stage.device for stage in self.stages]) as queues:
+            for cycle in clock_cycles(len(self.batches), len(self.stages)):
+                self._run_cycle(cycle, queues)
+        return self.batches
+
+    def _run_cycle(self, cycle: list[tuple[int, int]], queues: tuple[list[InQueue], list[OutQueue]] | None) -> None:
+        tasks = [Task(self.streams[j], compute=partial(self._run_cell, i, j), finalize=None) for i, j in cycle]
+        if queues is None:
+            for task in tasks:
+                task.compute()
+            return
+        in_queues, out_queues = queues
+        for (_, j), task in zip(cycle, tasks, strict=True):
+            in_queues[j].put(task)
+        for i, j in cycle:
+            ok, payload = out_queues[j].get()
+            if not ok:
+                self.errors.add(cast("ExcInfo", payload)[1], _name(i, j))
+            del payload
+        self._raise_first()
+
+    def _raise_first(self) -> None:
+        error, self.errors.first = self.errors.first, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback has this frame
+
+    def _run_cell(self, i: int, j: int) -> Batch:
+        """Run stage j for micro-batch i; its worker calls it, while the stage's stream is current."""
+        stage = self.stages[j]
+        sources = {key: source for source, key in stage.pops}
+        parcel = _Parcel(self.batches[i], {key: self.skips[i].pop(key) for key in sources})
+        shape, tensors = parcel.shape(), list(parcel.tensors())
+        if j > 0:
+            origins = [j - 1] * shape.size + [sources[key] for key, is_there in shape.skips.items() if is_there]
+            tensors = self._copied(tensors, origins, i, j)
+        cell = _Cell(stage, _name(i, j), shape, self.errors)
+        carrier = self.carriers[j]
+        if is_checkpointed := self._is_checkpointed(i, stage, tensors):
+            is_tracked = carrier is not None and carrier.requires_grad
+            after = carrier if is_tracked else phony(stage.device, requires_grad=True)
+            sent, carrier = cell.run_with_checkpoint(tensors, cast(Tensor, after)), None  # [2] and [6]
+        else:
+            sent = cell.run(shape.parcel(tensors))  # [2]
+        outputs = self._finished(i, j, sent.tensors(), (cell, tensors) if is_checkpointed else None, carrier)
+        parcel = sent.shape().parcel(outputs)
+        self.skips[i].update(parcel.skips)
+        self.batches[i] = parcel.batch
+        return parcel.batch
+
+    def _copied(self, tensors: list[Tensor], origins: list[int], i: int, j: int) -> list[Tensor]:
+        """Return tensors of micro-batch i on the device of stage j; `origins` are the stages that they come from."""
+        stage = self.stages[j]
+        far = [n for n, origin in enumerate(origins) if self.stages[origin].device != stage.device]
+        for origin in sorted({origins[n] for n in far}):
+            group = [n for n in far if origins[n] == origin]
+            out, handover = self.stages[origin].out_stream, self.handovers[i][origin]
+            copies = copy(out, stage.in_stream, *(tensors[n] for n in group), handover=handover)  # [5]
+            for n, tensor in zip(group, copies, strict=True):
+                tensors[n] = tensor
+        if far:
+            waited = wait(stage.in_stream, self.streams[j], *(tensors[n] for n in far))  # [1]
+            for n, tensor in zip(far, waited, strict=True):
+                tensors[n] = tensor
+        return tensors
+
+    def _is_checkpointed(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
+        if i >= self.checkpointed or not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
+            return False
+        return any(tensor.requires_grad for tensor in (*inputs, *stage.module.parameters()))
+
+    def _finished(
+        self,
+        i: int,
+        j: int,
+        outputs: tuple[Tensor, ...],
+        checkpointed: tuple[_Cell, Sequence[Tensor]] | None,
+        carrier: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a stage as the stages take them; `checkpointed` is its cell and input if it is."""
+        stage, stream = self.stages[j], self.streams[j]
+        with use_stream(stage.gate if stage.sends else stream):
+            if stage.sends:
+                handover = self.handovers[i][j] = Handover()
+                outputs = depart(stream, handover, *outputs)  # [3]
+            if checkpointed is not None:
+                cell, inputs = checkpointed
+                outputs, trigger = fork(outputs)
+                with use_stream(stream):
+                    again = Task(stream, compute=cell.recompute, finalize=None)
+                    trigger = _Recompute.apply(trigger, cell, again, *inputs)  # type: ignore[no-untyped-call] # [4]
+                outputs = join(outputs, trigger)
+            if carrier is not None:
+                outputs = join(outputs, carrier)  # [6]
+            outputs, self.carriers[j] = fork(outputs)  # [6]
+        return outputs
+
+
+def _name(i: int, j: int) -> str:
+    return f"partition {j}, micro-batch {i}"
+
+
+def fill_drain(batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int) -> list[Batch]:
+    """Run micro-batches through stages, the first `checkpointed` of them with checkpoints, and return the outputs."""
+    return _Step(batches, stages, checkpointed).run()

@@ -1,0 +1,50 @@
+"""A mini-batch of any nesting, taken apart along the rows and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+__all__ = ["join", "rows_of", "split"]
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of rows: the size of the first dimension of its tensors.
+
+    Raises:
+        ValueError: there is no tensor with a dimension, or their sizes differ.
+    """
+    tensors = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        found = "none has a dimension" if not sizes else f"they have {', '.join(map(str, sorted(sizes)))} rows"
+        raise ValueError(f"the tensors of a mini-batch have the same first dimension, but {found}")
+    return sizes.pop()
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """Return that many micro-batches of nearly equal size, the larger ones first.
+
+    Numbers, strings and other leaves, and tensors without a dimension, go to every micro-batch.
+    """
+    leaves, structure = _pytree.tree_flatten(batch)
+    parts = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
+        for leaf in leaves
+    ]
+    return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
+
+
+def join(outputs: list[Any]) -> Any:
+    """Return the outputs of the micro-batches as one: tensors one below the other, other leaves of the first one."""
+    flat = [_pytree.tree_flatten(output) for output in outputs]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ValueError("the micro-batches have outputs of different structure, which cannot be put together")
+    leaves = [
+        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() > 0 else parts[0]
+        for parts in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return _pytree.tree_unflatten(leaves, structure)

@@ -1,0 +1,142 @@
+"""A backward pass in two parts: the gradient of the input first, those of the parameters later.
+
+The graph of a stage, from its outputs down::
+
+    roots ──► A ──► B ──► input          A and B lead to the input, so the first part runs them
+              │     │                    for each of them it keeps the gradient that came in,
+              ▼     ▼                    and the second part starts again from there,
+              w     v                    towards the parameters only
+
+Idea: Qi et al., Zero Bubble Pipeline Parallelism (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["input_gradient"]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | None], start: torch.Tensor) -> WeightPart:
+    """Run the part of backward that leads to `start`, and return the part that leads to parameters.
+
+    `start` is a leaf that the received tensors hang on; None is accumulated in it.
+    """
+    graph = _Graph(roots, torch.autograd.graph.get_gradient_edge(start).node)
+    part = WeightPart(roots, gradients, graph)
+    if graph.leads_to_start:
+        hooks = [node.register_prehook(part.keep(node)) for node in graph.parameters_of]
+        try:
+            torch.autograd.grad(roots, [start], gradients, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return part
+
+
+class WeightPart:
+    """The gradients of the parameters of a stage, still to be computed."""
+
+    def __init__(self, roots: list[GradientEdge], gradients: list[torch.Tensor | None], graph: _Graph) -> None:
+        self._roots, self._gradients, self._graph = roots, gradients, graph
+        self._came_in: dict[Node, Gradients] = {}
+
+    def keep(self, node: Node) -> Callable[[Gradients], None]:
+        """Return a hook that keeps the gradients that come in at a node."""
+
+        def hook(gradients: Gradients) -> None:
+            self._came_in[node] = gradients
+
+        return hook
+
+    def run(self) -> None:
+        """Accumulate the gradients of the parameters."""
+        # Parameters that are reached in two ways get the sum of them in one pass, as in a whole backward.
+        if self._graph.others:
+            keep = bool(self._came_in)
+            torch.autograd.backward(self._roots, self._gradients, retain_graph=keep, inputs=self._graph.others)
+        for node, gradients in self._came_in.items():
+            given = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+            if given:
+                edges, values = zip(*given, strict=True)
+                torch.autograd.backward(edges, values, inputs=self._graph.parameters_of[node])
+        self._came_in.clear()
+        self._roots.clear()
+
+
+class _Graph:
+    """The graph behind some roots: which of its nodes lead to the start, and to which parameters they lead directly."""
+
+    def __init__(self, roots: list[GradientEdge], start: Node) -> None:
+        children: dict[Node, list[Node]] = {}
+        stack = [edge.node for edge in roots]
+        while stack:
+            node = stack.pop()
+            if node not in children:
+                children[node] = [child for child, _ in node.next_functions if child is not None]
+                stack += children[node]
+        self.leads_to_start = _ancestors(start, children)
+        by_parameter: dict[Node, set[Node]] = {}  # nodes that lead to the start, from which others lead to a parameter
+        for node in self.leads_to_start:
+            for leaf in _parameters_below(node, children, self.leads_to_start):
+                by_parameter.setdefault(leaf, set()).add(node)
+        self.parameters_of: dict[Node, list[torch.Tensor]] = {}
+        self.others: list[
+            torch.Tensor
+        ] = []  # parameters that are reached in several ways, or not by way of those nodes
+        for leaf in (node for node in children if hasattr(node, "variable") and node is not start):
+            nodes = by_parameter.get(leaf, set())
+            if len(nodes) == 1 and not self._is_reached_otherwise(leaf, roots, children):
+                self.parameters_of.setdefault(next(iter(nodes)), []).append(leaf.variable)
+            else:
+                self.others.append(leaf.variable)
+
+    def _is_reached_otherwise(self, leaf: Node, roots: list[GradientEdge], children: dict[Node, list[Node]]) -> bool:
+        """Return whether a path from a root leads to the leaf without a node that leads to the start."""
+        stack = [edge.node for edge in roots if edge.node not in self.leads_to_start]
+        seen: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node is leaf:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [child for child in children[node] if child not in self.leads_to_start]
+        return False
+
+
+def _ancestors(start: Node, children: dict[Node, list[Node]]) -> set[Node]:
+    parents: dict[Node, list[Node]] = {}
+    for node, below in children.items():
+        for child in below:
+            parents.setdefault(child, []).append(node)
+    found: set[Node] = set()
+    stack = list(parents.get(start, ()))
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += parents.get(node, ())
+    return found
+
+
+def _parameters_below(node: Node, children: dict[Node, list[Node]], without: set[Node]) -> set[Any]:
+    """Return the nodes of leaves that are reached from a node without those that lead to the start."""
+    found: set[Any] = set()
+    stack = [child for child in children[node] if child not in without]
+    seen: set[Node] = set()
+    while stack:
+        each = stack.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if hasattr(each, "variable"):
+            found.add(each)
+        stack += [child for child in children[each] if child not in without]
+    return found

@@ -1,0 +1,178 @@
+"""One step of a pipeline: each device runs its row of the table, and messages between stages order the rows.
+
+::
+
+    device 0   F0 ─(1)► F1 ─► F2 ─► ...                ►B0
+                  │                                     ▲
+                 (2) activation, on streams of copies  (3) gradient, on others
+                  ▼                                     │
+    device 1      F0 ───► B0 ─(4)► F1 ─► B1 ─► ...  ────┘
+
+1. A row runs its cells one after the other, on the stream that is current for the program there: so parameters and
+   gradients need no further order with what the program does before and after the step.
+2. The copy of an activation waits for the cell that made it; its memory is kept until the copy has read it.
+3. The same for a gradient, in the other direction, beside the activations.
+4. A cell waits for the copies of what it receives, and memory of a copy is kept until the cell has read it.
+
+Points 2 to 4 are those of ``cudafuture.copy`` and of waiting for its future; see ``LocalLink``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cudafuture.pipeline._stage import Message, Skip, Stage
+from cudafuture.pipeline.link import Link, LinkClosedError
+from cudafuture.pipeline.schedule import Cell, Schedule
+
+__all__ = ["Route", "Step"]
+
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ways between stages, beside that from each to the next: which skips they pop, and where those come from."""
+
+    popped: Mapping[int, list[Skip]] = field(default_factory=dict)
+    """By stage."""
+    stashed_by: Mapping[Skip, int] = field(default_factory=dict)
+    popped_by: Mapping[Skip, int] = field(default_factory=dict)
+
+
+class Step:
+    """The cells of one mini-batch.
+
+    Args:
+        stages: of the model.
+        schedule: the table to run.
+        link: of this step alone.
+        route: of the skips.
+        weights: of the micro-batches' losses.
+        is_checkpointed: returns whether a micro-batch is computed again in its backward.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        link: Link,
+        route: Route,
+        weights: Sequence[float],
+        is_checkpointed: Callable[[int], bool],
+    ) -> None:
+        self._stages, self._schedule, self._link, self._route = stages, schedule, link, route
+        self._weights, self._is_checkpointed = weights, is_checkpointed
+        self._has_target = False
+        self._lock = threading.Lock()  # guards what follows
+        self.errors: list[tuple[Cell | None, BaseException]] = []
+        self.outputs: dict[int, Message] = {}
+        self.peak_activations = [0] * len(schedule.rows)
+
+    def feed(self, inputs: Sequence[Message], targets: Sequence[Message]) -> None:
+        """Send the micro-batches to the first stage, and their targets to the last."""
+        last = len(self._stages) - 1
+        self._has_target = bool(targets)
+        for m, message in enumerate(inputs):
+            self._send(("F", 0, m), message, 0)
+        for m, message in enumerate(targets):
+            self._send(("target", last, m), message, last)
+
+    def run_row(self, row: int) -> None:
+        """Run the cells of a device in their order; after an error in any row, no more."""
+        live = 0
+        for cell in self._schedule.rows[row]:
+            if cell is None:
+                continue
+            try:
+                live += cell.kind == "F"
+                self.peak_activations[row] = max(self.peak_activations[row], live)
+                self._run_cell(cell)
+                live -= cell.kind in "BW"
+            except LinkClosedError:
+                return
+            except BaseException as error:
+                self.fail(error, cell)
+                return
+
+    def fail(self, error: BaseException, cell: Cell | None = None) -> None:
+        """Note an error, and stop the rows at their next cells."""
+        with self._lock:
+            self.errors.append((cell, error))
+        self._link.close()
+
+    def error(self) -> BaseException | None:
+        """Return the first error, with those that followed as notes on it."""
+        with self._lock:
+            if not self.errors:
+                return None
+            (cell, first), *others = self.errors
+        noted: Any = first  # Python 3.10 has no add_note
+        if hasattr(noted, "add_note"):
+            if cell is not None:
+                noted.add_note(f"in the {self._described(cell)}")
+            for other, error in others:
+                where = "" if other is None else f" in the {self._described(other)}"
+                noted.add_note(f"then{where}: {type(error).__name__}: {error}")
+        return first
+
+    def _described(self, cell: Cell) -> str:
+        stage = self._stages[cell.stage]
+        return f"{_NAMES[cell.kind]} of micro-batch {cell.microbatch} in stage {cell.stage} on {stage.device}"
+
+    # ---- cells
+
+    def _run_cell(self, cell: Cell) -> None:
+        if cell.kind == "F":
+            self._forward(cell.stage, cell.microbatch)
+        elif cell.kind == "W":
+            self._stages[cell.stage].weight_gradient(cell.microbatch)
+        else:
+            self._backward(cell.stage, cell.microbatch, cell.kind == "I")
+
+    def _forward(self, s: int, m: int) -> None:
+        stage = self._stages[s]
+        received = self._receive(("F", s, m))
+        popped = {skip: self._receive(("skip", skip, m)).leaves[0] for skip in self._route.popped.get(s, ())}
+        has_target = stage.loss is not None and self._has_target
+        target = self._receive(("target", s, m)).value() if has_target else None
+        sent = stage.forward(m, received, popped, target, self._weights[m], self._is_checkpointed(m))
+        for skip, tensor in sent.stashed.items():
+            self._send(("skip", skip, m), Message.of(tensor, lambda _: False), self._route.popped_by[skip])
+        if stage.loss is None:
+            self._send(("F", s + 1, m), sent.message, s + 1)
+        else:
+            with self._lock:
+                self.outputs[m] = sent.message
+
+    def _backward(self, s: int, m: int, is_input_only: bool) -> None:
+        stage = self._stages[s]
+        gradients: dict[Any, torch.Tensor | None] = {}
+        if stage.loss is None:
+            gradients.update(enumerate(self._receive(("B", s, m)).leaves))
+        for skip, stash in self._route.stashed_by.items():
+            if stash == s:
+                gradients[skip] = self._receive(("skip gradient", skip, m)).leaves[0]
+        received = stage.input_gradient(m, gradients) if is_input_only else stage.backward(m, gradients)
+        for skip in self._route.popped.get(s, ()):
+            message = Message.of(received.get(skip), lambda _: False)
+            self._send(("skip gradient", skip, m), message, self._route.stashed_by[skip])
+        if s > 0:
+            count = max((i + 1 for i in received if isinstance(i, int)), default=0)
+            leaves = [received.get(i) for i in range(count)]
+            self._send(("B", s - 1, m), Message.of(leaves, lambda _: False), s - 1)
+
+    # ---- messages
+
+    def _send(self, key: tuple[Any, ...], message: Message, to: int) -> None:
+        device = self._stages[to].device
+        self._link.send(key, message.leaves, device, (message.structure, message.needs_gradient))
+
+    def _receive(self, key: tuple[Any, ...]) -> Message:
+        leaves, header = self._link.receive(key)
+        return Message(leaves, *header)

@@ -1,0 +1,244 @@
+"""Balance of a sequential model: how many layers each partition gets, by measured time or by size."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cudafuture.pipeline.microbatch import Batch, TensorOrTensors
+from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
+
+__all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
+
+_Device = torch.device | str | int
+
+
+def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
+    """Return the number of layers of each partition, so that the largest sum of costs is as small as it can be.
+
+    Args:
+        cost: of each layer, in any unit, at least 0.
+        partitions: at least 1, at most the number of layers. Each gets at least one layer.
+
+    Of the best answers it returns the one in which the sum of the squares of the partitions' costs is the smallest.
+
+    Raises:
+        ValueError: a number of partitions that does not fit the number of layers, or a negative cost.
+
+    >>> balance_cost([1, 1, 1, 3, 1, 1], 3)
+    [3, 1, 2]
+    """
+    layers = len(cost)
+    if not 1 <= partitions <= layers:
+        raise ValueError(f"{layers} layers cannot be split into {partitions} partitions of at least one layer")
+    if any(not c >= 0 for c in cost):
+        raise ValueError(f"costs must be at least 0: {list(cost)}")
+    sums = [0, *itertools.accumulate(cost)]
+    # best[k][n]: (largest sum, sum of squares, cut) of the first n layers in k + 1 partitions. First all largest sums:
+    # what has the smallest of the whole may have a larger one on the way, if its squares are smaller.
+    limit = _smallest_limit(sums, partitions)
+    infinite = float("inf")
+    squares = [infinite] * (layers + 1)
+    squares[0] = 0.0
+    cuts: list[list[int]] = []
+    for _ in range(partitions):
+        before, squares, cut = squares, [infinite] * (layers + 1), [0] * (layers + 1)
+        for end in range(1, layers + 1):
+            for start in range(end - 1, -1, -1):
+                block = sums[end] - sums[start]
+                if block > limit:
+                    break
+                if before[start] + block * block < squares[end]:
+                    squares[end], cut[end] = before[start] + block * block, start
+        cuts.append(cut)
+    balance: list[int] = []
+    end = layers
+    for cut in reversed(cuts):
+        balance.insert(0, end - cut[end])
+        end = cut[end]
+    return balance
+
+
+def _smallest_limit(sums: Sequence[float], partitions: int) -> float:
+    """Return the smallest possible largest sum of a block, by dynamic programming over the number of blocks."""
+    layers = len(sums) - 1
+    largest = [float("inf")] * (layers + 1)
+    largest[0] = 0.0
+    for _ in range(partitions):
+        largest = [
+            min((max(largest[start], sums[end] - sums[start]) for start in range(end)), default=float("inf"))
+            for end in range(layers + 1)
+        ]
+    return largest[layers]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    *,
+    timeout: float = 1.0,
+    device: _Device | None = None,
+) -> list[int]:
+    """Return the number of layers of each partition, by the time of each layer's forward and backward pass.
+
+    Args:
+        partitions: their number.
+        module: the sequential model. It is not changed: each layer is copied to the device while it is measured.
+        sample: an input with any number of rows.
+        timeout: seconds; the model is measured again and again until they are over, and the median counts. Default 1.
+        device: where to measure. Default: the current accelerator; the CPU if there is none.
+
+    Raises:
+        ValueError: a parameter has a gradient already, or there are fewer layers than partitions.
+
+    >>> balance_by_time(2, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(4, 4), timeout=0, device="cpu")
+    [1, 1]
+    """
+    where = _device(device)
+    _check_number(partitions, module)
+    if any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError("a parameter has a gradient: measure before training, or call zero_grad() first")
+    times: list[list[float]] = [[] for _ in module]
+    began = time.perf_counter()
+    while True:
+
+        def measure(i: int, layer: nn.Module, inputs: Batch) -> Batch:
+            _synchronize(where)
+            before = time.perf_counter()
+            outputs = inputs.call(layer)
+            _backward(outputs)
+            _synchronize(where)
+            times[i].append(time.perf_counter() - before)
+            return outputs
+
+        _run_layers(module, sample, where, measure)
+        if time.perf_counter() - began >= timeout:
+            break
+    return balance_cost([statistics.median(each) for each in times], partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: TensorOrTensors,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: _Device | None = None,
+) -> list[int]:
+    """Return the number of layers of each partition, by the memory that each layer takes in training.
+
+    Args:
+        partitions: their number.
+        module: the sequential model. It is not changed: each layer is copied to the device while it is measured.
+        input: a mini-batch with as many rows as in training. Two of them are used.
+        chunks: micro-batches of a mini-batch. Default 1.
+        param_scale: copies of the parameters that exist in training: the parameters, their gradients, and what the
+            optimizer keeps. 2 (default) or 3 for SGD, without and with momentum, 4 for Adam.
+        device: where to measure. Default: the current accelerator; the CPU if there is none.
+
+    The size of a layer is that of the tensors which its forward pass keeps for the backward pass, and of its output,
+    for one micro-batch, plus `param_scale` times that of its parameters.
+
+    >>> balance_by_size(2, nn.Sequential(nn.Linear(9, 9), nn.ReLU(), nn.ReLU()), torch.ones(4, 9), device="cpu")
+    [1, 2]
+    """
+    where = _device(device)
+    _check_number(partitions, module)
+    rows = Batch(input)[0].size(0)
+    few = min(rows, 2)  # not one, of which a BatchNorm has no variance
+    sample = input[:few] if isinstance(input, Tensor) else tuple(tensor[:few] for tensor in input)
+    sizes: list[float] = []
+
+    def measure(i: int, layer: nn.Module, inputs: Batch) -> Batch:
+        parameters = _bytes_of(layer.parameters())
+        outputs, kept = _memory_of(layer, inputs)
+        sizes.append(kept * rows / few / chunks + parameters * param_scale)
+        return outputs
+
+    _run_layers(module, sample, where, measure)
+    return balance_cost(sizes, partitions)
+
+
+def _memory_of(layer: nn.Module, inputs: Batch) -> tuple[Batch, int]:
+    """Return the layer's output, and the bytes that the forward pass adds: what it saves, and the output."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = inputs.call(layer)
+    there = {_storage(tensor) for tensor in (*inputs, *layer.parameters(), *layer.buffers())}
+    return outputs, _bytes_of((*saved, *outputs), without=there)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(tensors: Any, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]
+    """Return the bytes of the tensors' memory, each storage once."""
+    storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(size for storage, size in storages.items() if storage not in without)
+
+
+def _run_layers(
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    device: torch.device,
+    measure: Callable[[int, nn.Module, Batch], Batch],
+) -> None:
+    """Call `measure` with each layer in training mode on the device, and its input: the output of the one before."""
+    batch = Batch(sample)
+    batch[:] = tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in batch)
+    with use_skip_tracker(_Detached()), torch.enable_grad():
+        for i, layer in enumerate(_layers_on(module, device)):
+            # No leaf, which a layer that works in place would refuse.
+            batch[:] = tuple(x.detach().requires_grad_(x.requires_grad).clone() for x in batch)
+            batch = measure(i, layer, batch)
+
+
+def _layers_on(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
+    for layer in module:
+        yield copy.deepcopy(layer).to(device).train()
+
+
+class _Detached(SkipTracker):
+    """A tracker whose tensors do not lead back to the layer that stashed them, as that one is measured alone."""
+
+    def save(self, batch: Any, ns: Any, name: str, tensor: Tensor | None) -> None:
+        detached = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        super().save(batch, ns, name, detached)
+
+
+def _backward(outputs: Batch) -> None:
+    roots = tuple(tensor for tensor in outputs if tensor.requires_grad)
+    if roots:
+        torch.autograd.backward(roots, tuple(torch.ones_like(root) for root in roots))
+
+
+def _check_number(partitions: int, module: nn.Sequential) -> None:
+    """Raise before the measuring, which takes its time."""
+    balance_cost([0] * len(module), partitions)
+
+
+def _device(device: _Device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
+    return accelerator or torch.device("cpu")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,251 @@
+"""A sequential model that runs as a pipeline: torchgpipe's ``GPipe``, on any accelerator and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from cudafuture.pipeline._fill_drain import Stage, fill_drain, stages_of
+from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from cudafuture.pipeline.checkpoint import is_recomputing
+from cudafuture.pipeline.microbatch import TensorOrTensors, check, gather, scatter
+from cudafuture.pipeline.skip import inspect_skip_layout, verify_skippables
+from cudafuture.pipeline.stream import normalize_device
+
+__all__ = ["BalanceError", "GPipe"]
+
+_Device = torch.device | str | int
+_MODES = ("always", "except_last", "never")
+
+
+class BalanceError(ValueError):
+    """The balance does not fit the model: pass the number of layers of each partition, which add up to all layers.
+
+    ``cudafuture.pipeline.balance`` measures a model and returns its balance.
+    """
+
+
+class GPipe(nn.Module):
+    """A sequential model in partitions on several devices, through which micro-batches follow each other.
+
+    Args:
+        module: an ``nn.Sequential``. Its layers are moved to their devices.
+        balance: number of layers of each partition.
+        devices: of the partitions, in their order; more than there are partitions are ignored, and one may have several
+            partitions. Default: all of the current accelerator; the CPU if there is none.
+        chunks: micro-batches that a mini-batch is cut into along its first dimension. Default 1.
+        checkpoint: the micro-batches whose activations are computed again in the backward pass in training: "always",
+            "except_last" (default; the last one's are the first to be needed), or "never".
+        deferred_batch_norm: update the running statistics of BatchNorms once for each mini-batch; see
+            ``DeferredBatchNorm``. Default False.
+
+    All micro-batches go forward, and ``backward()`` of a loss of the output brings them all back ("fill and drain").
+    The gradients are those of the model called with one micro-batch after the other.
+
+    Between two partitions are tensors or tuples of tensors. Layers that are ``skippable`` may pass tensors over others.
+
+    The parameters have the names that torchgpipe gives them: ``partitions.<partition>.<layer>.<parameter>``.
+
+    If a partition fails, its error is raised with its traceback. It gets a note about each other partition that failed
+    meanwhile, and the model can be called again.
+
+    Attributes:
+        balance: number of layers of each partition.
+        devices: of each partition; the output is on the last one.
+        chunks: as given. It may be changed between two calls.
+        checkpoint: as given. It may be changed between two calls.
+        partitions: ``nn.ModuleList`` of an ``nn.Sequential`` for each partition.
+
+    Raises:
+        TypeError: the module is not an ``nn.Sequential``, or its skips do not match.
+        ValueError: an argument out of range, a layer or a parameter in two places.
+        BalanceError: a balance that is missing or does not fit.
+        IndexError: fewer devices than partitions.
+
+    Idea: Huang et al., GPipe (2019), and torchgpipe (Kim et al., 2020).
+
+    >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> model = GPipe(layers, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+    >>> model(torch.ones(8, 2)).sum().backward()
+    >>> list(model.state_dict())
+    ['partitions.0.0.weight', 'partitions.0.0.bias', 'partitions.1.2.weight', 'partitions.1.2.bias']
+    """
+
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        devices: Iterable[_Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if balance is None:
+            raise BalanceError(_with_advice("a balance is required: the number of layers of each partition"))
+        _check_module(module)
+        verify_skippables(module)
+        self.chunks = int(chunks)
+        self.checkpoint = str(checkpoint)
+        self._checkpointed(self.chunks)  # raises
+        self.balance = _checked_balance(balance, len(module))
+        self.devices = _devices(devices)
+        if len(self.devices) < len(self.balance):
+            raise IndexError(f"{len(self.balance)} partitions need as many devices; there are {len(self.devices)}")
+        del self.devices[len(self.balance) :]
+        if deferred_batch_norm:
+            module = convert_deferred_batch_norm(module, self.chunks)
+        self.partitions = _split(module, self.balance, self.devices)
+        self.training = module.training
+        self._deferred = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
+        self._stages: list[Stage] | None = None  # made at the first call, not copied and not pickled: they have streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stages": None}
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return sum(map(len, self._sequences()))
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return a layer by its position in the model."""
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the layers of the model."""
+        for partition in self._sequences():
+            yield from partition
+
+    def _sequences(self) -> Iterator[nn.Sequential]:
+        return (cast(nn.Sequential, partition) for partition in self.partitions)
+
+    def cuda(self, device: _Device | None = None) -> NoReturn:
+        """Raise TypeError: the layers are on the devices of their partitions.
+
+        >>> GPipe(nn.Sequential(nn.ReLU()), [1], devices=["cpu"]).cuda()
+        Traceback (most recent call last):
+            ...
+        TypeError: a GPipe is not moved: its layers are on the devices of their partitions, see GPipe.devices
+        """
+        raise TypeError("a GPipe is not moved: its layers are on the devices of their partitions, see GPipe.devices")
+
+    def cpu(self) -> NoReturn:
+        """Raise TypeError, as ``cuda`` does.
+
+        >>> GPipe(nn.Sequential(nn.ReLU()), [1], devices=["cpu"]).cpu()
+        Traceback (most recent call last):
+            ...
+        TypeError: a GPipe is not moved: its layers are on the devices of their partitions, see GPipe.devices
+        """
+        self.cuda()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Convert the parameters to a dtype. A device, or a tensor that stands for one, raises TypeError.
+
+        >>> GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]).to(torch.float64)[0].weight.dtype
+        torch.float64
+        """
+        moves = isinstance(args[0], torch.device | int | str | torch.Tensor) if args else False
+        if moves or kwargs.get("device") is not None or "tensor" in kwargs:
+            self.cuda()
+        return super().to(*args, **kwargs)
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Return the output for a mini-batch, on the device of the last partition.
+
+        Args:
+            input: a tensor, or a tuple of tensors with the same number of rows. On another device than that of the
+                first partition it is copied there.
+
+        Raises:
+            TypeError: something else than a tensor or a tuple of tensors, here or between two partitions.
+            ValueError: tensors of different lengths, or an empty tuple.
+
+        >>> model = GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], devices=["cpu", "cpu"], chunks=2)
+        >>> model(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([0., 0., 1.])
+        """
+        check(input)
+        if not self.partitions:
+            return input
+        if isinstance(input, tuple) and not input:
+            raise ValueError("a mini-batch needs at least one tensor; the tuple is empty")
+        there = self.devices[0]
+        moved = input.to(there) if isinstance(input, torch.Tensor) else tuple(tensor.to(there) for tensor in input)
+        batches = scatter(moved, self.chunks)
+        if self.training and not is_recomputing():
+            for norm in self._deferred:
+                norm.set_chunks(len(batches))
+        return gather(fill_drain(batches, self._ready_stages(), self._checkpointed(len(batches))))
+
+    def _checkpointed(self, batches: int) -> int:
+        """Return how many of the micro-batches are checkpointed."""
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, not {self.chunks}")
+        if self.checkpoint not in _MODES:
+            raise ValueError(f"checkpoint must be one of {', '.join(map(repr, _MODES))}, not {self.checkpoint!r}")
+        numbers = {"always": batches, "except_last": batches - 1, "never": 0}
+        return numbers[self.checkpoint] if self.training else 0
+
+    def _ready_stages(self) -> list[Stage]:
+        if self._stages is None:
+            partitions = list(self._sequences())
+            self._stages = stages_of(partitions, self.devices, inspect_skip_layout(partitions))
+        for stage, partition in zip(self._stages, self.partitions, strict=True):
+            stage.module = partition
+        return self._stages
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"GPipe partitions an nn.Sequential, not a {type(module).__name__}")
+    if len(list(module.named_children())) != len(module):
+        raise ValueError("a layer is in the model twice: GPipe needs a layer of its own in each place")
+    owners: dict[nn.Parameter, str] = {}
+    for name, layer in module.named_children():
+        for parameter in layer.parameters():
+            if owners.setdefault(parameter, name) != name:
+                raise ValueError(
+                    f"the layers {owners[parameter]!r} and {name!r} share a parameter, which GPipe cannot split"
+                )
+
+
+def _checked_balance(given: Iterable[int], layers: int) -> list[int]:
+    balance = list(given)
+    if any(number <= 0 for number in balance):
+        raise BalanceError(_with_advice(f"each partition needs at least one layer; the balance is {balance}"))
+    if sum(balance) != layers:
+        raise BalanceError(_with_advice(f"the balance {balance} is for {sum(balance)} layers; the model has {layers}"))
+    return balance
+
+
+def _with_advice(problem: str) -> str:
+    return f"{problem}. cudafuture.pipeline.balance.balance_by_time(partitions, module, sample) returns one that fits."
+
+
+def _devices(given: Iterable[_Device] | None) -> list[torch.device]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
+    if given is None:
+        given = ["cpu"] if accelerator is None else range(torch.accelerator.device_count())
+    devices = []
+    for each in given:
+        device = torch.device(accelerator.type, each) if isinstance(each, int) and accelerator else torch.device(each)
+        devices.append(cast(torch.device, normalize_device(device)))
+    return devices
+
+
+def _split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> nn.ModuleList:
+    layers = iter(module.named_children())
+    partitions = nn.ModuleList()
+    for number, device in zip(balance, devices, strict=True):
+        partition = nn.Sequential()
+        for _ in range(number):
+            partition.add_module(*next(layers))
+        partition.training = module.training
+        partitions.append(partition.to(device))
+    return partitions

@@ -1,0 +1,101 @@
+"""The way of tensors from one stage to another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from cudafuture._C import CUDAFuture
+from cudafuture.future import copy
+
+__all__ = ["Link", "LinkClosedError", "LocalLink"]
+
+
+class LinkClosedError(Exception):
+    """The step has failed in another cell, so what a cell waits for will not come."""
+
+
+class Link(Protocol):
+    """What a pipeline needs of the way between its stages. A pipeline makes one for each step.
+
+    A key, which is hashable, names a message; each is sent once and received once.
+    """
+
+    def send(self, key: Any, leaves: Sequence[Any], device: torch.device, header: Any) -> None:
+        """Begin to bring tensors to a device, behind the work that the current stream has enqueued. Does not block."""
+
+    def receive(self, key: Any) -> tuple[list[Any], Any]:
+        """Return the leaves and the header of a message; the current stream waits for the tensors.
+
+        Blocks until the message was sent. Raises LinkClosedError.
+        """
+
+    def close(self) -> None:
+        """Have all that wait, and all later calls, raise LinkClosedError."""
+
+
+class LocalLink:
+    """A link between the devices of one process: copies beside the work of both stages.
+
+    A tensor that lies on the device already is passed on; the others cross in ``cudafuture.copy``, whose streams wait
+    for the sender and are waited for by the receiver.
+
+    >>> link = LocalLink()
+    >>> link.send(("F", 1, 0), [torch.ones(2)], torch.device("cpu"), "header")
+    >>> link.receive(("F", 1, 0))
+    ([tensor([1., 1.])], 'header')
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards what follows
+        self._sent: dict[Any, tuple[CUDAFuture[list[Any]], torch.device, Any]] = {}
+        self._is_closed = False
+
+    def send(self, key: Any, leaves: Sequence[Any], device: torch.device, header: Any) -> None:
+        """Begin to bring tensors to a device; see ``Link``.
+
+        >>> LocalLink().send(("B", 0, 3), [torch.ones(2), None], torch.device("cpu"), None)
+        """
+        if all(not isinstance(leaf, torch.Tensor) or leaf.device == device for leaf in leaves):
+            future = CUDAFuture.completed(list(leaves))  # with events of the current streams
+        else:
+            future = copy(list(leaves), device)
+        with self._changed:
+            self._sent[key] = (future, device, header)
+            self._changed.notify_all()
+
+    def receive(self, key: Any) -> tuple[list[Any], Any]:
+        """Return a message; see ``Link``.
+
+        >>> link = LocalLink()
+        >>> link.send("key", [1, 2], torch.device("cpu"), "header")
+        >>> link.receive("key")
+        ([1, 2], 'header')
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or key in self._sent)
+            if self._is_closed:
+                raise LinkClosedError
+            future, device, header = self._sent.pop(key)
+        return future.wait(non_blocking=device.type != "cpu"), header
+
+    def close(self) -> None:
+        """Have receivers raise; see ``Link``.
+
+        >>> link = LocalLink()
+        >>> link.close()
+        >>> link.receive("key")
+        Traceback (most recent call last):
+            ...
+        cudafuture.pipeline.link.LinkClosedError
+        """
+        with self._changed:
+            self._is_closed = True
+            self._sent.clear()
+            self._changed.notify_all()
+
+
+MakeLink = Callable[[], Link]

@@ -1,0 +1,22 @@
+"""Skip connections between the stages of a pipeline: tensors that a module stashes and a later one pops, by name.
+
+Idea and names: torchgpipe (Kim et al., torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models, 2020).
+"""
+
+from cudafuture.pipeline.skip._layout import SkipLayout, inspect_skip_layout, verify_skippables
+from cudafuture.pipeline.skip._skippable import Skippable, pop, skippable, stash
+from cudafuture.pipeline.skip._tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
+
+__all__ = [
+    "Namespace",
+    "SkipLayout",
+    "SkipTracker",
+    "Skippable",
+    "current_skip_tracker",
+    "inspect_skip_layout",
+    "pop",
+    "skippable",
+    "stash",
+    "use_skip_tracker",
+    "verify_skippables",
+]

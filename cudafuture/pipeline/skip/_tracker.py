@@ -1,0 +1,126 @@
+"""Trackers of skip tensors: where a stashed tensor waits for its pop, under a name and a namespace."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import total_ordering
+
+from torch import Tensor
+
+from cudafuture.pipeline.microbatch import Batch
+
+__all__ = ["Namespace", "SkipTracker", "current_skip_tracker", "use_skip_tracker"]
+
+
+@total_ordering
+class Namespace(metaclass=ABCMeta):  # noqa: B024 - a type that None can be registered with
+    """Namespace of skip names, for ``isolate``. A copy of one is equal to it. ``None`` is the default namespace.
+
+    >>> Namespace() == Namespace()
+    False
+    >>> isinstance(None, Namespace)
+    True
+    """
+
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4()  # and not the address, so that a deep copy of a model keeps its skips
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.id}>"
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return self.id == other.id if type(other) is Namespace else NotImplemented
+
+    def __lt__(self, other: object) -> bool:
+        return self.id < other.id if type(other) is Namespace else NotImplemented
+
+
+Namespace.register(type(None))
+
+Key = tuple[Namespace | None, str]
+
+
+class SkipTracker:
+    """Store of the tensors that have been stashed and not yet popped, for one micro-batch.
+
+    A pipeline subclasses it, and makes it current with ``use_skip_tracker`` while a stage runs. `batch` is the
+    micro-batch as the module sees it: what it was called with in ``load``, its result in ``save``; None if that is not
+    a tensor or a tuple of tensors.
+
+    >>> import torch
+    >>> tracker = SkipTracker()
+    >>> tracker.save(None, None, "skip", torch.ones(2))
+    >>> tracker.load(None, None, "skip")
+    tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[Key, Tensor | None] = {}
+
+    def save(self, batch: Batch | None, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
+        """Keep a stashed tensor.
+
+        >>> SkipTracker().save(None, None, "skip", None)
+        """
+        self.tensors[ns, name] = tensor
+
+    def load(self, batch: Batch | None, ns: Namespace | None, name: str) -> Tensor | None:
+        """Return a stashed tensor and forget it.
+
+        Raises:
+            KeyError: nothing is stashed under the name.
+
+        >>> SkipTracker().load(None, None, "skip")
+        Traceback (most recent call last):
+            ...
+        KeyError: (None, 'skip')
+        """
+        return self.tensors.pop((ns, name))
+
+
+class _Current(threading.local):
+    tracker: SkipTracker | None = None
+
+
+_current = _Current()
+
+
+def current_skip_tracker() -> SkipTracker:
+    """Return this thread's skip tracker: that of ``use_skip_tracker``, or one that belongs to the thread.
+
+    >>> current_skip_tracker() is current_skip_tracker()
+    True
+    """
+    if _current.tracker is None:
+        _current.tracker = SkipTracker()
+    return _current.tracker
+
+
+def use_skip_tracker(tracker: SkipTracker) -> AbstractContextManager[None]:
+    """Return a context manager that makes a skip tracker this thread's current one.
+
+    >>> tracker = SkipTracker()
+    >>> with use_skip_tracker(tracker):
+    ...     current_skip_tracker() is tracker
+    True
+    """
+    return _use(tracker)
+
+
+@contextmanager
+def _use(tracker: SkipTracker) -> Iterator[None]:
+    before = _current.tracker
+    _current.tracker = tracker
+    try:
+        yield
+    finally:
+        _current.tracker = before

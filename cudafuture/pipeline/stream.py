@@ -1,0 +1,225 @@
+"""Streams of any accelerator, and a stand-in for the CPU, so that code for pipelines has no branches for the CPU.
+
+The names are those of torchgpipe's and fairscale's stream modules. There, "cuda" means CUDA; here, ``is_cuda`` and
+``as_cuda`` mean any accelerator that torch has streams for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture._tensors import find_tensors
+from cudafuture.streams import own_stream, use_streams
+
+__all__ = [
+    "CPUStreamType",
+    "Device",
+    "as_cuda",
+    "current_stream",
+    "default_stream",
+    "get_device",
+    "is_cuda",
+    "new_stream",
+    "normalize_device",
+    "record_stream",
+    "use_device",
+    "use_stream",
+    "wait_stream",
+]
+
+_WITHOUT_STREAMS = frozenset(("cpu", "meta"))
+
+
+class CPUStreamType:
+    """The type of ``CPUStream``."""
+
+    def __repr__(self) -> str:
+        return "CPUStream"
+
+
+CPUStream = CPUStreamType()
+"""The one stream of the CPU, where work has been done when a call returns."""
+
+AbstractStream: TypeAlias = torch.Stream | CPUStreamType
+"""A stream of an accelerator, or ``CPUStream``."""
+
+
+class Device(Protocol):
+    """A ``torch.device``, or an object with its attributes. A type that torch does not know has no streams."""
+
+    @property
+    def type(self) -> str:
+        """The kind of device, such as "cuda"."""
+
+    @property
+    def index(self) -> int | None:
+        """The number among its kind; None: the current one."""
+
+
+def _accelerator(device: Device) -> torch.device | None:
+    """Return the device as torch's, or None if it has no streams."""
+    if device.type in _WITHOUT_STREAMS:
+        return None
+    if isinstance(device, torch.device):
+        return device
+    try:
+        return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
+    except RuntimeError:  # no type of torch's: a double of a test
+        return None
+
+
+def normalize_device(device: Device) -> Device:
+    """Return the device with its number: that of the current one where it has none. The CPU has none.
+
+    >>> normalize_device(torch.device("cpu", 0))
+    device(type='cpu')
+    """
+    accelerator = _accelerator(device)
+    if accelerator is None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return accelerator if accelerator.index is not None else _C.current_streams([accelerator])[0].device
+
+
+def new_stream(device: Device) -> AbstractStream:
+    """Return a stream that no one else gets while the returned object lives; ``CPUStream`` for the CPU.
+
+    >>> new_stream(torch.device("cpu"))
+    CPUStream
+    """
+    accelerator = _accelerator(device)
+    return CPUStream if accelerator is None else own_stream(accelerator)
+
+
+def current_stream(device: Device) -> AbstractStream:
+    """Return the calling thread's current stream of the device; ``CPUStream`` for the CPU.
+
+    >>> current_stream(torch.device("cpu"))
+    CPUStream
+    """
+    accelerator = _accelerator(device)
+    return CPUStream if accelerator is None else _C.current_streams([accelerator])[0]
+
+
+def default_stream(device: Device) -> AbstractStream:
+    """Return the device's default stream; ``CPUStream`` for the CPU.
+
+    >>> default_stream(torch.device("cpu"))
+    CPUStream
+    """
+    accelerator = _accelerator(device)
+    if accelerator is None:
+        return CPUStream
+    default: Any = getattr(torch.get_device_module(accelerator), "default_stream", None)
+    if default is not None:
+        return cast(torch.Stream, default(accelerator))
+    now = _C.current_streams([accelerator])[0]  # has the device's number and torch's number of its type
+    return torch.Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
+
+
+def use_device(device: Device) -> AbstractContextManager[object]:
+    """Return a context manager that makes the device current in this thread; for the CPU it changes nothing.
+
+    >>> with use_device(torch.device("cpu")):
+    ...     pass
+    """
+    accelerator = _accelerator(device)
+    if accelerator is None or accelerator.index is None:
+        return nullcontext()
+    switch: Any = getattr(torch.get_device_module(accelerator), "device", None)
+    return nullcontext() if switch is None else cast("AbstractContextManager[object]", switch(accelerator.index))
+
+
+def use_stream(stream: AbstractStream | None) -> AbstractContextManager[None]:
+    """Return a context manager that makes the stream and its device current in this thread.
+
+    ``CPUStream`` and None change nothing.
+
+    >>> with use_stream(CPUStream):
+    ...     pass
+    """
+    return _use(stream) if isinstance(stream, torch.Stream) else nullcontext()
+
+
+@contextmanager
+def _use(stream: torch.Stream) -> Iterator[None]:
+    # Not `with stream`: torch keeps what was current in the object, which several threads may share.
+    with use_streams(stream):
+        torch.get_device_module(stream.device).set_device(stream.device.index)  # use_streams() sets it back
+        yield
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """Return the stream's device.
+
+    >>> get_device(CPUStream)
+    device(type='cpu')
+    """
+    return stream.device if isinstance(stream, torch.Stream) else torch.device("cpu")
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Have `source` wait for the work that was enqueued on `target` so far.
+
+    If `source` is ``CPUStream``, the calling thread blocks until the work is done. If `target` is, its work is done.
+
+    >>> wait_stream(CPUStream, CPUStream)
+    """
+    if not isinstance(target, torch.Stream):
+        return
+    if not isinstance(source, torch.Stream):
+        target.synchronize()
+    elif _C.edge_stands("pipeline.wait_stream"):
+        # An event of the library's: torch's own would be destroyed with another device current, which makes a context.
+        earlier: CUDAFuture[None] = CUDAFuture()
+        earlier.set_result(None, stream=target)
+        earlier.events[target.device].wait(source)
+
+
+def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
+    """Have the allocator keep the tensor's memory until the work that was enqueued on `stream` so far is done.
+
+    The memory is the whole storage, of which the tensor may show a part. Nothing happens where the stream or the tensor
+    is the CPU's. A sparse tensor is recorded with all its parts.
+
+    >>> record_stream(torch.ones(2), CPUStream)
+    """
+    if not isinstance(stream, torch.Stream) or not _C.edge_stands("pipeline.record_stream"):
+        return
+    for part in [tensor] if _is_plain(tensor) else find_tensors(tensor):
+        if part.device.type == stream.device.type:
+            _view_of_memory(part).record_stream(stream)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _view_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose memory is what it shows: of others torch records a temporary copy."""
+    tensor = tensor.detach()
+    view = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(view) if view.is_neg() else view
+
+
+def is_cuda(stream: AbstractStream | None) -> bool:
+    """Return whether the stream is one of an accelerator, of whatever type.
+
+    >>> is_cuda(CPUStream)
+    False
+    """
+    return isinstance(stream, torch.Stream)
+
+
+def as_cuda(stream: AbstractStream) -> torch.Stream:
+    """Return the stream as it is, for a type checker: the caller knows that it is an accelerator's.
+
+    >>> as_cuda(CPUStream)
+    CPUStream
+    """
+    return cast(torch.Stream, stream)

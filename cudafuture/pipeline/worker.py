@@ -1,0 +1,255 @@
+"""Worker threads of devices with queues of tasks: the protocol of torchgpipe's and fairscale's worker modules.
+
+An in-queue takes a ``Task``, or None for the end. An out-queue gives ``(True, (task, batch))``, or
+``(False, exc_info)`` for a task that raised. Its last item is ``(False, None)``. ``cudafuture.pipeline.workers`` has
+the same with futures.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from queue import Queue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+import torch
+
+from cudafuture.pipeline.microbatch import Batch
+from cudafuture.pipeline.stream import AbstractStream, Device, normalize_device, use_device, use_stream
+
+__all__ = ["Task", "create_workers", "join_workers", "spawn_workers", "worker"]
+
+T = TypeVar("T")
+
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
+
+if TYPE_CHECKING:
+    InQueue: TypeAlias = Queue["Task | None"]
+    OutQueue: TypeAlias = Queue["tuple[bool, tuple[Task, Batch] | ExcInfo | None]"]
+else:
+    InQueue = Queue
+    OutQueue = Queue
+
+_threads: weakref.WeakKeyDictionary[OutQueue, threading.Thread] = weakref.WeakKeyDictionary()
+_joined: weakref.WeakSet[OutQueue] = weakref.WeakSet()
+
+
+class Task:
+    """The computation of one micro-batch on one stage, in two parts.
+
+    Args:
+        stream: current in both parts, as its device is; None: whatever is current in the thread.
+        compute: returns the batch; called by a worker thread.
+        finalize: called with the batch by the thread that takes the task from the out-queue. None: nothing.
+
+    Both parts run with the settings of the thread that made the task: grad mode, inference mode, autocast, contextvars.
+
+    >>> task = Task(None, compute=lambda: Batch(torch.ones(1) + 1), finalize=lambda batch: print(batch.tensor))
+    >>> task.finalize(task.compute())
+    tensor([2.])
+    """
+
+    def __init__(
+        self,
+        stream: AbstractStream | None,
+        *,
+        compute: Callable[[], Batch],
+        finalize: Callable[[Batch], None] | None,
+    ) -> None:
+        self.stream = stream
+        self._compute = compute
+        self._finalize = finalize
+        self._settings = _Settings()
+
+    def compute(self) -> Batch:
+        """Return the batch.
+
+        >>> Task(None, compute=lambda: Batch(torch.ones(1)), finalize=None).compute().tensor
+        tensor([1.])
+        """
+        return self._settings.run(self.stream, self._compute)
+
+    def finalize(self, batch: Batch) -> None:
+        """Finish the batch that ``compute`` returned.
+
+        >>> Task(None, compute=lambda: Batch(torch.ones(1)), finalize=print).finalize(Batch(torch.ones(2)))
+        Batch[atomic=True](tensor([1., 1.]))
+        """
+        if self._finalize is not None:
+            self._settings.run(self.stream, self._finalize, batch)
+
+
+class _Settings:
+    """The calling thread's grad mode, inference mode, autocast and contextvars, to run functions with them."""
+
+    def __init__(self) -> None:
+        self._grad_mode = torch.is_grad_enabled()
+        self._inference_mode = torch.is_inference_mode_enabled()
+        self._autocast = _Autocast()
+        self._variables = contextvars.copy_context()
+
+    def run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``."""
+        # A copy each time: a context is entered once at a time, and both parts may run at once in nested pipelines.
+        return self._variables.copy().run(self._run, stream, function, *args)
+
+    def _run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
+        with ExitStack() as scope:
+            if self._inference_mode != torch.is_inference_mode_enabled():
+                scope.enter_context(torch.inference_mode(self._inference_mode))
+            scope.enter_context(torch.set_grad_enabled(self._grad_mode))
+            if self._autocast != (before := _Autocast()):
+                scope.enter_context(self._autocast.applied(before))
+            scope.enter_context(use_stream(stream))
+            return function(*args)
+
+
+class _Autocast:
+    """The calling thread's settings of autocast."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+        self._kinds = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+        self._is_cached = torch.is_autocast_cache_enabled()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Autocast) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def applied(self, before: _Autocast) -> AbstractContextManager[None]:
+        """Return a context manager with these settings; afterwards those of `before` are set."""
+        return self._applied(before)
+
+    @contextmanager
+    def _applied(self, before: _Autocast) -> Iterator[None]:
+        self._apply()
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            before._apply()
+
+    def _apply(self) -> None:
+        for kind, (enabled, dtype) in self._kinds.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._is_cached)
+
+
+def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool | None = None) -> None:
+    """Run the tasks of the in-queue until None comes: the body of a worker thread.
+
+    Args:
+        in_queue: of tasks.
+        out_queue: of what they return or raise, any BaseException included. The last item is ``(False, None)``.
+        device: current in the thread.
+        grad_mode: without effect, as each task has its own; torchgpipe passes it.
+
+    >>> tasks, results = InQueue(), OutQueue()
+    >>> tasks.put(None)
+    >>> worker(tasks, results, torch.device("cpu"))
+    >>> results.get()
+    (False, None)
+    """
+    try:
+        with use_device(device):
+            while (task := in_queue.get()) is not None:
+                out_queue.put(_outcome(task))
+                del task  # its batch, while the thread waits
+    finally:
+        out_queue.put((False, None))
+
+
+def _outcome(task: Task) -> tuple[bool, tuple[Task, Batch] | ExcInfo]:
+    try:
+        return True, (task, task.compute())
+    except BaseException:
+        return False, cast(ExcInfo, sys.exc_info())
+
+
+def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQueue]]:
+    """Start a daemon thread for each device and return an in-queue and an out-queue for each request, in their order.
+
+    Args:
+        devices: requests for one device share a thread and its queues. "cpu:0" is "cpu"; an accelerator without a
+            number is the current one. Objects that are not torch's need `type` and `index`.
+
+    An error is raised after the threads that were started have ended. Call ``join_workers`` with the queues in the end.
+
+    >>> in_queues, out_queues = create_workers([torch.device("cpu"), torch.device("cpu:0")])
+    >>> in_queues[0] is in_queues[1]
+    True
+    >>> join_workers(in_queues, out_queues)
+    """
+    queues: dict[Device, tuple[InQueue, OutQueue]] = {}
+    requests: list[tuple[InQueue, OutQueue]] = []
+    try:
+        for given in devices:
+            device = normalize_device(given)
+            if device not in queues:
+                queues[device] = _start_worker(device)
+            requests.append(queues[device])
+    except BaseException:
+        join_workers([pair[0] for pair in queues.values()], [pair[1] for pair in queues.values()])
+        raise
+    return [in_queue for in_queue, _ in requests], [out_queue for _, out_queue in requests]
+
+
+def _start_worker(device: Device) -> tuple[InQueue, OutQueue]:
+    with use_device(device):  # raises here, not in the thread, for a device that is not there
+        in_queue, out_queue = InQueue(), OutQueue()
+    name = f"cudafuture-worker-{device.type}" + ("" if device.index is None else f":{device.index}")
+    thread = threading.Thread(target=worker, args=(in_queue, out_queue, device), name=name, daemon=True)
+    thread.start()
+    _threads[out_queue] = thread
+    return in_queue, out_queue
+
+
+def join_workers(in_queues: Iterable[InQueue], out_queues: Iterable[OutQueue]) -> None:
+    """Run the tasks that wait, end the worker threads and join them. A second call does nothing.
+
+    What the out-queues still hold is dropped.
+
+    >>> join_workers(*create_workers([torch.device("cpu")]))
+    """
+    outs = [queue for queue in dict.fromkeys(out_queues) if queue not in _joined]
+    if not outs:
+        return
+    for in_queue in dict.fromkeys(in_queues):
+        in_queue.put(None)
+    for out_queue in outs:
+        while out_queue.get() != (False, None):
+            pass
+        thread = _threads.pop(out_queue, None)  # None: the caller's own, which runs worker()
+        if thread is not None:
+            thread.join()
+        _joined.add(out_queue)
+
+
+@contextmanager
+def spawn_workers(devices: Iterable[Device]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
+    """Give the queues of ``create_workers`` to a block, and join the threads behind it.
+
+    >>> import torch
+    >>> from cudafuture.pipeline.microbatch import Batch
+    >>> from cudafuture.pipeline.worker import Task, spawn_workers
+    >>> with spawn_workers([torch.device("cpu")]) as (in_queues, out_queues):
+    ...     in_queues[0].put(Task(None, compute=lambda: Batch(torch.ones(1)), finalize=None))
+    ...     ok, (task, batch) = out_queues[0].get()
+    >>> ok, batch.tensor
+    (True, tensor([1.]))
+    """
+    in_queues, out_queues = create_workers(devices)
+    try:
+        yield in_queues, out_queues
+    finally:
+        join_workers(in_queues, out_queues)

@@ -1,0 +1,573 @@
+"""Pipeline: gradients are those of the plain model, under every table, and errors leave it usable."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from cudafuture.pipeline import LocalLink, Pipeline, Schedule, Workers, pop, skippable, stash
+from cudafuture.testing import sim
+from pipeline.reference import gradients_in_order, model_of
+from pipeline.tables import random_table, torch_table
+from soak import soak_count
+
+sim.prepare()  # before the first backward
+
+Tensor = torch.Tensor
+WIDTH = 6
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.fixture(params=["lazy", "jitter", "free"])
+def simulated(request: pytest.FixtureRequest) -> Iterator[str]:
+    sim.enable(devices=4, seed=1, schedule=request.param)
+    yield request.param
+    races = sim.races()
+    sim.disable()
+    assert not races, races[0]
+
+
+def batch_of(rows: int, device: str = "cpu", seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, WIDTH, generator=generator) for _ in range(2))
+    return x.to(device), y.to(device)
+
+
+def parts_of(batch: Tensor, target: Tensor, count: int) -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
+    parts = list(zip(batch.tensor_split(count), target.tensor_split(count), strict=True))
+    return parts, [len(x) / len(batch) for x, _ in parts]
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def expect_plain(pipeline: Pipeline, model: nn.Sequential, balance: list[int], rows: int, device: str = "cpu") -> None:
+    """Compare a step with the plain model, bit for bit."""
+    batch, target = batch_of(rows)
+    parts, weights = parts_of(batch, target, pipeline.schedule.microbatches)
+    loss, expected = gradients_in_order(model, balance, pipeline.schedule, parts, loss_of, weights)
+    got = pipeline.step(batch.to(device), target.to(device))
+    assert torch.equal(got.cpu(), loss)
+    assert gradients(pipeline).keys() == expected.keys()
+    for name, gradient in gradients(pipeline).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+TABLES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_gradients_are_those_of_the_plain_model(devices: int, table: str, checkpoint: Any) -> None:
+    stages = 2 * devices if table == "interleaved_1f1b" else devices
+    balance = [1] * stages
+    balance[-1] += 1
+    for microbatches in range(1, 9):
+        model = model_of(stages + 1)
+        pipeline = Pipeline(
+            copy.deepcopy(model),
+            ["cpu"] * devices,
+            balance=balance,
+            microbatches=microbatches,
+            schedule=table,
+            checkpoint=checkpoint,
+            loss=loss_of,
+        )
+        expect_plain(pipeline, model, balance, rows=2 * microbatches + 1)
+        pipeline.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("table", TABLES)
+def test_devices_are_ordered_after_each_other(simulated: str, table: str, checkpoint: Any) -> None:
+    stages = 4
+    devices = [f"sim:{i}" for i in range(2 if table == "interleaved_1f1b" else stages)]
+    model = model_of(stages)
+    pipeline = Pipeline(
+        copy.deepcopy(model),
+        devices,
+        balance=[1] * stages,
+        microbatches=4,
+        schedule=table,
+        checkpoint=checkpoint,
+        loss=loss_of,
+    )
+    for _step in range(2):
+        pipeline.zero_grad()
+        expect_plain(pipeline, model, [1] * stages, rows=9, device="sim:0")
+    pipeline.close()
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble"])
+def test_tables_of_torch_run(name: str) -> None:
+    schedule = torch_table(name, devices=2, stages_per_device=2, microbatches=4)
+    model = model_of(4)
+    pipeline = Pipeline(
+        copy.deepcopy(model), ["cpu"] * 2, balance=[1] * 4, microbatches=4, schedule=schedule, loss=loss_of
+    )
+    expect_plain(pipeline, model, [1] * 4, rows=9)
+    assert pipeline.peak_activations == schedule.check().peak_activations
+
+
+@pytest.mark.parametrize("seed", range(soak_count(500)))
+def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
+    stages, microbatches, devices = 1 + seed % 4, 1 + seed // 4 % 5, 1 + seed // 20 % 3
+    devices = min(devices, stages)
+    schedule = random_table(seed, stages, microbatches, devices)
+    model = model_of(stages, seed=seed)
+    sim.enable(devices=3, seed=seed, schedule="jitter")
+    try:
+        pipeline = Pipeline(
+            copy.deepcopy(model),
+            [f"sim:{i}" for i in range(devices)],
+            balance=[1] * stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            checkpoint=("never", "except_last", "always")[seed % 3],  # type: ignore[arg-type]
+            loss=loss_of,
+        )
+        expect_plain(pipeline, model, [1] * stages, rows=microbatches + seed % 3, device="sim:0")
+        assert pipeline.peak_activations == schedule.check().peak_activations
+        pipeline.close()
+        assert not sim.races(), sim.races()[0]
+    finally:
+        sim.disable()
+
+
+# ---- fill and drain
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_calling_it_fills_and_loss_backward_drains(simulated: str, checkpoint: Any) -> None:
+    model = model_of(4)
+    pipeline = Pipeline(
+        copy.deepcopy(model), [f"sim:{i}" for i in range(4)], balance=[1] * 4, microbatches=4, checkpoint=checkpoint
+    )
+    batch, target = batch_of(8)
+    loss_of(pipeline(batch.to("sim:0")), target.to("sim:3")).backward()
+    loss_of(model(batch), target).backward()
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(gradients(pipeline)[name], gradient, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(pipeline(batch.to("sim:0")).cpu(), model(batch), atol=1e-6)
+    pipeline.close()
+
+
+# ---- values
+
+
+class Split(nn.Module):
+    """Gives a nested value, with a tensor that has no gradient, and something that is no tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"halves": (x[:, :3] * 2, x[:, 3:]), "rows": torch.arange(len(x)), "note": "text", "none": None}
+
+
+class Merge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, value: Any) -> Tensor:
+        assert value["note"] == "text"
+        assert value["none"] is None
+        assert value["rows"].tolist() == list(range(len(value["rows"])))
+        merged: Tensor = torch.cat(value["halves"], dim=1) * self.scale
+        return merged
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_values_between_stages_are_of_any_nesting(checkpoint: Any) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Split(), Merge(), nn.Linear(WIDTH, WIDTH)]
+    model = nn.Sequential(*layers)
+    pipeline = Pipeline(
+        copy.deepcopy(model), balance=[1] * 4, microbatches=3, schedule="zb1p", checkpoint=checkpoint, loss=loss_of
+    )
+    for rows in (3, 7, 12):
+        pipeline.zero_grad()
+        expect_plain(pipeline, model, [1] * 4, rows)
+
+
+def test_batches_are_of_any_nesting_and_outputs_are_put_together() -> None:
+    class First(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return batch["x"] * batch["factor"] + batch["more"][0]
+
+    pipeline = Pipeline([First(), nn.Identity()], microbatches=3, loss=lambda y, target: (y - target["y"]).sum())
+    batch = {"x": torch.arange(7.0), "factor": 2, "more": [torch.ones(7)]}
+    loss, outputs = pipeline.step(batch, {"y": torch.zeros(7)}, return_outputs=True)
+    assert outputs.tolist() == [1, 3, 5, 7, 9, 11, 13]
+    assert loss.item() == pytest.approx(sum(part * len(r) / 7 for part, r in ((9, "012"), (16, "34"), (24, "56"))))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_mini_batch_with_fewer_rows_has_fewer_micro_batches(rows: int) -> None:
+    model = model_of(2)
+    pipeline = Pipeline(copy.deepcopy(model), balance=[1, 1], microbatches=4, loss=loss_of)
+    batch, target = batch_of(rows)
+    loss = pipeline.step(batch, target)
+    expected = loss_of(model(batch), target)
+    assert loss.item() == pytest.approx(expected.item())
+    expected.backward()
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(gradients(pipeline)[name], gradient, atol=1e-6)
+
+
+def test_a_sum_is_not_weighted() -> None:
+    pipeline = Pipeline(
+        [nn.Linear(1, 1)], microbatches=2, loss=lambda y, t: (y - t).sum(), loss_reduction="sum", schedule="gpipe"
+    )
+    pipeline.step(torch.ones(3, 1), torch.zeros(3, 1))
+    assert pipeline.get_parameter("0.bias").grad.tolist() == [3]  # type: ignore[union-attr]
+
+
+def test_autocast_of_the_program_holds_in_the_cells() -> None:
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x @ torch.ones(WIDTH, WIDTH, requires_grad=True)
+            seen.append(y.dtype)
+            return y.float()
+
+    pipeline = Pipeline([Look(), Look()], microbatches=2, loss=lambda y: y.sum())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.step(torch.ones(4, WIDTH))
+    assert seen == [torch.bfloat16] * 4
+
+
+# ---- skips, random numbers, statistics
+
+
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("x", x * 2)
+        return x + 1
+
+
+@skippable(pop=["x"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        stashed = yield pop("x")
+        return x * stashed
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("table", TABLES)
+def test_skips_cross_stages_under_every_table(table: str, checkpoint: Any) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Stash(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop(), nn.Linear(WIDTH, WIDTH)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers)
+    pipeline = Pipeline(
+        copy.deepcopy(model),
+        ["cpu"] * (2 if table == "interleaved_1f1b" else 4),
+        balance=[2, 1, 1, 2],
+        microbatches=4,
+        schedule=table,
+        checkpoint=checkpoint,
+        loss=loss_of,
+    )
+    expect_plain(pipeline, model, [2, 1, 1, 2], rows=9)
+
+
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+def test_dropout_draws_the_same_numbers_again(table: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.scale, 0.5)
+
+    pipeline = Pipeline(
+        [Scaled() for _ in range(3)], microbatches=6, schedule=table, checkpoint="always", loss=torch.sum,
+        loss_reduction="sum",
+    )  # fmt: skip
+    loss = pipeline.step(torch.ones(60, 50))
+    assert 0 < loss.item() < 60 * 50 * 8 * 8
+    for parameter in pipeline.parameters():  # the loss is linear in each of them
+        assert parameter.grad is not None
+        assert (parameter.grad * 2).item() == pytest.approx(loss.item())
+
+
+def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    pipeline = Pipeline(
+        model, balance=[2, 1], microbatches=4, loss=loss_of, deferred_batch_norm=True, checkpoint="always"
+    )
+    for rows in (8, 13, 11):
+        batch, target = batch_of(rows)
+        pipeline.step(batch, target)
+        plain(batch)
+    assert pipeline.state_dict().keys() == plain.state_dict().keys()
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.allclose(pipeline.state_dict()[name], plain.state_dict()[name], atol=1e-6)
+
+
+# ---- a module
+
+
+def test_the_state_is_that_of_the_model_that_is_not_divided() -> None:
+    model = model_of(4)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    pipeline = Pipeline(copy.deepcopy(model), balance=[1, 2, 1], microbatches=1, loss=loss_of)
+    assert list(pipeline.state_dict()) == list(expected)
+    assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in model.named_parameters()]
+    pipeline.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
+    assert all(not parameter.any() for stage in pipeline.stages for parameter in stage.parameters())
+    pipeline.eval()
+    assert not any(module.training for stage in pipeline.stages for module in stage.modules())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    two = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    shared = nn.Linear(2, 2)
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "share a parameter", {"stages": [nn.Sequential(shared), nn.Sequential(shared)]}),
+        (ValueError, "needs a balance", {"stages": nn.Sequential(*two)}),
+        (ValueError, "does not divide 2 layers", {"stages": nn.Sequential(*two), "balance": [1, 2]}),
+        (TypeError, "list of modules", {"stages": []}),
+        (ValueError, "microbatches=0", {"stages": two, "microbatches": 0}),
+        (ValueError, "checkpoint='sometimes'", {"stages": two, "checkpoint": "sometimes"}),
+        (ValueError, "loss_reduction='max'", {"stages": two, "loss_reduction": "max"}),
+        (ValueError, "the table has 3 stages, and the pipeline 2", {"stages": two, "schedule": Schedule.gpipe(3, 1)}),
+        (ValueError, "2 micro-batches, and the pipeline 1", {"stages": two, "schedule": Schedule.gpipe(2, 2)}),
+    ]
+    for error, message, arguments in cases:
+        with pytest.raises(error, match=message):
+            Pipeline(**{"microbatches": 1, "devices": None, **arguments})
+    pipeline = Pipeline(two, microbatches=2, schedule=Schedule.gpipe(2, 2), loss=loss_of)
+    with pytest.raises(ValueError, match="1 rows for 2 micro-batches"):
+        pipeline.step(torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="they have 2, 3 rows"):
+        pipeline.step((torch.ones(2, 2), torch.ones(3, 2)), torch.ones(1, 2))
+    with pytest.raises(TypeError, match="a loss returns a tensor with one element"):
+        Pipeline(two, microbatches=2).step(torch.ones(2, 2))
+
+
+def test_checkpointing_refuses_a_stage_that_changes_its_input() -> None:
+    pipeline = Pipeline(
+        [nn.Linear(2, 2), nn.ReLU(inplace=True)], microbatches=1, checkpoint="always", loss=torch.sum
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="stage 1 changes its input in place"):
+        pipeline.step(torch.ones(1, 2))
+
+
+def test_a_link_of_ones_own_carries_what_crosses() -> None:
+    class Written(LocalLink):
+        """Tensors cross as bytes, as they would between processes."""
+
+        keys: ClassVar[list[Any]] = []
+
+        def send(self, key: Any, leaves: Any, device: torch.device, header: Any) -> None:
+            self.keys.append(key)
+            file = io.BytesIO()
+            torch.save(list(leaves), file)
+            super().send(key, torch.load(io.BytesIO(file.getvalue())), device, header)
+
+    model = model_of(3)
+    pipeline = Pipeline(copy.deepcopy(model), balance=[1] * 3, microbatches=2, loss=loss_of, link=Written)
+    expect_plain(pipeline, model, [1] * 3, rows=4)
+    assert {("F", 1, 0), ("F", 2, 1), ("B", 0, 1), ("target", 2, 0)} <= set(Written.keys)
+
+
+# ---- errors
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Breaking(nn.Module):
+    """Raises in forward, or in backward, at a micro-batch whose rows are 7."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward" and (x == 7).any():
+            raise BrokenError("broken forward")
+        broken: Tensor = BreakingBackward.apply(x, self.where)
+        return broken
+
+
+class BreakingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        ctx.breaks = where == "backward" and bool((x == 7).any())
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks:
+            raise BrokenError("broken backward")
+        return gradients[0], None
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@pytest.mark.parametrize("table", ["gpipe", "1f1b", "zb1p"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_first_error_comes_out_and_the_pipeline_runs_again(
+    table: str, where: str, stage: int, checkpoint: Any
+) -> None:
+    stages: list[nn.Module] = [Shift() for _ in range(3)]
+    stages[stage] = nn.Sequential(Shift(), Breaking(where))
+    pipeline = Pipeline(stages, microbatches=4, schedule=table, checkpoint=checkpoint, loss=torch.sum)
+    batch = torch.zeros(4, 2)
+    batch[2] = 7
+    with pytest.raises(BrokenError, match=f"broken {where}") as raised:
+        pipeline.step(batch)
+    assert where in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    notes = getattr(raised.value, "__notes__", [f"micro-batch 2 in stage {stage} on cpu"])
+    assert any(f"micro-batch 2 in stage {stage} on cpu" in note for note in notes)
+    del raised
+    pipeline.zero_grad()
+    pipeline.step(torch.zeros(4, 2))
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())
+
+
+def test_errors_that_follow_are_notes_on_the_first() -> None:
+    together = threading.Barrier(2)
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 7).any():
+                together.wait(60)
+                raise BrokenError(f"in {threading.current_thread().name}")
+            return x
+
+    table = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+    pipeline = Pipeline([Both(), nn.Sequential(Raise7(), Both())], microbatches=2, schedule=table, loss=torch.sum)
+    batch = torch.zeros(2, 2, requires_grad=False)
+    batch[1] = 7
+    with pytest.raises(BrokenError) as raised:
+        pipeline.step(batch)
+    notes = getattr(raised.value, "__notes__", None)
+    if notes is not None:
+        assert any("then in the forward" in note and "BrokenError" in note for note in notes)
+
+
+class Raise7(nn.Module):
+    """Turns zeros into sevens, so that the next module fails while the stage before is busy with its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 7
+
+
+def test_threads_end_with_the_pipeline() -> None:
+    before = set(threading.enumerate())
+    pipeline = Pipeline(model_of(3), balance=[1] * 3, microbatches=2, loss=loss_of)
+    pipeline.step(*batch_of(4))
+    assert set(threading.enumerate()) - before
+    pipeline.close()
+    assert not set(threading.enumerate()) - before
+    dropped = Pipeline(model_of(3), balance=[1] * 3, microbatches=2, loss=loss_of)
+    dropped.step(*batch_of(4))
+    threads = set(threading.enumerate()) - before
+    assert threads
+    del dropped
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_ctrl_c_ends_the_step_and_the_pipeline_runs_again() -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 7).any():
+                waiting.set()
+                assert go_on.wait(60)
+            return x + 0
+
+    def interrupt() -> None:
+        assert waiting.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        go_on.set()
+
+    pipeline = Pipeline([Shift(), Slow()], microbatches=2, loss=torch.sum)
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(torch.full((2, 2), 7.0))
+    helper.join()
+    pipeline.zero_grad()
+    pipeline.step(torch.zeros(2, 2))
+    assert pipeline.get_parameter("0.by").grad is not None
+
+
+def test_two_pipelines_beside_each_other_and_inside_a_worker() -> None:
+    models = [model_of(3, seed=seed) for seed in range(2)]
+    pipelines = [Pipeline(copy.deepcopy(m), balance=[1] * 3, microbatches=3, loss=loss_of) for m in models]
+    with Workers(["cpu"]) as workers:
+        inside = workers.submit("cpu", lambda: expect_plain(pipelines[0], models[0], [1] * 3, rows=7))
+        expect_plain(pipelines[1], models[1], [1] * 3, rows=7)
+        inside.wait()
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    pipelines: list[Pipeline] = []
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pipelines[0].step(x)
+            return x
+
+    pipelines.append(Pipeline([Nested()], microbatches=1, loss=torch.sum))
+    with pytest.raises(RuntimeError, match="inside a step already"):
+        pipelines[0].step(torch.ones(1, 1))
+
+
+def test_a_process_may_end_in_the_middle_of_a_step() -> None:
+    script = """
+import threading, torch
+from cudafuture.pipeline import Pipeline
+
+waiting = threading.Event()
+
+class Stuck(torch.nn.Module):
+    def forward(self, x):
+        waiting.set()
+        threading.Event().wait()
+
+pipeline = Pipeline([torch.nn.Linear(1, 1), Stuck()], microbatches=2, loss=torch.sum)
+threading.Thread(target=pipeline.step, args=(torch.ones(2, 1),), daemon=True).start()
+waiting.wait()
+print("ends")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
