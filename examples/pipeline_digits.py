@@ -56,7 +56,7 @@ def costs_of(pipeline: Pipeline, batch: Tensor, labels: Tensor, clock: Clock) ->
             y = stage(x)
             value = nn.functional.cross_entropy(y, there) * 0.125 if is_last else y
             middle = clock()
-            torch.autograd.backward([value], [None if is_last else torch.ones_like(y)])  # type: ignore[no-untyped-call]
+            torch.autograd.backward([value], [None if is_last else torch.ones_like(y)])
             ended = clock()
         forward.append(middle - began)
         backward.append(ended - middle)
@@ -82,7 +82,8 @@ def plain_step(model: nn.Module) -> Callable[[Tensor, Tensor], object]:
 
     def step(images: Tensor, labels: Tensor) -> None:
         for x, y in zip(images.tensor_split(MICROBATCHES), labels.tensor_split(MICROBATCHES), strict=True):
-            (nn.functional.cross_entropy(model(x), y) * (len(x) / len(images))).backward()
+            loss = nn.functional.cross_entropy(model(x), y) * (len(x) / len(images))
+            torch.autograd.backward(loss)
 
     return step
 

@@ -126,13 +126,13 @@ class Stage:
         """
         saved = self._saved[microbatch] = _Saved(received, popped, target, weight)
         if not is_checkpointed:
-            sent, loss = self._run(saved)
+            sent, loss = self._run(saved, self.loss)
             saved.forget_inputs()
         else:
             versions = _versions(saved)
             with checkpointing(), torch.no_grad():
                 saved.random = RandomState.capture(self.device)
-                sent, loss = self._run(saved)
+                sent, loss = self._run(saved, self.loss)
             if _versions(saved) != versions:
                 raise RuntimeError(
                     f"stage {self.index} changes its input in place, so it cannot be computed again; "
@@ -141,6 +141,11 @@ class Stage:
         if loss is not None:
             self.losses[microbatch] = loss.detach()
         return sent
+
+    def infer(self, received: Message, popped: dict[Skip, torch.Tensor | None]) -> Sent:
+        """Run the module for a micro-batch without a loss and without a graph; keep nothing."""
+        with torch.no_grad():
+            return self._run(_Saved(received, popped, None, 1.0), None)[0]
 
     def backward(self, microbatch: int, gradients: Mapping[Any, torch.Tensor | None]) -> dict[Any, torch.Tensor | None]:
         """Accumulate the gradients of the parameters; return those of what was received.
@@ -182,12 +187,12 @@ class Stage:
         saved = self._saved[microbatch]
         if saved.random is not None:
             with recomputing(saved.random), torch.enable_grad():
-                self._run(saved)
+                self._run(saved, self.loss)
             saved.forget_inputs()
         return saved
 
-    def _run(self, saved: _Saved) -> tuple[Sent, torch.Tensor | None]:
-        """Run the module on what was received; note the roots of the graph."""
+    def _run(self, saved: _Saved, loss_of: Callable[..., torch.Tensor] | None) -> tuple[Sent, torch.Tensor | None]:
+        """Run the module on what was received, and the loss on what it gives; note the roots of the graph."""
         received, has_graph = saved.received, torch.is_grad_enabled()
         leaves = [
             _started(saved, i, leaf) if needs and has_graph else _fresh(leaf)
@@ -197,8 +202,8 @@ class Stage:
         with use_skip_tracker(skips):
             value = self.module(_pytree.tree_unflatten(leaves, received.structure))
         loss = None
-        if self.loss is not None:
-            loss = self.loss(value) if saved.target is None else self.loss(value, saved.target)
+        if loss_of is not None:
+            loss = loss_of(value) if saved.target is None else loss_of(value, saved.target)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"a loss returns a tensor with one element, not {_described(loss)}")
             loss = loss * saved.weight

@@ -55,6 +55,8 @@ class Step:
         route: of the skips.
         weights: of the micro-batches' losses.
         is_checkpointed: returns whether a micro-batch is computed again in its backward.
+        is_inference: run forward cells only, without the loss.
+        keeps_outputs: keep the outputs of the last stage.
     """
 
     def __init__(
@@ -65,14 +67,20 @@ class Step:
         route: Route,
         weights: Sequence[float],
         is_checkpointed: Callable[[int], bool],
+        *,
+        is_inference: bool = False,
+        keeps_outputs: bool = False,
     ) -> None:
         self._stages, self._schedule, self._link, self._route = stages, schedule, link, route
         self._weights, self._is_checkpointed = weights, is_checkpointed
+        self._is_inference, self._keeps_outputs = is_inference, keeps_outputs or is_inference
         self._has_target = False
         self._lock = threading.Lock()  # guards what follows
         self.errors: list[tuple[Cell | None, BaseException]] = []
         self.outputs: dict[int, Message] = {}
         self.peak_activations = [0] * len(schedule.rows)
+        self._ended: set[Cell] = set()
+        self._running: dict[int, Cell] = {}  # by row
 
     def feed(self, inputs: Sequence[Message], targets: Sequence[Message]) -> None:
         """Send the micro-batches to the first stage, and their targets to the last."""
@@ -87,13 +95,18 @@ class Step:
         """Run the cells of a device in their order; after an error in any row, no more."""
         live = 0
         for cell in self._schedule.rows[row]:
-            if cell is None:
+            if cell is None or (self._is_inference and cell.kind != "F"):
                 continue
             try:
+                with self._lock:
+                    self._running[row] = cell
                 live += cell.kind == "F"
                 self.peak_activations[row] = max(self.peak_activations[row], live)
                 self._run_cell(cell)
                 live -= cell.kind in "BW"
+                with self._lock:
+                    self._ended.add(cell)
+                    del self._running[row]
             except LinkClosedError:
                 return
             except BaseException as error:
@@ -121,6 +134,20 @@ class Step:
                 noted.add_note(f"then{where}: {type(error).__name__}: {error}")
         return first
 
+    def progress(self) -> str:
+        """Return a table of stages and micro-batches: the cells that have ended, and in brackets those that run."""
+        with self._lock:
+            ended, running = set(self._ended), set(self._running.values())
+        lines = []
+        for s in range(len(self._stages)):
+            marks = []
+            for m in range(self._schedule.microbatches):
+                cells = [Cell(s, kind, m) for kind in "FBIW"]
+                done = "".join(cell.kind for cell in cells if cell in ended)
+                marks.append(done + "".join(f"({cell.kind})" for cell in cells if cell in running) or ".")
+            lines.append(f"stage {s} on {self._stages[s].device}: " + " ".join(f"{mark:>5}" for mark in marks))
+        return "\n".join(lines)
+
     def _described(self, cell: Cell) -> str:
         stage = self._stages[cell.stage]
         return f"{_NAMES[cell.kind]} of micro-batch {cell.microbatch} in stage {cell.stage} on {stage.device}"
@@ -141,12 +168,15 @@ class Step:
         popped = {skip: self._receive(("skip", skip, m)).leaves[0] for skip in self._route.popped.get(s, ())}
         has_target = stage.loss is not None and self._has_target
         target = self._receive(("target", s, m)).value() if has_target else None
-        sent = stage.forward(m, received, popped, target, self._weights[m], self._is_checkpointed(m))
+        if self._is_inference:
+            sent = stage.infer(received, popped)
+        else:
+            sent = stage.forward(m, received, popped, target, self._weights[m], self._is_checkpointed(m))
         for skip, tensor in sent.stashed.items():
             self._send(("skip", skip, m), Message.of(tensor, lambda _: False), self._route.popped_by[skip])
         if stage.loss is None:
             self._send(("F", s + 1, m), sent.message, s + 1)
-        else:
+        elif self._keeps_outputs:
             with self._lock:
                 self.outputs[m] = sent.message
 

@@ -64,6 +64,8 @@ class LocalLink:
         else:
             future = copy(list(leaves), device)
         with self._changed:
+            if self._is_closed:
+                raise LinkClosedError
             self._sent[key] = (future, device, header)
             self._changed.notify_all()
 

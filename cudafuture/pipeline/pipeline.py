@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from cudafuture import _C
+from cudafuture._C import CUDAFuture
+from cudafuture.pipeline._division import divide, places_of, refuse_shared, route_of
 from cudafuture.pipeline._fill_drain import fill_drain, stages_of
 from cudafuture.pipeline._minibatch import join, rows_of, split
 from cudafuture.pipeline._stage import Message, Stage
-from cudafuture.pipeline._step import Route, Step
+from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.link import Link, LocalLink
-from cudafuture.pipeline.microbatch import Batch, TensorOrTensors, check, gather
+from cudafuture.pipeline.microbatch import Batch, check, gather
 from cudafuture.pipeline.schedule import Schedule
-from cudafuture.pipeline.skip import inspect_skip_layout, verify_skippables
+from cudafuture.pipeline.skip import inspect_skip_layout
 from cudafuture.pipeline.workers import Workers
 
 __all__ = ["Pipeline"]
@@ -80,14 +86,14 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         _expect_choices(checkpoint, loss_reduction, microbatches)
-        layers, parts = _divide(stages, balance)
+        layers, parts = divide(stages, balance)
         if deferred_batch_norm:
             parts = [convert_deferred_batch_norm(part, microbatches) for part in parts]
             layers = [named for part in parts for named in part.named_children()]
         for name, layer in layers:
             self.add_module(name, layer)
-        _refuse_shared(parts)
-        places = _places(devices, len(parts))
+        refuse_shared(parts)
+        places = places_of(devices, len(parts))
         self._named = schedule if isinstance(schedule, str) else None
         self.schedule = _table(schedule, len(parts), microbatches, len(places))
         self.devices = tuple(places)
@@ -101,7 +107,7 @@ class Pipeline(nn.Module):
         self._stages = [
             Stage(s, part, self.stage_devices[s], loss if s == last else None) for s, part in enumerate(self.stages)
         ]
-        self._route = _route(parts)
+        self._route = route_of(parts)
         self._drained = stages_of(self.stages, self.stage_devices, inspect_skip_layout(parts))
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
@@ -114,19 +120,25 @@ class Pipeline(nn.Module):
 
     # ---- training
 
-    def step(self, batch: Any, target: Any = None, *, return_outputs: bool = False) -> Any:
+    def step(
+        self, batch: Any, target: Any = None, *, return_outputs: bool = False, timeout: float | None = None
+    ) -> Any:
         """Run forward and backward of a mini-batch; return its loss, without a graph, on the device of the last stage.
 
-        Gradients are accumulated in ``parameter.grad``, for each stage in the order of its cells in the table.
+        Gradients are accumulated in ``parameter.grad``, for each stage in the order of its cells in the table. The
+        mini-batch itself gets none.
 
         Args:
             batch: the input of the first stage, of any nesting; tensors have one row for each sample.
             target: for the loss; None (default): the loss takes none.
             return_outputs: return ``(loss, outputs)``. Default False.
+            timeout: seconds after which the step is given up. None (default): never.
 
         Raises:
             Exception: the first error of any cell, with its traceback; others that followed are notes on it. Gradients
                 of cells that have run are accumulated then. The pipeline can be used again.
+            TimeoutError: with a table of the cells that have ended and that run. Those that run go on, and the next
+                step waits for them.
             RuntimeError: another thread is inside a step of this pipeline.
 
         >>> pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, loss=nn.functional.l1_loss)
@@ -134,44 +146,71 @@ class Pipeline(nn.Module):
         >>> outputs.shape
         torch.Size([4, 1])
         """
+        with self._alone():
+            rows = rows_of(batch)
+            schedule = self._schedule_for(rows)
+            count = schedule.microbatches
+            parts = self._split(batch, count)
+            weights = [rows_of(part) / rows if self._mean else 1.0 for part in parts]
+            recomputes = self._recomputes(count)
+            step = Step(
+                self._stages, schedule, self._link(), self._route, weights, recomputes, keeps_outputs=return_outputs
+            )
+            self._run(step, parts, [] if target is None else split(target, count), timeout)
+            self.peak_activations = tuple(step.peak_activations)
+            losses = self._stages[-1].losses
+            loss = losses[0]
+            for m in range(1, count):
+                loss = loss + losses[m]
+            return (loss, _joined(step)) if return_outputs else loss
+
+    def _infer(self, batch: Any) -> Any:
+        with self._alone():
+            schedule = self._schedule_for(rows_of(batch))
+            count = schedule.microbatches
+            weights = [1.0] * count
+            step = Step(self._stages, schedule, self._link(), self._route, weights, lambda m: False, is_inference=True)
+            self._run(step, self._split(batch, count), [], None)
+            return _joined(step)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("this pipeline is inside a step already; use one pipeline for each thread")
         try:
-            return self._step(batch, target, return_outputs)
+            yield
         finally:
             for stage in self._stages:
                 stage.reset()
             self._stepping.release()
 
-    def _step(self, batch: Any, target: Any, return_outputs: bool) -> Any:
-        rows = rows_of(batch)
-        schedule = self._schedule_for(rows)
-        count = schedule.microbatches
+    def _split(self, batch: Any, count: int) -> list[Any]:
         for layer in self._batch_norms:
             layer.set_chunks(count)
-        parts = split(batch, count)
-        weights = [rows_of(part) / rows if self._mean else 1.0 for part in parts]
-        step = Step(self._stages, schedule, self._link(), self._route, weights, self._recomputes(count))
-        inputs = [Message.of(part, lambda _: False) for part in parts]
-        targets = [] if target is None else [Message.of(part, lambda _: False) for part in split(target, count)]
-        step.feed(inputs, targets)
-        self._run_rows(step)
-        self.peak_activations = tuple(step.peak_activations)
-        losses = self._stages[-1].losses
-        loss = losses[0]
-        for m in range(1, count):
-            loss = loss + losses[m]
-        return (loss, join([step.outputs[m].value() for m in range(count)])) if return_outputs else loss
+        return split(batch, count)
 
-    def _run_rows(self, step: Step) -> None:
-        futures = []
+    def _run(self, step: Step, parts: list[Any], targets: list[Any], timeout: float | None) -> None:
+        """Run the rows on their devices' threads."""
+        inputs, wanted = ([Message.of(part, lambda _: False) for part in each] for each in (parts, targets))
+        step.feed(inputs, wanted)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        futures: list[CUDAFuture[None]] = []
         try:
             for row, (device, workers) in enumerate(zip(self.devices, self._workers, strict=True)):
                 streams = _C.current_streams([device])
-                run = _row(step, row)
+                run = functools.partial(step.run_row, row)
                 futures.append(workers.submit(device, run, stream=streams[0] if streams else None))
             for future in futures:
-                future.wait(non_blocking=True)
+                future.wait(
+                    non_blocking=True, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+        except TimeoutError:
+            text = f"a step did not end in {timeout} s; cells that have ended, and (those that run or wait):\n{step.progress()}"
+            error = TimeoutError(text)
+            step.fail(error)
+            for future in futures:
+                future.add_done_callback(_look_at)
+            raise error from None
         except BaseException as error:  # Ctrl-C
             step.fail(error)
             for future in futures:
@@ -194,15 +233,15 @@ class Pipeline(nn.Module):
 
     # ---- a module
 
-    def forward(self, batch: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, batch: Any) -> Any:
         """Run the forward pass of all micro-batches, on all devices; return the output of the mini-batch.
 
         ``loss.backward()`` then drains them in the reverse order: that is GPipe's table, whatever the pipeline has, and
         the activations of all micro-batches are kept until then. ``step`` runs the pipeline's table.
 
         Args:
-            batch: a tensor or a tuple of tensors, as stages give them to each other here; for other values there is
-                ``step``.
+            batch: a tensor or a tuple of tensors, as stages give them to each other here. Under ``torch.no_grad()`` it
+                may be of any nesting, as in ``step``.
 
         Raises:
             TypeError: another value.
@@ -211,6 +250,8 @@ class Pipeline(nn.Module):
         >>> pipeline(torch.ones(3, 2)).shape
         torch.Size([3, 1])
         """
+        if not torch.is_grad_enabled():
+            return self._infer(batch)
         check(batch)
         count = min(self.microbatches, rows_of(batch))
         for layer in self._batch_norms:
@@ -228,6 +269,23 @@ class Pipeline(nn.Module):
     def __len__(self) -> int:
         """Return the number of layers."""
         return len(self._modules)
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipeline:
+        """Convert the dtype, as ``nn.Module.to`` does. Raise TypeError for a device: stages have theirs.
+
+        >>> Pipeline([nn.Linear(1, 1)], microbatches=1).to(torch.float64).get_parameter("0.bias").dtype
+        torch.float64
+        """
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            raise TypeError("the stages of a pipeline lie on the devices that it was made with")
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipeline:
+        for parameter in self.parameters():
+            if fn(parameter.new_empty(0)).device != parameter.device:  # cuda(), cpu() and the like
+                raise TypeError("the stages of a pipeline lie on the devices that it was made with")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of all layers; see ``nn.Module.train``.
@@ -250,8 +308,14 @@ class Pipeline(nn.Module):
             workers.close()
 
 
-def _row(step: Step, row: int) -> Callable[[], None]:
-    return lambda: step.run_row(row)
+def _joined(step: Step) -> Any:
+    return join([step.outputs[m].value() for m in range(len(step.outputs))])
+
+
+def _look_at(future: CUDAFuture[Any]) -> None:
+    """Have an error that comes too late not be logged."""
+    with contextlib.suppress(Exception):
+        future.exception()
 
 
 def _output_is_loss(output: torch.Tensor) -> torch.Tensor:
@@ -267,55 +331,6 @@ def _expect_choices(checkpoint: object, loss_reduction: object, microbatches: ob
         raise ValueError(f"microbatches={microbatches!r}: pass an int of at least 1")
 
 
-def _divide(
-    stages: nn.Sequential | Sequence[nn.Module], balance: Sequence[int] | None
-) -> tuple[list[tuple[str, nn.Module]], list[nn.Sequential]]:
-    """Return the layers by their names, and the stages."""
-    if isinstance(stages, nn.Sequential):
-        if balance is None:
-            raise ValueError("an nn.Sequential needs a balance: the number of layers in each stage")
-        layers = list(stages.named_children())
-    else:
-        layers = [(str(i), layer) for i, layer in enumerate(stages)]
-        balance = [1] * len(layers) if balance is None else balance
-    if not layers or not all(isinstance(layer, nn.Module) for _, layer in layers):
-        raise TypeError("stages are an nn.Sequential with layers, or a list of modules")
-    if len({name for name, _ in layers} & set(dir(nn.Module))) > 0:
-        raise ValueError("a layer has the name of an attribute of nn.Module")
-    if sum(balance) != len(layers) or min(balance) < 1:
-        raise ValueError(f"balance={list(balance)} does not divide {len(layers)} layers, at least one for each stage")
-    parts, at = [], 0
-    for count in balance:
-        part = nn.Sequential()
-        for name, layer in layers[at : at + count]:
-            part.add_module(name, layer)
-        parts.append(part)
-        at += count
-    return layers, parts
-
-
-def _refuse_shared(parts: Sequence[nn.Module]) -> None:
-    owner: dict[int, tuple[int, str]] = {}
-    for s, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            at, other = owner.setdefault(id(parameter), (s, name))
-            if at != s:
-                raise ValueError(
-                    f"stage {at} and stage {s} share a parameter, {other} and {name}, which cannot lie on two devices; "
-                    "put its layers into one stage"
-                )
-
-
-def _places(devices: Sequence[torch.device | str | int] | None, stages: int) -> list[torch.device]:
-    if devices is not None:
-        places = [torch.device(device) for device in devices]
-        return [at if at.type == "cpu" else _C.pool_stream(at, 0).device for at in places]  # with its index
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return [torch.device("cpu")] * stages
-    return [torch.device(accelerator.type, i) for i in range(min(torch.accelerator.device_count(), stages))]
-
-
 def _table(schedule: str | Schedule, stages: int, microbatches: int, devices: int) -> Schedule:
     table = Schedule.build(schedule, stages, microbatches, devices) if isinstance(schedule, str) else schedule
     table.check()
@@ -327,17 +342,3 @@ def _table(schedule: str | Schedule, stages: int, microbatches: int, devices: in
         if has != wanted:
             raise ValueError(f"the table has {has} {what}, and the pipeline {wanted}")
     return table
-
-
-def _route(parts: Sequence[nn.Sequential]) -> Route:
-    """Return the ways of skips between stages; those inside a stage are its own affair."""
-    verify_skippables(nn.Sequential(*(layer for part in parts for layer in part)))
-    between = {
-        skip: (stash, pop) for skip, (stash, pop) in inspect_skip_layout(parts).by_ns_name.items() if stash != pop
-    }
-    popped: dict[int, list[Any]] = {}
-    for skip, (_, pop) in between.items():
-        popped.setdefault(pop, []).append(skip)
-    return Route(
-        popped, {skip: stash for skip, (stash, _) in between.items()}, {skip: pop for skip, (_, pop) in between.items()}
-    )

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -96,12 +97,13 @@ def compare_with_plain(
     checkpoint: str,
     dtype: torch.dtype,
     needs_gradient: bool,
+    rows: tuple[int, ...] = (7, 8),
 ) -> None:
     torch.manual_seed(chunks)
     plain = make().to(dtype)
     model = GPipe(copy.deepcopy(plain), balance, devices, chunks=chunks, checkpoint=checkpoint)
-    for rows in (7, 8):  # the second number of rows is another one
-        x, weight = torch.randn(rows, 4, dtype=dtype), torch.randn(rows, 2, dtype=dtype)
+    for number in rows:
+        x, weight = torch.randn(number, 4, dtype=dtype), torch.randn(number, 2, dtype=dtype)
         mine = x.clone().to(devices[0]).requires_grad_(needs_gradient)
         theirs = x.detach().clone().requires_grad_(needs_gradient)
         model.zero_grad()
@@ -143,21 +145,22 @@ def test_gradients_on_the_cpu_are_those_of_the_plain_model_bit_for_bit(
 
 
 @pytest.mark.parametrize("make", [with_nothing_but_layers, with_skips, with_tuples])
-@pytest.mark.parametrize("schedule", ["lazy", "jitter"])
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.sim(devices=3, seed=0)
 def test_gradients_on_accelerators_are_those_of_the_plain_model_bit_for_bit(
-    make: Callable[[], nn.Sequential], schedule: Any
+    make: Callable[[], nn.Sequential], turn: int
 ) -> None:
     for number, (checkpoint, chunks, partitions) in enumerate(SETTINGS):
-        sim.enable(devices=3, seed=number, schedule=schedule, detect=True)
+        sim.enable(devices=3, seed=number, schedule="lazy" if (number + turn) % 2 else "jitter", detect=True)
         compare_with_plain(
             make,
             ["sim:2", "sim:0", "sim:1"][:partitions],
             balance=BALANCES[len(make())][partitions - 1],
             chunks=chunks,
             checkpoint=checkpoint,
-            dtype=torch.float32 if number % 2 else torch.float64,
+            dtype=torch.float32 if turn else torch.float64,
             needs_gradient=number % 3 == 0,
+            rows=(7 + turn,),
         )
         sim.synchronize()
         assert not sim.races()
@@ -320,6 +323,26 @@ def test_a_base_exception_in_a_partition_comes_out() -> None:
 
     with pytest.raises(SystemExit):
         GPipe(nn.Sequential(Exits()), [1], ["cpu"])(torch.ones(1))
+
+
+def test_an_interrupt_of_the_caller_ends_the_step_and_the_next_one_works() -> None:
+    main = threading.main_thread()
+    assert main.ident is not None
+
+    class Interrupts(nn.Module):
+        is_on = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_on:
+                signal.pthread_kill(main.ident, signal.SIGINT)  # type: ignore[arg-type]
+            return x * 1
+
+    layer = Interrupts()
+    model = GPipe(nn.Sequential(layer, nn.ReLU()), [1, 1], ["cpu"] * 2, chunks=3)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(3))
+    layer.is_on = False
+    assert model(torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_a_partition_that_returns_no_tensors_raises_a_type_error() -> None:

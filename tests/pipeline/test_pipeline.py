@@ -218,6 +218,25 @@ def test_batches_are_of_any_nesting_and_outputs_are_put_together() -> None:
     assert loss.item() == pytest.approx(sum(part * len(r) / 7 for part, r in ((9, "012"), (16, "34"), (24, "56"))))
 
 
+def test_calling_it_without_gradients_takes_any_nesting() -> None:
+    pipeline = Pipeline([nn.Linear(WIDTH, WIDTH), Split(), Merge()], microbatches=2, loss=loss_of)
+    batch, _ = batch_of(5)
+    with torch.no_grad():
+        expected = pipeline.stages[0](batch)
+        expected = torch.cat([expected[:, :3] * 2, expected[:, 3:]], dim=1)
+        assert torch.allclose(pipeline(batch), expected)
+    with pytest.raises(TypeError):
+        pipeline({"x": batch})
+
+
+def test_a_pipeline_stays_on_its_devices() -> None:
+    pipeline = Pipeline([nn.Linear(1, 1)], microbatches=1)
+    for move in (lambda: pipeline.to("meta"), lambda: pipeline.to_empty(device="meta")):
+        with pytest.raises(TypeError, match="lie on the devices"):
+            move()
+    assert pipeline.double().get_parameter("0.bias").dtype is torch.float64
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_a_mini_batch_with_fewer_rows_has_fewer_micro_batches(rows: int) -> None:
     model = model_of(2)
@@ -527,6 +546,23 @@ def test_ctrl_c_ends_the_step_and_the_pipeline_runs_again() -> None:
     helper.join()
     pipeline.zero_grad()
     pipeline.step(torch.zeros(2, 2))
+    assert pipeline.get_parameter("0.by").grad is not None
+
+
+def test_a_step_that_is_too_slow_shows_its_cells() -> None:
+    go_on = threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert go_on.wait(60)
+            return x + 0
+
+    pipeline = Pipeline([Shift(), Slow()], microbatches=2, schedule="gpipe", loss=torch.sum)
+    with pytest.raises(TimeoutError, match=r"stage 0 on cpu: +F\(B\) +F\nstage 1 on cpu: +\(F\) +\."):
+        pipeline.step(torch.zeros(2, 2), timeout=0.5)
+    go_on.set()
+    pipeline.zero_grad()
+    pipeline.step(torch.zeros(2, 2), timeout=60)
     assert pipeline.get_parameter("0.by").grad is not None
 
 
