@@ -41,11 +41,16 @@ class Candidate:
     index: Index | None = None
     refused: bool = False
 
+    @property
+    def member(self) -> str:
+        """The member's name."""
+        if isinstance(self.name, str):
+            return self.name
+        return "" if self.index is None else self.index.name(self.name)
+
     def named(self, fault: Fault) -> Fault:
         """Return a fault with the name of this member."""
-        if not fault.member:
-            index, name = self.index, self.name
-            fault.member = name if isinstance(name, str) else index.name(name) if index is not None else ""
+        fault.member = fault.member or self.member
         return fault
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ __all__ = ["FORMATS", "Decoder"]
 
 # Pillow has more decoders; of these some start other programs, and most are for files that nobody labels.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
+_SIXTEEN = ("PNG", "PPM", "JPEG2000")  # formats whose grey values of more than 8 bits Pillow gives as 16 bits
 
 
 class Decoder:
@@ -39,7 +41,8 @@ class Decoder:
         """Return the pixels of an image.
 
         Raises:
-            Fault: the data is no image, is corrupt, or has more pixels than Pillow's MAX_IMAGE_PIXELS.
+            Fault: the data is no image, is corrupt, has more pixels than Pillow's MAX_IMAGE_PIXELS, or has pixels of
+                32 bits.
         """
         pillow = self._pillow
         try:
@@ -59,22 +62,44 @@ class Decoder:
             )
         try:
             return self._pixels(image)
-        except MemoryError:
+        except (Fault, MemoryError):
             raise
         except Exception as e:
             raise Fault("corrupt", f"the image is corrupt: {e}") from e
 
     def _has_bytes(self, mode: str) -> bool:
         """Return True if each channel of a mode is a byte."""
-        if mode not in self._pillow.MODES or mode in ("1", "P", "PA"):
+        if mode not in self._pillow.MODES or mode in (
+            "1",
+            "P",
+            "PA",
+            "La",
+            "RGBa",
+        ):  # few images convert to the last two
             return False
         pixel = self._pillow.new(mode, (1, 1)).tobytes()
         return len(pixel) == len(self._pillow.getmodebandnames(mode))
 
     def _pixels(self, image: Any) -> torch.Tensor:
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            image = self._of_bytes(image)
         if image.mode != self._mode:
             image = image.convert(self._mode)
         if self._size is not None and image.size != self._size:
             image = image.resize(self._size, self._pillow.Resampling.BILINEAR)
         width, height = image.size
         return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, -1)
+
+    def _of_bytes(self, image: Any) -> Any:
+        """Return a grey image of 16 bits with the higher 8 bits of each pixel; Pillow's own conversion cuts off at 255.
+
+        Raises:
+            Fault: a pixel has 32 bits. No range of its values is agreed, so they cannot be scaled.
+        """
+        if image.mode == "I" and image.format in _SIXTEEN:
+            image = image.convert("I;16")
+        if not image.mode.startswith("I;16"):
+            text = f"the image has pixels of 32 bits (mode {image.mode!r}), whose range is not known"
+            raise Fault("pixel_format", text)
+        is_big = image.mode == "I;16B" or (image.mode == "I;16N" and sys.byteorder == "big")
+        return self._pillow.frombytes("L", image.size, image.tobytes()[0 if is_big else 1 :: 2])

@@ -18,6 +18,7 @@ REASONS = (
     "corrupt",
     "not_an_image",
     "too_large",
+    "pixel_format",
     "no_label",
     "unknown_class",
     "link",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cudafuture.data._extra import extra
 from cudafuture.data._faults import Fault
+from cudafuture.data._rapidgzip import GzipFile
 from cudafuture.data._stream import SeekableStream, Stream, limit_of, packing_of
 from cudafuture.data._tar import Member, members_of
 from cudafuture.errors import ArchiveError
@@ -74,22 +72,23 @@ class Reader:
     """The bytes of an indexed archive, which are read in any order. It belongs to one process."""
 
     def __init__(self, path: str, index: Index) -> None:
-        self._file: Any = None
+        self._file: GzipFile | None = None
+        self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
             if identity_of(self._descriptor) != index.identity:
                 text = f"{path}: the archive has changed since its index was read; make a new TgzImages"
                 raise ArchiveError(text, path=path, reason="damaged")
             if index.packing == "gzip":
-                self._file = extra("rapidgzip", "the index of a .tgz archive").RapidgzipFile(path, parallelization=1)
-                self._import(path, index)
+                self._open(path, index)
         except BaseException:
             self.close()
             raise
 
-    def _import(self, path: str, index: Index) -> None:
+    def _open(self, path: str, index: Index) -> None:
         try:
-            self._file.import_index(io.BytesIO(bytes_of(index.seek_points)))
+            self._file = GzipFile(path, parallelization=1)
+            self._file.import_index(bytes_of(index.seek_points))
         except (RuntimeError, ValueError) as e:
             text = f"{path}: rapidgzip cannot use the seek points of the index; remove {path}.index ({e})"
             raise ArchiveError(text, path=path, reason="damaged") from e
@@ -104,8 +103,7 @@ class Reader:
             data = os.pread(self._descriptor, size, offset)
         else:
             try:
-                self._file.seek(offset)
-                data = self._file.read(size)
+                data = self._file.read_at(offset, size)
             except (RuntimeError, ValueError) as e:
                 raise Fault("damaged", f"the archive is damaged: {e}") from e
         while 0 < len(data) < size:
@@ -116,12 +114,13 @@ class Reader:
         return data
 
     def close(self) -> None:
-        """Close the archive."""
-        if self._file is not None:
-            self._file.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close the archive. Closing it again does nothing."""
+        file, self._file = self._file, None
+        descriptor, self._descriptor = self._descriptor, -1
+        if file is not None:
+            file.close()
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
@@ -154,10 +153,18 @@ def build_index(path: str) -> Index:
 class _RapidgzipStream(Stream):
     """The unpacked bytes of an archive that rapidgzip unpacks, while it collects seek points."""
 
+    def __init__(self, file: GzipFile, limit: int) -> None:
+        super().__init__(None, limit)
+        self._gzip = file
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._gzip.close()
+
     def _unpack(self) -> memoryview:
         piece = bytearray(_PIECE)
         try:
-            count = self._file.readinto(piece)  # type: ignore[attr-defined]
+            count = self._gzip.readinto(piece)
         except (RuntimeError, ValueError) as e:
             raise Fault("damaged", f"the archive is truncated or damaged: {e}") from e
         return memoryview(piece)[:count]
@@ -165,15 +172,35 @@ class _RapidgzipStream(Stream):
 
 def _scan_gzip(path: str, size: int, scan: Callable[[Stream], None]) -> bytes:
     """Let `scan` read a compressed archive, and return the seek points."""
-    rapidgzip = extra("rapidgzip", "the index of a .tgz archive")
     spacing = max(_SPACING, size // _MOST_SEEK_POINTS)
     cores = len(os.sched_getaffinity(0))
-    file = rapidgzip.RapidgzipFile(path, parallelization=cores, chunk_size=spacing)
+    file = GzipFile(path, parallelization=cores, chunk_size=spacing)
     with _RapidgzipStream(file, limit_of(size)) as stream:
         scan(stream)
-        seek_points = io.BytesIO()
-        file.export_index(seek_points)
-        return seek_points.getvalue()
+        unpacked = stream.offset
+        seek_points = file.export_index()
+    _check_end(path, seek_points, unpacked)
+    return seek_points
+
+
+def _check_end(path: str, seek_points: bytes, unpacked: int) -> None:
+    """Read the last byte by the seek points, as no read by them succeeds where the end of the archive is cut off.
+
+    While rapidgzip unpacks such an archive for the first time it reports no error.
+
+    Raises:
+        Fault: the archive is truncated.
+    """
+    file = GzipFile(path, parallelization=1)
+    try:
+        file.import_index(seek_points)
+        found = file.read_at(unpacked - 1, 1)
+    except (RuntimeError, ValueError) as e:
+        raise Fault("truncated", f"the archive is truncated: {e}") from e
+    finally:
+        file.close()
+    if not found:
+        raise Fault("truncated", "the archive is truncated")
 
 
 class _Table:

@@ -6,9 +6,9 @@ import logging
 import weakref
 from pathlib import Path
 
-from cudafuture.data._extra import extra
 from cudafuture.data._faults import Fault
 from cudafuture.data._index import Index, build_index, identity_of
+from cudafuture.data._rapidgzip import require_rapidgzip
 from cudafuture.data._sidecar import DamagedSidecarError, read_sidecar, sidecar_of, write_sidecar
 from cudafuture.errors import ArchiveError
 
@@ -50,7 +50,7 @@ def _kept(path: str) -> Index | None:
     try:
         index = read_sidecar(path)
     except DamagedSidecarError as e:
-        _log.warning("%s is not used and is built again: %s", sidecar_of(path), e)
+        log_once(f"{sidecar_of(path)} is not used and is built again: {e}")
     except OSError as e:
         log_once(f"{sidecar_of(path)} cannot be read: {e}")
     if index is None:
@@ -58,7 +58,7 @@ def _kept(path: str) -> Index | None:
         if index is not None and index.identity != identity_of(path):
             return None
     if index is not None and index.packing == "gzip":
-        extra("rapidgzip", "the index of a .tgz archive")
+        require_rapidgzip()
     return index
 
 

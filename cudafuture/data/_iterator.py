@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from cudafuture.data._faults import Fault, SkipCounts
 from cudafuture.data._index import Index
 from cudafuture.data._partition import Part
 from cudafuture.data._shared_memory import batch_memory
+from cudafuture.data._state import start_of
 
 __all__ = ["ImageIterator", "Options"]
 
@@ -50,6 +51,24 @@ class Options:
     counts: SkipCounts | None
 
 
+@dataclass(frozen=True)
+class _Image:
+    """A decoded image.
+
+    Args:
+        pixels: uint8, in the order height, width, channels.
+        candidate: the member that it was decoded from.
+    """
+
+    pixels: torch.Tensor
+    candidate: Candidate
+
+    @property
+    def label(self) -> int:
+        """The position of its class."""
+        return self.candidate.label
+
+
 class ImageIterator(Iterator[Any]):
     """The images or minibatches of one part of an archive.
 
@@ -71,7 +90,8 @@ class ImageIterator(Iterator[Any]):
     def _begin(self, epoch: int, position: int) -> None:
         self._epoch = epoch
         self._position = position
-        self._candidates = self._from(position)
+        self._refused = 0  # candidates without a position that were taken at this position
+        self._candidates = self._from_here()
 
     @property
     def part(self) -> Part:
@@ -92,33 +112,46 @@ class ImageIterator(Iterator[Any]):
         """Go on at the place of a state of `state_dict`.
 
         Raises:
-            ValueError: the state is of another part: there were other numbers of ranks or workers.
+            KeyError, TypeError: a number is missing, or is no integer.
+            ValueError: the state is of another part: there were other numbers of ranks or workers. Or it is a
+                DataLoader's.
         """
+        start = start_of(state, self._options.batch)
+        if start.position < 0:
+            raise ValueError(f"{dict(state)!r} is no state of an iterator")
         part = self.state_dict()["part"]
-        if list(state["part"]) != part:
+        if start.part != part:
             text = "rank {} of {}, worker {} of {}"
-            raise ValueError(f"the state is of {text.format(*state['part'])}; this is {text.format(*part)}")
-        self._begin(int(state["epoch"]), int(state["position"]))
+            raise ValueError(f"the state is of {text.format(*start.part)}; this is {text.format(*part)}")
+        self._begin(start.epoch, start.position)
 
     def __next__(self) -> Any:
-        if self._options.batch is None:
-            pixels, label = self._next_image()
-            return self._transformed(pixels), torch.tensor(label)
-        return self._next_batch(self._options.batch)
+        try:
+            if self._options.batch is None:
+                image = self._next_image()
+                return self._transformed(image), torch.tensor(image.label)
+            return self._next_batch(self._options.batch)
+        except StopIteration:
+            raise
+        except Exception:
+            self._release()
+            raise
 
-    def _next_image(self) -> tuple[torch.Tensor, int]:
-        """Return the next image that can be decoded, as height, width and channels, and its label."""
+    def _next_image(self) -> _Image:
+        """Return the next image that can be decoded."""
         while True:
             try:
                 candidate = next(self._candidates)
             except Fault as e:
+                self._candidates = _none()
                 self._handle(e)
                 raise StopIteration from None
+            self._refused = self._refused + 1 if candidate.refused else 0
             self._position += not candidate.refused
             try:
                 if candidate.fault is not None:
                     raise candidate.fault
-                return self._decode(candidate.data), candidate.label
+                return _Image(self._decode(candidate.data), candidate)
             except Fault as e:
                 self._handle(candidate.named(e))
 
@@ -130,57 +163,103 @@ class ImageIterator(Iterator[Any]):
             self._options.counts.add(fault.reason)
             _log.info("skipped: %s", fault.error(self._options.path))
 
-    def _transformed(self, pixels: torch.Tensor) -> Any:
-        image = pixels.permute(2, 0, 1).contiguous()
-        return image if self._options.transform is None else self._options.transform(image)
+    def _release(self) -> None:
+        """Close the archive, which an error that the caller keeps would hold open; the next item opens it again."""
+        self._candidates.close()
+        self._candidates = self._from_here(self._refused)
+
+    def _transformed(self, image: _Image) -> Any:
+        pixels = image.pixels.permute(2, 0, 1).contiguous()
+        if self._options.transform is None:
+            return pixels
+        try:
+            return self._options.transform(pixels)
+        except StopIteration as e:  # it would end the epoch without an error
+            member = image.candidate.member
+            raise RuntimeError(f"{self._options.path}, member {member!r}: transform raised StopIteration") from e
+        except Exception as e:
+            self._note(e, f"member {image.candidate.member!r}")
+            raise
+
+    def _note(self, error: Exception, members: str) -> None:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"{self._options.path}, {members}")
 
     def _next_batch(self, most: int) -> tuple[Any, torch.Tensor]:
-        pixels, label = self._next_image()
-        labels = [label]
+        first = self._next_image()
+        labels = [first.label]
         if self._options.transform is not None:
-            images = [self._transformed(pixels)]
-            for pixels, label in self._images(most - 1):
-                images.append(self._transformed(pixels))
-                labels.append(label)
-            return default_collate(images), torch.tensor(labels)
-        height, width, channels = pixels.shape
+            results = [self._transformed(first)]
+            last = first
+            for last in self._images(most - 1):
+                results.append(self._transformed(last))
+                labels.append(last.label)
+            try:
+                return default_collate(results), torch.tensor(labels)
+            except Exception as e:
+                self._note(e, f"members from {first.candidate.member!r} to {last.candidate.member!r}")
+                raise
+        height, width, channels = first.pixels.shape
         batch = batch_memory(most, channels, height, width)
-        batch[0] = pixels.permute(2, 0, 1)
-        for pixels, label in self._images(most - 1):
-            if pixels.shape != (height, width, channels):
-                found = f"{height} x {width} and {pixels.shape[0]} x {pixels.shape[1]}"
-                raise ValueError(f"{self._options.path}: images of {found} pixels in one minibatch; pass size=")
-            batch[len(labels)] = pixels.permute(2, 0, 1)
-            labels.append(label)
+        batch[0] = first.pixels.permute(2, 0, 1)
+        for image in self._images(most - 1):
+            if image.pixels.shape != (height, width, channels):
+                raise ValueError(self._sizes(first, image))
+            batch[len(labels)] = image.pixels.permute(2, 0, 1)
+            labels.append(image.label)
         return batch if len(labels) == most else batch[: len(labels)].clone(), torch.tensor(labels)
 
-    def _images(self, count: int) -> Iterator[tuple[torch.Tensor, int]]:
+    def _sizes(self, *images: _Image) -> str:
+        found = " and ".join(f"{image.pixels.shape[0]} x {image.pixels.shape[1]}" for image in images)
+        members = " and ".join(repr(image.candidate.member) for image in images)
+        return f"{self._options.path}: images of {found} pixels in one minibatch (members {members}); pass size="
+
+    def _images(self, count: int) -> Iterator[_Image]:
         """Yield up to `count` images."""
         for _ in range(count):
             try:
-                yield self._next_image()
+                image = self._next_image()
             except StopIteration:
                 return
+            yield image
 
-    def _from(self, position: int) -> Iterator[Candidate]:
-        """Yield the candidates of the epoch from a position on."""
-        options, index = self._options, self._options.index
-        if index is not None:
-            if position == 0:
-                yield from refused_members(index, self._part)
-            order = None
-            if options.shuffle:
-                numbers = torch.Generator().manual_seed(options.seed + self._epoch)
-                order = torch.randperm(len(index), generator=numbers)
-            positions = self._part.slice_of(len(index))[position:]
-            yield from indexed(options.path, index, options.labels, order, positions)
-            return
-        candidates = streamed(options.path, self._part, options.positions)
+    def _from_here(self, refused: int = 0) -> Generator[Candidate, None, None]:
+        return _candidates(self._options, self._part, self._epoch, self._position, refused)
+
+
+# These are no methods: a generator that has its iterator would keep the archive open until a garbage collection.
+def _candidates(
+    options: Options, part: Part, epoch: int, position: int, refused: int
+) -> Generator[Candidate, None, None]:
+    """Yield the candidates of an epoch from a position on, without the first `refused` ones that have no position."""
+    for candidate in _from(options, part, epoch, position):
+        if candidate.refused and refused:
+            refused -= 1
+        else:
+            yield candidate
+
+
+def _from(options: Options, part: Part, epoch: int, position: int) -> Iterator[Candidate]:
+    index = options.index
+    if index is not None:
+        if position == 0:
+            yield from refused_members(index, part)
+        order = None
         if options.shuffle:
-            size = _BUFFER if options.shuffle is True else options.shuffle
-            numbers_of_part = random.Random(f"{options.seed + self._epoch} {self._part}")
-            candidates = shuffled(candidates, size, numbers_of_part)
-        for candidate in candidates:
-            if position == 0:
-                yield candidate
-            position -= not candidate.refused and position > 0
+            numbers = torch.Generator().manual_seed((options.seed + epoch) % 2**64)
+            order = torch.randperm(len(index), generator=numbers)
+        positions = part.slice_of(len(index))[position:]
+        yield from indexed(options.path, index, options.labels, order, positions)
+        return
+    candidates = streamed(options.path, part, options.positions)
+    if options.shuffle:
+        size = _BUFFER if options.shuffle is True else options.shuffle
+        candidates = shuffled(candidates, size, random.Random(f"{options.seed + epoch} {part}"))
+    for candidate in candidates:
+        if position == 0:
+            yield candidate
+        position -= not candidate.refused and position > 0
+
+
+def _none() -> Generator[Candidate, None, None]:
+    yield from ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.utils.data import get_worker_info
@@ -11,7 +11,8 @@ from cudafuture.data._shared_memory import shared_zeros
 
 __all__ = ["Progress", "Start"]
 
-_EPOCH, _RESUMES, _BATCHES, _BATCH_SIZE, _WORKERS, _LOADER, _FIELDS = range(7)
+_RESUMES, _LOADER, _START = range(3)
+_NO_LOADER = -1  # in the field of the DataLoader: an iterator of the main process has taken the start
 _ROWS = 1024
 
 
@@ -24,48 +25,78 @@ class Start:
         batches: the number of batches that the DataLoader of this rank has returned.
         batch_size: the images of each.
         workers: the workers of that DataLoader, or -1 where the state does not say.
+        drop_last: 1 if that DataLoader did not return partial batches, else 0.
+        position: the position of a single iterator, or -1 where the state is of a DataLoader.
+        rank, ranks, worker, of: the part of that iterator.
     """
 
     epoch: int
     batches: int = 0
     batch_size: int = 1
     workers: int = -1
+    drop_last: int = 0
+    position: int = -1
+    rank: int = 0
+    ranks: int = 1
+    worker: int = 0
+    of: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Return True if it is the first image of the epoch."""
+        return self.batches == 0 and self.position < 0
+
+    @property
+    def part(self) -> list[int]:
+        """The part of a single iterator: rank, ranks, worker and workers."""
+        return [self.rank, self.ranks, self.worker, self.of]
 
 
 class Progress:
     """The epoch, and the start of the next iteration, in memory that DataLoader workers share.
 
     The main process sets it before it makes a DataLoader's iterator. Each worker takes the start of a resumed epoch
-    once; later iterations begin at the first image. Workers that outlive an epoch see the next one.
+    once, and either the main process or the workers of one DataLoader take it; later iterations begin at the first
+    image. Workers that outlive an epoch see the next one.
     """
 
     def __init__(self) -> None:
-        self._fields = shared_zeros(_FIELDS)
+        self._fields = shared_zeros(_START + len(astuple(Start(0))))
+        self._fields[_START:] = torch.tensor(astuple(Start(0)))
         self._taken = shared_zeros(_ROWS + 1)  # by worker: the last resume that it took
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. A start in another epoch is forgotten."""
-        if epoch != int(self._fields[_EPOCH]):
-            self._fields[_BATCHES] = 0
-        self._fields[_EPOCH] = epoch
+        if epoch != int(self._fields[_START]):
+            self._fields[_START:] = torch.tensor(astuple(Start(epoch)))
 
     def resume(self, start: Start) -> None:
         """Set the start of the next iteration."""
         resumes = int(self._fields[_RESUMES]) + 1
-        values = [start.epoch, resumes, start.batches, start.batch_size, start.workers, 0]
-        self._fields.copy_(torch.tensor(values))
+        self._fields.copy_(torch.tensor([resumes, 0, *astuple(start)]))
+
+    def next_start(self) -> Start:
+        """Return where the next iteration of this process begins."""
+        resumes, loader, *start = self._fields.tolist()
+        found = Start(*start)
+        is_taken = int(self._taken[_row()]) == resumes or loader not in (0, _seed())
+        return Start(found.epoch) if is_taken else found
 
     def take(self) -> Start:
         """Return where the iteration of this worker begins, and make its next one begin at the first image."""
-        epoch, resumes, batches, batch_size, workers, loader = self._fields.tolist()
-        worker = get_worker_info()
-        row = 0 if worker is None else 1 + worker.id % _ROWS
-        if batches == 0 or int(self._taken[row]) == resumes:
-            return Start(epoch)
-        if worker is not None:  # the seed without the worker's number is the same in all workers of one DataLoader
-            seed = worker.seed - worker.id + 1
-            if loader not in (0, seed):
-                return Start(epoch)
-            self._fields[_LOADER] = seed
-        self._taken[row] = resumes
-        return Start(epoch, batches, batch_size, workers)
+        start = self.next_start()
+        if not start.is_first:
+            self._fields[_LOADER] = _seed()
+            self._taken[_row()] = self._fields[_RESUMES]
+        return start
+
+
+def _row() -> int:
+    worker = get_worker_info()
+    return 0 if worker is None else 1 + worker.id % _ROWS
+
+
+def _seed() -> int:
+    """Return a number that is the same in all workers of one DataLoader: the seed without the worker's number."""
+    worker = get_worker_info()
+    return _NO_LOADER if worker is None else worker.seed - worker.id + 1

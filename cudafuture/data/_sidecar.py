@@ -4,8 +4,9 @@ The layout, with numbers in little-endian order::
 
     magic and version, 16 bytes | length of the header, 8 bytes | header, JSON | tensors | XXH3 of all before, 16 bytes
 
-A sidecar is input: it is used only if its checksum, its version and the identity of the archive are right. Nothing in
-it is executed or unpickled. It is replaced by a whole new file, so ranks and workers may write it at the same time.
+A sidecar is input: it is used only if its checksum, its version and the identity of the archive are right, and all
+numbers in it are possible, as the checksum does not tell who wrote it. Nothing in it is executed or unpickled. It is
+replaced by a whole new file, so ranks and workers may write it at the same time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,10 @@ from typing import Any
 import torch
 import xxhash
 
+from cudafuture.data._faults import REASONS
 from cudafuture.data._index import Index, bytes_of, identity_of
+from cudafuture.data._stream import limit_of
+from cudafuture.data._tar import MOST_MEMBER
 
 __all__ = ["DamagedSidecarError", "read_sidecar", "sidecar_of", "write_sidecar"]
 
@@ -30,6 +36,8 @@ _MAGIC = b"cudafuture tgz 1"
 _CHECKSUM = 16  # bytes
 _TENSORS = {field.name: torch.int64 for field in fields(Index) if field.type == "torch.Tensor"}
 _TENSORS.update(names=torch.uint8, seek_points=torch.uint8)
+_TOKEN = 8  # random bytes in the name of a temporary file
+_OLD = 3600  # seconds, after which a temporary file belongs to no process that still writes it
 _VALUES = ("identity", "packing", "classes", "refused")
 
 
@@ -62,7 +70,7 @@ def read_sidecar(path: str) -> Index | None:
         raise DamagedSidecarError("its checksum is wrong")
     try:
         index = _parse(data)
-    except (KeyError, TypeError, ValueError) as e:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
         raise DamagedSidecarError(f"its content is wrong: {e}") from e
     return index if index.identity == identity_of(path) else None
 
@@ -74,7 +82,8 @@ def write_sidecar(path: str, index: Index) -> None:
         OSError: the sidecar cannot be written.
     """
     sidecar = sidecar_of(path)
-    temporary = sidecar.with_name(f".{sidecar.name}.{secrets.token_hex(8)}")
+    _remove_old(sidecar)
+    temporary = sidecar.with_name(f".{sidecar.name}.{secrets.token_hex(_TOKEN)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor)
@@ -101,23 +110,72 @@ def _parts(index: Index) -> list[bytes]:
     return [_MAGIC, len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors.values())]
 
 
+def _remove_old(sidecar: Path) -> None:
+    """Remove the temporary files that processes left when they were killed while they wrote the sidecar."""
+    name = re.compile(re.escape(f".{sidecar.name}.") + f"[0-9a-f]{{{2 * _TOKEN}}}")
+    with contextlib.suppress(OSError), os.scandir(sidecar.parent) as entries:
+        for entry in entries:
+            # Another process may remove it, too.
+            with contextlib.suppress(OSError):
+                if name.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _OLD:
+                    os.unlink(entry.path)  # noqa: PTH108
+
+
 def _parse(data: bytearray) -> Index:
     start = len(_MAGIC) + 8
     end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
     header = json.loads(data[start:end])
     tensors = {}
     for name, dtype in _TENSORS.items():
-        length = header["lengths"][name]
-        count = length // dtype.itemsize
+        length = _count(header["lengths"][name])
+        count, rest = divmod(length, dtype.itemsize)
+        _require(rest == 0 and end + length <= len(data) - _CHECKSUM, "the lengths of its parts do not match")
         tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=end).clone() if count else _none(dtype)
         end += length
-    if end != len(data) - _CHECKSUM:
-        raise ValueError("the lengths of its parts do not match")
-    if not len(tensors["offsets"]) == len(tensors["sizes"]) == len(tensors["labels"]) == len(tensors["ends"]):
-        raise ValueError("its table has columns of several lengths")
+    _require(end == len(data) - _CHECKSUM, "the lengths of its parts do not match")
     size, changed = header["identity"]
+    _require(type(changed) is int, "its time of change is no number")
     refused = [(str(name), str(reason), str(text)) for name, reason, text in header["refused"]]
-    return Index((size, changed), str(header["packing"]), list(header["classes"]), refused, **tensors)
+    index = Index((_count(size), changed), header["packing"], header["classes"], refused, **tensors)
+    _check(index)
+    return index
+
+
+def _check(index: Index) -> None:
+    """Raise ValueError unless the images are in the archive, and their names and labels in the index."""
+    _require(index.packing in ("tar", "gzip"), f"its packing is {index.packing!r}")
+    _require((index.packing == "gzip") == (len(index.seek_points) > 0), "it has seek points of another packing")
+    _require(all(type(name) is str for name in index.classes), "its classes are no names")
+    _require(index.classes == sorted(set(index.classes)), "its classes are not sorted")
+    _require(all(reason in REASONS for _, reason, _ in index.refused), "it has an unknown reason")
+    columns = (index.sizes, index.labels, index.ends)
+    _require(all(len(column) == len(index) for column in columns), "its table has columns of several lengths")
+    if not len(index):
+        _require(len(index.names) == 0, "it has names of no images")
+        return
+    size = index.identity[0]
+    most = size if index.packing == "tar" else limit_of(size)
+    _require(_within(index.sizes, MOST_MEMBER), "the size of an image is out of its range")
+    _require(_within(index.offsets, most), "the place of an image is out of its range")
+    _require(_within(index.offsets + index.sizes, most), "an image is not in the archive")
+    _require(_within(index.labels, len(index.classes) - 1), "the label of an image is out of its range")
+    _require(_within(index.ends, len(index.names)), "the name of an image is out of its range")
+    _require(not bool((index.ends[1:] < index.ends[:-1]).any()), "the names of the images are not in order")
+
+
+def _within(numbers: torch.Tensor, most: int) -> bool:
+    return int(numbers.min()) >= 0 and int(numbers.max()) <= most
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise ValueError(text)
 
 
 def _none(dtype: torch.dtype) -> torch.Tensor:

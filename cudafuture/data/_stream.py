@@ -19,6 +19,7 @@ _PIECE = 1 << 18
 _BLOCK = 512  # bytes of a header
 _HEADERS = 1 << 12  # bytes that are read where a header is expected
 _ZSTD_WINDOW = 1 << 27
+_ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def packing_of(path: str) -> str:
@@ -27,7 +28,7 @@ def packing_of(path: str) -> str:
         start = file.read(4)
     if start[:2] == b"\x1f\x8b":
         return "gzip"
-    return "zstd" if start == b"\x28\xb5\x2f\xfd" else "tar"
+    return "zstd" if start == _ZSTD or _is_skippable(start) else "tar"
 
 
 def limit_of(size: int) -> int:
@@ -39,12 +40,12 @@ class Stream:
     """The unpacked bytes of an archive, which are read once and in order.
 
     Args:
-        file: the archive.
+        file: the archive; None where a subclass reads it in another way.
         limit: the unpacked bytes after which the archive is taken for a decompression bomb; None for no limit.
     """
 
-    def __init__(self, file: BinaryIO, limit: int | None = None) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO | None, limit: int | None = None) -> None:
+        self._file: Any = file
         self._limit = limit
         self._piece = memoryview(b"")
         self._unpacked = 0
@@ -96,7 +97,8 @@ class Stream:
 
     def _unpack(self) -> bytes | bytearray | memoryview:
         """Return the next unpacked bytes, or none at the end of the archive."""
-        return self._file.read(_PIECE)
+        piece: bytes = self._file.read(_PIECE)
+        return piece
 
     def _next_piece(self) -> None:
         if not self._take(self._unpack()):
@@ -132,14 +134,18 @@ class SeekableStream(Stream):
             self._piece = self._piece[count:]
             return
         target = self.offset + count
-        self._file.seek(target)  # if that is after the end, the next read finds it
+        try:
+            self._file.seek(target)  # if that is after the end, the next read finds it
+        except OSError as e:  # no file of this file system can be that long
+            raise Fault("truncated", "the archive is truncated") from e
         self._piece, self._unpacked = memoryview(b""), target
 
     def finish(self) -> None:
         """Do nothing: an archive that is not compressed has no checksum."""
 
     def _unpack(self) -> bytes:
-        return self._file.read(_HEADERS)
+        piece: bytes = self._file.read(_HEADERS)
+        return piece
 
 
 class _GzipStream(Stream):
@@ -157,7 +163,7 @@ class _GzipStream(Stream):
                 packed = packed.lstrip(b"\0")
                 if packed:
                     self._inflate = zlib.decompressobj(31)
-                elif not self._file.peek(1):  # type: ignore[attr-defined]
+                elif not self._file.peek(1):
                     return b""
                 else:
                     self._packed = b""
@@ -174,20 +180,73 @@ class _GzipStream(Stream):
 
 
 class _ZstdStream(Stream):
-    """The unpacked bytes of one or more frames of Zstandard."""
+    """The unpacked bytes of one or more frames of Zstandard (RFC 8878).
+
+    The blocks of a frame are unpacked one by one. So at most 128 KiB are unpacked at once, and an archive that ends
+    inside a frame is found, of which zstandard's own reader says nothing.
+    """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         super().__init__(file, limit)
         self._zstandard: Any = extra("zstandard", "a .tar.zst archive")
-        unpacker = self._zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-        self._reader = unpacker.stream_reader(file, read_size=_PIECE, read_across_frames=True)
+        self._unpacker = self._zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._frame: Any = None
+        self._checksum = 0  # bytes behind the last block
 
     def _unpack(self) -> bytes:
-        try:
-            unpacked: bytes = self._reader.read(_PIECE)
-        except self._zstandard.ZstdError as e:
-            raise Fault("damaged", f"the archive is damaged: {e}") from e
-        return unpacked
+        while True:
+            if self._frame is not None:
+                packed = self._block()
+            elif self._file.peek(1):
+                packed = self._header()
+            else:
+                return b""
+            try:
+                unpacked: bytes = self._frame.decompress(packed) if packed else b""
+            except self._zstandard.ZstdError as e:
+                raise Fault("damaged", f"the archive is damaged: {e}") from e
+            if self._frame is not None and self._frame.eof:
+                self._frame = None
+            if unpacked:
+                return unpacked
+
+    def _header(self) -> bytes:
+        """Return the header of the next frame and begin to unpack it, or pass over a frame that is to be skipped."""
+        magic = self._exactly(4)
+        if _is_skippable(magic):
+            size = int.from_bytes(self._exactly(4), "little")
+            if size:
+                self._file.seek(size - 1, os.SEEK_CUR)
+                self._exactly(1)
+            return b""
+        if magic != _ZSTD:
+            raise Fault("damaged", "the archive is damaged: there is no frame of Zstandard")
+        descriptor = self._exactly(1)
+        flags = descriptor[0]
+        is_single = flags >> 5 & 1
+        dictionary = (0, 1, 2, 4)[flags & 3]
+        size = (is_single, 2, 4, 8)[flags >> 6]
+        self._checksum = 4 if flags & 4 else 0
+        self._frame = self._unpacker.decompressobj()
+        return magic + descriptor + self._exactly((not is_single) + dictionary + size)
+
+    def _block(self) -> bytes:
+        """Return the next block of the frame, with the checksum if it is the last one."""
+        header = self._exactly(3)
+        number = int.from_bytes(header, "little")
+        size = 1 if number >> 1 & 3 == 1 else number >> 3  # a block of one byte that is repeated
+        return header + self._exactly(size + (self._checksum if number & 1 else 0))
+
+    def _exactly(self, count: int) -> bytes:
+        data: bytes = self._file.read(count)
+        if len(data) < count:
+            raise Fault("truncated", "the archive is truncated")
+        return data
+
+
+def _is_skippable(magic: bytes) -> bool:
+    """Return True if a frame of Zstandard with this magic number has no data of the archive."""
+    return len(magic) == 4 and 0x50 <= magic[0] <= 0x5F and magic[1:] == b"\x2a\x4d\x18"
 
 
 def open_stream(path: str) -> Stream:

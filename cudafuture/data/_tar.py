@@ -13,8 +13,11 @@ __all__ = ["MOST_MEMBER", "Member", "members_of"]
 
 MOST_MEMBER = 256 << 20  # bytes of one member, which is read as a whole
 _MOST_EXTENSION = 1 << 20  # bytes of a header's extension: a long name and attributes
+_MOST_SIZE = 1 << 60  # bytes that a header may promise, so that places fit in 64 bits
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(_BLOCK)
+_SPARSE = "sparse"
+_SPARSE_KEYS = b"GNU.sparse."
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
 _WITHOUT_DATA = (*_LINKS, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
@@ -127,7 +130,7 @@ class _Extensions:
     @property
     def sparse(self) -> bool:
         """Return True if the member is a sparse file in POSIX format."""
-        return any(key.startswith("GNU.sparse.") for key in self._next)
+        return _SPARSE in self._next
 
     def take(self, header: tarfile.TarInfo, stream: Stream) -> bool:
         """Read an extended header; return False if this is another one."""
@@ -145,11 +148,11 @@ class _Extensions:
 
     def apply(self, header: tarfile.TarInfo) -> tuple[str, int]:
         """Return the name and the size of a member."""
-        known = {**self._all, **self._next}
-        size = known.get("size", str(header.size))
-        if not (size.isascii() and size.isdigit()):
-            raise Fault("damaged", f"the header of {header.name!r} is damaged: its size is {size!r}")
-        return known.get("path", header.name), int(size)
+        name = self._next.get("path", self._all.get("path", header.name))
+        size = self._next.get("size", self._all.get("size", str(header.size)))
+        if not (size.isascii() and size.isdigit() and len(size) < 20 and int(size) <= _MOST_SIZE):
+            raise Fault("damaged", f"the member's header is damaged: its size is {size[:40]!r}", name)
+        return name, int(size)
 
     def forget(self) -> None:
         """Forget what was for one member only."""
@@ -157,15 +160,24 @@ class _Extensions:
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Return the records of a POSIX extended header: each has its length, a space, the key, "=" and the value."""
+    """Return the records of a POSIX extended header that are used: path, size, and `_SPARSE` for any of a sparse file.
+
+    Each record has its length, a space, the key, "=" and the value. The others are passed over and not kept, as there
+    can be many of them.
+    """
     found = {}
-    while data:
-        length, _, _ = data.partition(b" ")
-        if not (length.isdigit() and len(length) < 8 and len(length) < int(length) <= len(data)):
+    start = 0
+    while start < len(data):
+        space = data.find(b" ", start, start + 8)
+        length = data[start:space] if space > start else b""
+        end = start + int(length) if length.isdigit() else -1
+        if not start < space < end <= len(data):
             raise Fault("damaged", "an extended header after this member is damaged")
-        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        found[_text(key)] = _text(value)
-        data = data[int(length) :]
+        if data.startswith((b"path=", b"size="), space + 1, end):
+            found[_text(data[space + 1 : space + 5])] = _text(data[space + 6 : end - 1])
+        elif data.startswith(_SPARSE_KEYS, space + 1, end):
+            found[_SPARSE] = ""
+        start = end
     return found
 
 

@@ -20,6 +20,7 @@ from cudafuture.data._iterator import ImageIterator, Options
 from cudafuture.data._labels import scan_classes
 from cudafuture.data._partition import Part, Shard, current_shard, current_workers
 from cudafuture.data._progress import Progress, Start
+from cudafuture.data._state import integer, start_of, state_of
 
 __all__ = ["TgzImages"]
 
@@ -28,13 +29,13 @@ class TgzImages(IterableDataset[Any]):
     """The labelled images of a .tar, .tgz (.tar.gz) or .tar.zst archive, as a dataset for torch's DataLoader.
 
     The label of an image is the base name of its parent folder. Items are pairs of a uint8 tensor (C, H, W) and an
-    int64 label. Ranks and DataLoader workers divide the images: each image comes once. Iterators have ``state_dict()``
-    and ``load_state_dict()``, as torchdata's StatefulDataLoader expects.
+    int64 label. Ranks and DataLoader workers divide the images: each image comes once. The dataset and its iterators
+    have ``state_dict()`` and ``load_state_dict()``, as ``prefetch`` and torchdata's StatefulDataLoader expect.
 
     With an index each rank and worker reads its own part of the archive only, and the dataset has a length: the images,
-    or with `batch` the minibatches, of this rank. The index is kept in a file beside the archive, ``<path>.index``.
-    Without an index each worker unpacks the whole archive and decodes its share. A .tar.zst has no index. See
-    docs/images.md.
+    or with `batch` the minibatches, of this rank; images that will be skipped count. The index is kept in a file beside
+    the archive, ``<path>.index``. Without an index each worker unpacks the whole archive and decodes its share. A
+    .tar.zst has no index. See docs/images.md.
 
     Args:
         path: the archive.
@@ -45,8 +46,9 @@ class TgzImages(IterableDataset[Any]):
         shuffle: 0 for the order of the archive. With an index, any other number shuffles the whole archive. Without
             one, it is the number of images in a shuffle buffer (1,024 for True). The order depends on seed + epoch.
         seed: of the order.
-        batch: images of a minibatch (N, C, H, W) with labels (N,), of which the last may be smaller; then pass
-            ``batch_size=None`` to the DataLoader. By default the items are single images.
+        batch: images of a minibatch (N, C, H, W) with labels (N,), of which the last may be smaller, and with
+            `on_error` "skip" the last of each worker; then pass ``batch_size=None`` to the DataLoader. By default the
+            items are single images.
         shard: "auto" for the rank and world size of torch.distributed, a pair of both, or None for one rank.
         on_error: "raise" raises ArchiveError at a member that is no image; "skip" counts it in `skipped`.
         index: "auto" uses or builds an index where that is possible, True raises where it is not, False uses none.
@@ -55,6 +57,7 @@ class TgzImages(IterableDataset[Any]):
         ArchiveError: `index` is True, and the archive can have no index.
         ImportError: a package of the extra `tgz` is missing.
         OSError: the archive cannot be read.
+        TypeError: `shuffle`, `seed` or `batch` is no integer.
         ValueError: an argument is out of its range.
 
     >>> import io, tarfile
@@ -89,6 +92,8 @@ class TgzImages(IterableDataset[Any]):
             raise ValueError(f"index={index!r}: pass 'auto', True or False")
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: pass 'raise' or 'skip'")
+        shuffle = shuffle if shuffle is True else integer("shuffle", shuffle)  # True has a meaning of its own
+        batch = None if batch is None else integer("batch", batch)
         if shuffle < 0 or (batch is not None and batch < 1):
             raise ValueError(f"shuffle={shuffle} must be at least 0, and batch={batch} at least 1")
         self._shard = _shard(shard)
@@ -111,7 +116,7 @@ class TgzImages(IterableDataset[Any]):
             mode=mode,
             transform=transform,
             shuffle=shuffle,
-            seed=seed,
+            seed=integer("seed", seed),
             batch=batch,
             counts=self._counts if on_error == "skip" else None,
         )
@@ -126,18 +131,34 @@ class TgzImages(IterableDataset[Any]):
         """The numbers of skipped members since the dataset was made, by reason, of all workers of this rank.
 
         The reasons are "truncated", "damaged" and "bomb" for the archive, and for members "corrupt", "not_an_image",
-        "too_large", "no_label", "unknown_class", "link" and "special_file".
+        "too_large", "pixel_format", "no_label", "unknown_class", "link" and "special_file".
         """
         return self._counts.total()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order of shuffled images depends. Call it before each epoch.
 
+        Raises:
+            TypeError: the epoch is no integer.
+            ValueError: it does not fit in 64 bits.
+
         >>> TgzImages("pets.tgz", shuffle=True).set_epoch(1)  # doctest: +SKIP
         """
-        self._progress.set_epoch(epoch)
+        self._progress.set_epoch(integer("epoch", epoch))
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place where the next iteration begins: the first image, or what was given to `load_state_dict`.
+
+        The place within an iteration is in ``state_dict()`` of its iterator.
+
+        >>> import tarfile
+        >>> tarfile.open("none.tar", "w").close()
+        >>> TgzImages("none.tar").state_dict()
+        {'epoch': 0, 'batches': 0}
+        """
+        return state_of(self._progress.next_start())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next iteration after the batches that a DataLoader has returned in an epoch.
 
         Ranks, workers and all arguments must be the same as in the earlier run. The iteration after that begins at
@@ -145,21 +166,23 @@ class TgzImages(IterableDataset[Any]):
 
         Args:
             state: "epoch"; "batches", which this rank's DataLoader has returned in it; with a dataset that yields
-                single images also "batch_size", of the DataLoader (1); and optionally "workers", which are compared.
+                single images also "batch_size" (1) and "drop_last" (False) of the DataLoader; and optionally its
+                number of "workers", which is compared. Or the state of an iterator of the dataset, which need not be
+                a DataLoader's: "epoch", "position" and "part".
 
         Raises:
-            KeyError: "epoch" or "batches" is missing.
+            KeyError: "epoch", or both of "batches" and "position", are missing; or "part" is.
+            TypeError: a number is no integer.
             ValueError: a number is out of its range.
 
-        >>> images = TgzImages("pets.tgz", batch=32)  # doctest: +SKIP
-        >>> images.load_state_dict({"epoch": 3, "batches": 100})  # doctest: +SKIP
+        >>> import tarfile
+        >>> tarfile.open("none.tar", "w").close()
+        >>> images = TgzImages("none.tar")
+        >>> images.load_state_dict({"epoch": 3, "batches": 100})
+        >>> images.state_dict()
+        {'epoch': 3, 'batches': 100, 'batch_size': 1, 'drop_last': False}
         """
-        batch = self._options.batch
-        batch_size = state.get("batch_size", batch or 1)
-        if state["batches"] < 0 or batch_size < 1 or (batch and batch_size != batch):
-            raise ValueError(f"{dict(state)!r} is no state of a dataset with batch={batch}")
-        start = Start(state["epoch"], state["batches"], batch_size, state.get("workers", -1))
-        self._progress.resume(start)
+        self._progress.resume(start_of(state, self._options.batch))
 
     def __len__(self) -> int:
         index, batch = self._options.index, self._options.batch
@@ -171,9 +194,14 @@ class TgzImages(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         start = self._progress.take()
         part = self._part(*current_workers())
-        if start.batches == 0:
+        if start.is_first:
             return ImageIterator(self._options, part, start.epoch)
-        if start.workers not in (-1, part.workers):
+        if start.position >= 0:
+            iterator = ImageIterator(self._options, part, start.epoch)
+            iterator.load_state_dict({"epoch": start.epoch, "position": start.position, "part": start.part})
+            return iterator
+        # The main process reads as one worker does.
+        if start.workers >= 0 and max(start.workers, 1) != part.workers:
             raise ValueError(f"the state is of {start.workers} workers, and this DataLoader has {part.workers}")
         return self._resumed(part, start)
 
@@ -216,7 +244,7 @@ class TgzImages(IterableDataset[Any]):
             iterators.rotate(-1)
             if iterator not in ended:
                 drawn = sum(1 for _ in zip(range(draws), iterator, strict=False))
-                returned += drawn > 0
+                returned += drawn == draws if start.drop_last else drawn > 0
                 if drawn < draws:
                     ended.add(iterator)
         return list(iterators)

@@ -205,8 +205,8 @@ class Pipeline(nn.Module):
                     non_blocking=True, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
                 )
         except TimeoutError:
-            text = f"a step did not end in {timeout} s; cells that have ended, and (those that run or wait):\n{step.progress()}"
-            error = TimeoutError(text)
+            what = f"a step did not end in {timeout} s; cells that have ended, and (those that run or wait)"
+            error = TimeoutError(f"{what}:\n{step.progress()}")
             step.fail(error)
             for future in futures:
                 future.add_done_callback(_look_at)

@@ -1,0 +1,93 @@
+"""The end of processes that still have archives open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cudafuture.data import TgzImages
+from cudafuture.data._index import Reader, build_index
+from cudafuture.errors import ArchiveError
+from data.archives import images, numbers, written
+
+CODE = """
+import os, sys
+from cudafuture.data import TgzImages
+dataset = TgzImages(sys.argv[1])
+first, second = iter(dataset), iter(dataset)
+next(first), next(second)
+if os.fork() == 0:
+    del first  # the threads of its archive are in the parent only
+    sys.exit(0)  # with an exit handler, and the other iterator
+assert os.wait()[1] == 0
+error = RuntimeError()
+error.iterator = first
+raise error
+"""
+
+
+@pytest.mark.slow
+def test_a_process_with_iterators_and_its_fork_end_as_usual(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(9))
+    run = subprocess.run([sys.executable, "-c", CODE, str(archive)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    assert run.stderr.endswith("RuntimeError\n")
+
+
+def is_open(archive: Path) -> bool:
+    files = Path("/proc/self/fd")
+    return any(os.path.lexists(file) and Path(os.path.realpath(file)) == archive.resolve() for file in files.iterdir())
+
+
+@pytest.mark.parametrize("index", ["auto", False])
+@pytest.mark.parametrize("batch", [None, 2])
+def test_an_error_that_is_kept_keeps_no_archive_open(tmp_path: Path, index: Any, batch: int | None) -> None:
+    entries = [*images(2), ("a/bad.png", b"no image"), *images(4)[2:]]
+    archive = written(tmp_path, entries)
+    iterator = iter(TgzImages(archive, index=index, batch=batch))
+    found = numbers([next(iterator)])
+    assert is_open(archive)
+    with pytest.raises(ArchiveError, match=r"bad\.png") as kept:
+        found.extend(number for item in iterator for number in numbers([item]))
+    assert not is_open(archive)
+    assert found + numbers(iterator) == [0, 1, 2, 3]  # it goes on behind the member
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("index", ["auto", False])
+def test_an_iterator_goes_on_behind_each_member_that_is_refused(tmp_path: Path, index: Any) -> None:
+    iterator = iter(TgzImages(written(tmp_path, [("1.png", b""), ("2.png", b""), *images(2)]), index=index))
+    for name in ("1", "2"):
+        with pytest.raises(ArchiveError, match=rf"member '{name}\.png'"):
+            next(iterator)
+    assert numbers(iterator) == [0, 1]
+
+
+def test_an_iterator_that_is_dropped_closes_the_archive_at_once(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(3))
+    for _ in TgzImages(archive):
+        break
+    assert not is_open(archive)
+
+
+@pytest.mark.parametrize("packing", ["tar", "tgz"])
+def test_a_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
+    archive = written(tmp_path, images(1), packing)
+    reader = Reader(str(archive), build_index(str(archive)))
+    for _ in range(2):
+        reader.close()
+    assert not is_open(archive)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_archive_that_is_gone_is_an_error_and_nothing_else(tmp_path: Path) -> None:
+    archive = written(tmp_path, images(1))
+    dataset = TgzImages(archive)
+    archive.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(dataset)
