@@ -27,6 +27,7 @@ from device import (
     test_failures,
     test_guards,
     test_lifetime,
+    test_pipeline,
     test_prefetch,
     test_scopes,
     test_staging,
@@ -81,6 +82,7 @@ def wrong_device(test: Callable[..., None], later: str) -> Scenario:
 
 READ = "device.read(x) == 3.0"  # in the tests of failures
 PRODUCE = "device.produce(value)"
+SCALED = "return x * self.by"
 GATHERED = "[device.completed(float(i)) for i in range(parts)]"
 STORED = "copy_between(tensor, host)"
 OVERWRITTEN = "others = [accelerator.empty().fill_(9.0)"
@@ -335,6 +337,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "prefetch.drop_wait": reuse(
         test_prefetch.test_batches_that_nobody_takes_are_freed_after_their_copy, None, OVERWRITTEN
+    ),
+    "pipeline.wait_stream": race(
+        test_pipeline.test_calling_it_orders_the_devices_after_each_other, SCALED, "tensor.to(device)"
+    ),
+    "pipeline.record_stream": reuse(
+        test_pipeline.test_calling_it_orders_the_devices_after_each_other, "tensor.to(device)", SCALED
     ),
 }
 
