@@ -314,8 +314,8 @@ def _joined(step: Step) -> Any:
 
 def _look_at(future: CUDAFuture[Any]) -> None:
     """Have an error that comes too late not be logged."""
-    with contextlib.suppress(Exception):
-        future.exception()
+    with contextlib.suppress(BaseException):
+        future.value()
 
 
 def _output_is_loss(output: torch.Tensor) -> torch.Tensor:

@@ -368,8 +368,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _look_at(future: CUDAFuture[Any]) -> None:
     """Have the error of a batch that nobody wants not be logged."""
-    with contextlib.suppress(Exception):  # of the device, or a cancellation
-        future.exception()
+    with contextlib.suppress(BaseException):
+        future.value()  # and not exception(), which waits for the device
 
 
 def _without_frame(error: BaseException) -> BaseException:
