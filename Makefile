@@ -84,6 +84,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/rpc.py --check --json build/rpc.json
 	$(PY) benchmarks/prefetch.py --check --json build/prefetch.json
 	$(PY) benchmarks/images.py --check --json build/images.json
+	$(PY) benchmarks/pipeline.py --check --json build/pipeline.json
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W -b html docs build/docs

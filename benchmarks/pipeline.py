@@ -11,7 +11,7 @@ rows of a task are real time; their peer is the worker of fairscale, which comes
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import statistics
 import sys
@@ -153,10 +153,7 @@ def pinned(to: dict[threading.Thread, int]) -> Iterator[None]:
 
 def submit(cores: int, rounds: int) -> Row:
     """From submit to the start of an empty task, with the worker on the program's core or on another."""
-    try:
-        module = importlib.import_module("fairscale.nn.pipe.worker")
-    except ImportError as error:
-        raise SystemExit(f"fairscale is not installed, the docstring says how: {error}") from error
+    module = importlib.import_module("fairscale.nn.pipe.worker")
     program = threading.current_thread()
     with Workers(["cpu"]) as workers, module.spawn_workers([CPU]) as ((in_queue,), (out_queue,)):
         workers.submit(CPU, int).wait()
