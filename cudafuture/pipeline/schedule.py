@@ -240,7 +240,7 @@ class Schedule:
             ImportError: matplotlib is not installed.
             ScheduleError: as ``check``.
 
-        >>> Schedule.one_f_one_b(4, 8).picture("1f1b.svg")  # doctest: +SKIP
+        >>> Schedule.one_f_one_b(4, 8).picture("1f1b.svg")
         """
         draw(self, path, costs)
 
