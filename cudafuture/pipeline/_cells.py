@@ -22,6 +22,8 @@ class Cell(NamedTuple):
     >>> cell = Cell(stage=2, kind="F", microbatch=0)
     >>> str(cell)
     '2F0'
+    >>> Cell.parse("12W3")
+    Cell(stage=12, kind='W', microbatch=3)
     """
 
     stage: int
@@ -33,11 +35,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell that `text` names. Raise ValueError if it names none.
-
-        >>> Cell.parse("12W3")
-        Cell(stage=12, kind='W', microbatch=3)
-        """
+        """Return the cell that `text` names. Raise ValueError if it names none."""
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no cell: write stage, kind (F, B, I or W) and micro-batch, such as 2F0")
@@ -71,7 +69,11 @@ def needed_groups(cell: Cell, stages: int) -> list[tuple[Cell, ...]]:
 
 
 def validate_rows(rows: Iterable[Iterable[Cell | str | None]]) -> tuple[tuple[Cell | None, ...], ...]:
-    """Return the rows with every text parsed. Raise ValueError with device and position if one is malformed."""
+    """Return the rows with every text parsed; a row without cells is empty.
+
+    Raises:
+        ValueError: a cell is malformed, with its device and position.
+    """
     if isinstance(rows, str):
         raise ValueError(f"rows={rows!r}: pass one sequence of cells per device")
     valid: list[tuple[Cell | None, ...]] = []
@@ -84,7 +86,7 @@ def validate_rows(rows: Iterable[Iterable[Cell | str | None]]) -> tuple[tuple[Ce
                 cells.append(_validate(cell))
             except ValueError as error:
                 raise ValueError(f"device {device}, position {position}: {error}") from None
-        valid.append(tuple(cells))
+        valid.append(tuple(cells) if any(cell is not None for cell in cells) else ())
     _require_all_stages(valid)
     return tuple(valid)
 

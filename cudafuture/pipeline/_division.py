@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from cudafuture import _C
 from cudafuture.pipeline._step import Route
-from cudafuture.pipeline.skip import inspect_skip_layout, verify_skippables
+from cudafuture.pipeline.schedule import Schedule
+from cudafuture.pipeline.skip import Skippable, inspect_skip_layout, verify_skippables
 
-__all__ = ["divide", "places_of", "refuse_shared", "route_of"]
+__all__ = ["divide", "layers_of", "places_of", "refuse_shared", "route_of", "table_of"]
+
+
+def layers_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers by their names. A layer in two places is there twice; named_children() has it once."""
+    return list(cast("dict[str, nn.Module]", part._modules).items())
 
 
 def divide(
-    stages: nn.Sequential | Sequence[nn.Module], balance: Sequence[int] | None
+    stages: nn.Sequential | Sequence[nn.Module], balance: Sequence[int] | None, reserved: Collection[str] = ()
 ) -> tuple[list[tuple[str, nn.Module]], list[nn.Sequential]]:
-    """Return the layers by their names, and the stages."""
+    """Return the layers by their names, and the stages.
+
+    Args:
+        stages: an nn.Sequential with a balance, or a list of modules.
+        balance: the number of layers in each stage.
+        reserved: names that no layer may have, beside those of nn.Module's attributes.
+
+    Raises:
+        TypeError: not layers, or an nn.Sequential that does more than to call its layers.
+        ValueError: the balance does not fit, or a layer has a reserved name.
+    """
     if isinstance(stages, nn.Sequential):
+        _refuse_more_than_layers(stages)
         if balance is None:
             raise ValueError("an nn.Sequential needs a balance: the number of layers in each stage")
-        layers = list(stages.named_children())
+        layers = layers_of(stages)
     else:
         layers = [(str(i), layer) for i, layer in enumerate(stages)]
         balance = [1] * len(layers) if balance is None else balance
     if not layers or not all(isinstance(layer, nn.Module) for _, layer in layers):
         raise TypeError("stages are an nn.Sequential with layers, or a list of modules")
-    if len({name for name, _ in layers} & set(dir(nn.Module))) > 0:
-        raise ValueError("a layer has the name of an attribute of nn.Module")
+    taken = {*reserved, *dir(nn.Module)}
+    for name, _ in layers:
+        if name in taken:
+            raise ValueError(f"a layer is named {name!r}, as an attribute of the pipeline is: give it another name")
     if sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(f"balance={list(balance)} does not divide {len(layers)} layers, at least one for each stage")
     parts, at = [], 0
@@ -42,17 +61,32 @@ def divide(
     return layers, parts
 
 
+def _refuse_more_than_layers(stages: nn.Sequential) -> None:
+    """Raise TypeError if a call of the nn.Sequential is more than a call of its layers, which are all that stays."""
+    if type(stages).forward is not nn.Sequential.forward or "forward" in vars(stages):
+        raise TypeError(
+            f"{type(stages).__name__} has a forward of its own, which its stages would not run: pass an nn.Sequential, "
+            "or a list of modules, one for each stage"
+        )
+    hooks = (stages._forward_pre_hooks, stages._forward_hooks, stages._backward_pre_hooks, stages._backward_hooks)
+    if any(hooks):
+        raise TypeError(
+            "the nn.Sequential has hooks on itself, which its stages would not run: remove them, or put them on a layer"
+        )
+
+
 def refuse_shared(parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages have a parameter in common."""
+    """Raise ValueError if two stages have a parameter or a buffer in common. Other layers may be in several stages."""
     owner: dict[int, tuple[int, str]] = {}
     for s, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            at, other = owner.setdefault(id(parameter), (s, name))
-            if at != s:
-                raise ValueError(
-                    f"stage {at} and stage {s} share a parameter, {other} and {name}, which cannot lie on two devices; "
-                    "put its layers into one stage"
-                )
+        for kind, named in (("parameter", part.named_parameters()), ("buffer", part.named_buffers())):
+            for name, tensor in named:
+                at, other = owner.setdefault(id(tensor), (s, name))
+                if at != s:
+                    raise ValueError(
+                        f"stage {at} and stage {s} share a {kind}, {other} and {name}, which cannot lie on two "
+                        "devices; put its layers into one stage"
+                    )
 
 
 def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -> list[torch.device]:
@@ -68,7 +102,12 @@ def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -
 
 def route_of(parts: Sequence[nn.Sequential]) -> Route:
     """Return the ways of skips between stages; those inside a stage are its own affair."""
-    verify_skippables(nn.Sequential(*(layer for part in parts for layer in part)))
+    layers = [layer for part in parts for layer in part]
+    places: dict[nn.Module, int] = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, Skippable) and places.setdefault(layer, i) != i:
+            raise TypeError(f"layers {places[layer]} and {i} are one module with skips: make a module for each place")
+    verify_skippables(nn.Sequential(*layers))
     between = {
         skip: (stash, pop) for skip, (stash, pop) in inspect_skip_layout(parts).by_ns_name.items() if stash != pop
     }
@@ -78,3 +117,17 @@ def route_of(parts: Sequence[nn.Sequential]) -> Route:
     return Route(
         popped, {skip: stash for skip, (stash, _) in between.items()}, {skip: pop for skip, (_, pop) in between.items()}
     )
+
+
+def table_of(schedule: str | Schedule, stages: int, microbatches: int, devices: int) -> Schedule:
+    """Return the table of a pipeline; raise ValueError unless it fits."""
+    table = Schedule.build(schedule, stages, microbatches, devices) if isinstance(schedule, str) else schedule
+    table.check()
+    for what, has, wanted in (
+        ("stages", table.stages, stages),
+        ("micro-batches", table.microbatches, microbatches),
+        ("rows", len(table.rows), devices),
+    ):
+        if has != wanted:
+            raise ValueError(f"the table has {has} {what}, and the pipeline {wanted}")
+    return table

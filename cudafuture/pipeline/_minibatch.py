@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
-__all__ = ["join", "rows_of", "split"]
+__all__ = ["join", "rows_of", "split", "split_target"]
 
 
 def rows_of(batch: Any) -> int:
@@ -34,6 +35,33 @@ def split(batch: Any, count: int) -> list[Any]:
         leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
         for leaf in leaves
     ]
+    return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
+
+
+def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
+    """Return the targets of that many micro-batches of a mini-batch with so many rows; none if the target is None.
+
+    A tensor with k times the rows of the mini-batch (such as one for each token of a text) has k times the rows of
+    each micro-batch, in their order. Other leaves, and tensors without a dimension, go to every micro-batch.
+
+    Raises:
+        ValueError: a tensor has another number of rows.
+    """
+    if target is None:
+        return []
+    sizes = [batch_rows // count + (m < batch_rows % count) for m in range(count)]  # as tensor_split has them
+    leaves, structure = _pytree.tree_flatten(target)
+    parts: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            parts.append([leaf] * count)
+            continue
+        times, rest = divmod(leaf.shape[0], batch_rows)
+        if rest or not times:
+            raise ValueError(
+                f"a target has {leaf.shape[0]} rows for a mini-batch of {batch_rows}: it needs as many, or a multiple"
+            )
+        parts.append(leaf.split_with_sizes([times * size for size in sizes]))
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
 
 

@@ -12,15 +12,12 @@ Idea: Qi et al., Zero Bubble Pipeline Parallelism (2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
 __all__ = ["input_gradient"]
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | None], start: torch.Tensor) -> WeightPart:
@@ -31,12 +28,12 @@ def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | Non
     graph = _Graph(roots, torch.autograd.graph.get_gradient_edge(start).node)
     part = WeightPart(roots, gradients, graph)
     if graph.leads_to_start:
-        hooks = [node.register_prehook(part.keep(node)) for node in graph.parameters_of]
-        try:
-            torch.autograd.grad(roots, [start], gradients, retain_graph=True, allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        # As inputs of this pass, not by hooks: these gradients are those before the hooks of tensors, which run again.
+        edges = [GradientEdge(node, i) for node in graph.parameters_of for i in range(len(node._input_metadata))]
+        inputs = [torch.autograd.graph.get_gradient_edge(start), *edges]
+        _, *came_in = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+        for edge, gradient in zip(edges, came_in, strict=True):
+            part.keep(edge, gradient)
     return part
 
 
@@ -45,15 +42,12 @@ class WeightPart:
 
     def __init__(self, roots: list[GradientEdge], gradients: list[torch.Tensor | None], graph: _Graph) -> None:
         self._roots, self._gradients, self._graph = roots, gradients, graph
-        self._came_in: dict[Node, Gradients] = {}
+        self._came_in: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
 
-    def keep(self, node: Node) -> Callable[[Gradients], None]:
-        """Return a hook that keeps the gradients that come in at a node."""
-
-        def hook(gradients: Gradients) -> None:
-            self._came_in[node] = gradients
-
-        return hook
+    def keep(self, edge: GradientEdge, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient that came in at a node."""
+        if gradient is not None:
+            self._came_in.setdefault(edge.node, []).append((edge, gradient))
 
     def run(self) -> None:
         """Accumulate the gradients of the parameters."""
@@ -61,11 +55,9 @@ class WeightPart:
         if self._graph.others:
             keep = bool(self._came_in)
             torch.autograd.backward(self._roots, self._gradients, retain_graph=keep, inputs=self._graph.others)
-        for node, gradients in self._came_in.items():
-            given = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(gradients) if gradient is not None]
-            if given:
-                edges, values = zip(*given, strict=True)
-                torch.autograd.backward(edges, values, inputs=self._graph.parameters_of[node])
+        for node, given in self._came_in.items():
+            edges, gradients = zip(*given, strict=True)
+            torch.autograd.backward(edges, gradients, inputs=self._graph.parameters_of[node])
         self._came_in.clear()
         self._roots.clear()
 
@@ -82,7 +74,7 @@ class _Graph:
                 children[node] = [child for child, _ in node.next_functions if child is not None]
                 stack += children[node]
         self.leads_to_start = _ancestors(start, children)
-        by_parameter: dict[Node, set[Node]] = {}  # nodes that lead to the start, from which others lead to a parameter
+        by_parameter: dict[Any, set[Node]] = {}  # nodes that lead to the start, from which others lead to a parameter
         for node in self.leads_to_start:
             for leaf in _parameters_below(node, children, self.leads_to_start):
                 by_parameter.setdefault(leaf, set()).add(node)
@@ -90,7 +82,8 @@ class _Graph:
         self.others: list[
             torch.Tensor
         ] = []  # parameters that are reached in several ways, or not by way of those nodes
-        for leaf in (node for node in children if hasattr(node, "variable") and node is not start):
+        leaves: list[Any] = [node for node in children if _is_leaf(node) and node is not start]
+        for leaf in leaves:
             nodes = by_parameter.get(leaf, set())
             if len(nodes) == 1 and not self._is_reached_otherwise(leaf, roots, children):
                 self.parameters_of.setdefault(next(iter(nodes)), []).append(leaf.variable)
@@ -109,6 +102,10 @@ class _Graph:
                 seen.add(node)
                 stack += [child for child in children[node] if child not in self.leads_to_start]
         return False
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _ancestors(start: Node, children: dict[Node, list[Node]]) -> set[Node]:
@@ -136,7 +133,7 @@ def _parameters_below(node: Node, children: dict[Node, list[Node]], without: set
         if each in seen:
             continue
         seen.add(each)
-        if hasattr(each, "variable"):
+        if _is_leaf(each):
             found.add(each)
         stack += [child for child in children[each] if child not in without]
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from cudafuture.pipeline._split_backward import WeightPart, input_gradient
-from cudafuture.pipeline.checkpoint import RandomState, checkpointing, recomputing
+from cudafuture.pipeline.checkpoint import RandomState, checkpointing, drawing, recomputing
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
 __all__ = ["Message", "Skip", "Stage"]
@@ -32,6 +33,8 @@ class Message(NamedTuple):
     def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> Message:
         """Return a value taken apart; its tensors are detached."""
         leaves, structure = _pytree.tree_flatten(value)
+        for leaf in leaves:
+            _expect_leaf(leaf)
         needs = [isinstance(leaf, torch.Tensor) and needs_gradient(leaf) for leaf in leaves]
         return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
 
@@ -44,7 +47,8 @@ class Sent(NamedTuple):
     """What a forward cell gives."""
 
     message: Message
-    stashed: dict[Skip, torch.Tensor | None]
+    stashed: dict[Skip, Message]
+    """Of one leaf each, which may be None."""
 
 
 class _Start(torch.autograd.Function):
@@ -55,10 +59,11 @@ class _Start(torch.autograd.Function):
         ctx: Any, start: torch.Tensor, gradients: dict[Any, torch.Tensor | None], key: Any, received: torch.Tensor
     ) -> torch.Tensor:
         ctx.gradients, ctx.key = gradients, key
+        ctx.set_materialize_grads(False)
         return received.detach()  # no view of it and no leaf, so the stage may change it in place
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         ctx.gradients[ctx.key] = gradients[0]
         return (None,) * 4
 
@@ -68,7 +73,7 @@ class _Saved:
     """What a stage keeps of a micro-batch from its forward cell to its last one."""
 
     received: Message
-    popped: dict[Skip, torch.Tensor | None]
+    popped: dict[Skip, Message]
     target: Any
     weight: float
     start: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -102,6 +107,7 @@ class Stage:
         self.index, self.module, self.device, self.loss = index, module, device, loss
         self._saved: dict[int, _Saved] = {}
         self.losses: dict[int, torch.Tensor] = {}
+        self._changes_input: bool | None = None  # in place; None: not known yet
 
     # ---- cells
 
@@ -109,10 +115,11 @@ class Stage:
         self,
         microbatch: int,
         received: Message,
-        popped: dict[Skip, torch.Tensor | None],
+        popped: dict[Skip, Message],
         target: Any,
         weight: float,
         is_checkpointed: bool,
+        draws_alone: bool,
     ) -> Sent:
         """Run the module for a micro-batch, and keep what its backward needs: the graph, or its inputs.
 
@@ -123,29 +130,24 @@ class Stage:
             target: of the loss, in the last stage; None: the loss takes none.
             weight: factor of the loss.
             is_checkpointed: whether the graph is dropped, and made again in backward.
+            draws_alone: whether others draw numbers that they will have to draw again.
         """
         saved = self._saved[microbatch] = _Saved(received, popped, target, weight)
-        if not is_checkpointed:
-            sent, loss = self._run(saved, self.loss)
-            saved.forget_inputs()
+        if is_checkpointed:
+            sent, loss = self._run_checkpointed(saved)
         else:
-            versions = _versions(saved)
-            with checkpointing(), torch.no_grad():
-                saved.random = RandomState.capture(self.device)
-                sent, loss = self._run(saved, self.loss)
-            if _versions(saved) != versions:
-                raise RuntimeError(
-                    f"stage {self.index} changes its input in place, so it cannot be computed again; "
-                    'pass checkpoint="never", or begin the stage with another module'
-                )
+            with drawing() if draws_alone else nullcontext():
+                sent, loss = self._run(saved, self.loss, _Given(saved, False))
+            saved.forget_inputs()
         if loss is not None:
             self.losses[microbatch] = loss.detach()
         return sent
 
-    def infer(self, received: Message, popped: dict[Skip, torch.Tensor | None]) -> Sent:
+    def infer(self, received: Message, popped: dict[Skip, Message]) -> Sent:
         """Run the module for a micro-batch without a loss and without a graph; keep nothing."""
         with torch.no_grad():
-            return self._run(_Saved(received, popped, None, 1.0), None)[0]
+            saved = _Saved(received, popped, None, 1.0)
+            return self._run(saved, None, _Given(saved, False))[0]
 
     def backward(self, microbatch: int, gradients: Mapping[Any, torch.Tensor | None]) -> dict[Any, torch.Tensor | None]:
         """Accumulate the gradients of the parameters; return those of what was received.
@@ -155,7 +157,8 @@ class Stage:
         saved = self._with_graph(microbatch)
         roots, given = _given(saved, gradients)
         if roots:
-            torch.autograd.backward(roots, given)
+            with _without_autocast(self.device):
+                torch.autograd.backward(roots, given)
         del self._saved[microbatch]
         return saved.gradients
 
@@ -165,7 +168,8 @@ class Stage:
         """Return the gradients of what was received. ``weight_gradient`` has to follow."""
         saved = self._with_graph(microbatch)
         roots, given = _given(saved, gradients)
-        saved.weight_part = input_gradient(roots, given, saved.start) if roots else None
+        with _without_autocast(self.device):
+            saved.weight_part = input_gradient(roots, given, saved.start) if roots else None
         saved.roots = {}
         return saved.gradients
 
@@ -173,65 +177,98 @@ class Stage:
         """Accumulate the gradients of the parameters."""
         part = self._saved[microbatch].weight_part
         if part is not None:
-            part.run()
+            with _without_autocast(self.device):
+                part.run()
         del self._saved[microbatch]
 
     def reset(self) -> None:
         """Drop what was kept."""
-        self._saved.clear()
-        self.losses.clear()
+        self._saved = {}
+        self.losses = {}
 
     # ---- inside a cell
+
+    def _run_checkpointed(self, saved: _Saved) -> tuple[Sent, torch.Tensor | None]:
+        """Run the module without a graph, and leave its inputs as they are: they are needed again."""
+        protects = self._changes_input is not False  # not known yet, or it does
+        given = _Given(saved, protects)
+        with checkpointing(), torch.no_grad():
+            saved.random = RandomState.capture(self.device)
+            sent, loss = self._run(saved, self.loss, given)
+        if given.has_changed():
+            if not protects:
+                raise RuntimeError(f"stage {self.index} changes its input in place, and did not before: do so always")
+            self._changes_input = True
+        elif self._changes_input is None:
+            self._changes_input = False
+        return sent, loss
 
     def _with_graph(self, microbatch: int) -> _Saved:
         saved = self._saved[microbatch]
         if saved.random is not None:
             with recomputing(saved.random), torch.enable_grad():
-                self._run(saved, self.loss)
+                self._run(saved, self.loss, _Given(saved, bool(self._changes_input)))
             saved.forget_inputs()
         return saved
 
-    def _run(self, saved: _Saved, loss_of: Callable[..., torch.Tensor] | None) -> tuple[Sent, torch.Tensor | None]:
+    def _run(
+        self, saved: _Saved, loss_of: Callable[..., torch.Tensor] | None, given: _Given
+    ) -> tuple[Sent, torch.Tensor | None]:
         """Run the module on what was received, and the loss on what it gives; note the roots of the graph."""
-        received, has_graph = saved.received, torch.is_grad_enabled()
-        leaves = [
-            _started(saved, i, leaf) if needs and has_graph else _fresh(leaf)
-            for i, (leaf, needs) in enumerate(zip(received.leaves, received.needs_gradient, strict=True))
-        ]
-        skips = _Skips(saved)
-        with use_skip_tracker(skips):
-            value = self.module(_pytree.tree_unflatten(leaves, received.structure))
+        with use_skip_tracker(given):
+            value = self.module(given.value())
         loss = None
         if loss_of is not None:
             loss = loss_of(value) if saved.target is None else loss_of(value, saved.target)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"a loss returns a tensor with one element, not {_described(loss)}")
             loss = loss * saved.weight
-        gets_gradient = self._needs_gradient(saved, has_graph)
-        message = Message.of(value, gets_gradient)
+        has_graph = torch.is_grad_enabled()
+        needs_gradient = self._needs_gradient(saved, has_graph)
+        message = Message.of(value, needs_gradient)
         if has_graph:
             roots: dict[Any, Any] = {"loss": loss} if loss is not None else dict(enumerate(_pytree.tree_leaves(value)))
-            for key, tensor in (roots | skips.stashed).items():
+            for key, tensor in (roots | given.stashed).items():
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     saved.roots[key] = get_gradient_edge(tensor)
-        stashed = {skip: None if x is None else x.detach() for skip, x in skips.stashed.items()}
+        sent = {leaf.untyped_storage()._cdata for leaf in message.leaves if isinstance(leaf, torch.Tensor)}
+        stashed = {skip: _apart(Message.of(x, needs_gradient), sent) for skip, x in given.stashed.items()}
         return Sent(message, stashed), loss
 
     def _needs_gradient(self, saved: _Saved, has_graph: bool) -> Callable[[torch.Tensor], bool]:
         """Return whether a tensor that the stage makes needs a gradient: without a graph, whether it may."""
         if has_graph:
             return lambda tensor: tensor.requires_grad
-        may = any(saved.received.needs_gradient) or any(p.requires_grad for p in self.module.parameters())
+        received = [saved.received, *saved.popped.values()]
+        may = any(need for message in received for need in message.needs_gradient)
+        may = may or any(parameter.requires_grad for parameter in self.module.parameters())
         return lambda tensor: may and (tensor.is_floating_point() or tensor.is_complex())
 
 
-class _Skips(SkipTracker):
-    """The skips of one run of a stage: those that come from other stages, and those that it stashes."""
+class _Given(SkipTracker):
+    """What one run of a stage is given: its input, and the skips that it pops. It takes those that the stage stashes.
 
-    def __init__(self, saved: _Saved) -> None:
+    Args:
+        saved: of the micro-batch.
+        protects: give copies, as the stage changes its input in place, or may do so.
+    """
+
+    def __init__(self, saved: _Saved, protects: bool) -> None:
         super().__init__()
-        self._saved = saved
+        self._saved, self._protects = saved, protects
+        self._tensors: list[tuple[torch.Tensor, int]] = []  # and their versions
         self.stashed: dict[Skip, torch.Tensor | None] = {}
+
+    def value(self) -> Any:
+        """Return the input."""
+        received = self._saved.received
+        leaves = zip(received.leaves, received.needs_gradient, strict=True)
+        given = [self._give(i, leaf, needs) for i, (leaf, needs) in enumerate(leaves)]
+        return _pytree.tree_unflatten(given, received.structure)
+
+    def has_changed(self) -> bool:
+        """Return whether the stage has changed one of the tensors in place."""
+        return any(tensor._version != version for tensor, version in self._tensors)
 
     def save(self, batch: Any, ns: Any, name: str, tensor: torch.Tensor | None) -> None:
         """Take a tensor that a module stashes."""
@@ -242,10 +279,18 @@ class _Skips(SkipTracker):
         skip = (ns, name)
         if skip in self.stashed:  # inside this stage
             return self.stashed.pop(skip)
-        tensor = self._saved.popped[skip]
-        if tensor is None or not torch.is_grad_enabled() or not tensor.is_floating_point():
-            return tensor
-        return _started(self._saved, skip, tensor)
+        popped = self._saved.popped[skip]
+        given: torch.Tensor | None = self._give(skip, popped.leaves[0], popped.needs_gradient[0])
+        return given
+
+    def _give(self, key: Any, leaf: Any, needs_gradient: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        given = leaf.clone() if self._protects else leaf.detach()
+        self._tensors.append((given, given._version))
+        if not needs_gradient or not torch.is_grad_enabled():
+            return given
+        return _Start.apply(self._saved.start, self._saved.gradients, key, given)  # type: ignore[no-untyped-call]
 
 
 def _given(
@@ -258,18 +303,37 @@ def _given(
     return [saved.roots[key] for key in keys], [gradients[key] for key in keys]
 
 
-def _started(saved: _Saved, key: Any, received: torch.Tensor) -> torch.Tensor:
-    started: torch.Tensor = _Start.apply(saved.start, saved.gradients, key, received)  # type: ignore[no-untyped-call]
-    return started
+def _apart(message: Message, others: set[int]) -> Message:
+    """Return the message with memory of its own: the next stage may change its input in place."""
+    leaf = message.leaves[0]
+    if leaf is None or leaf.untyped_storage()._cdata not in others:
+        return message
+    return message._replace(leaves=[leaf.clone()])
 
 
-def _fresh(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+_PLAIN = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
 
 
-def _versions(saved: _Saved) -> list[int]:
-    tensors = [*saved.received.leaves, *saved.popped.values()]
-    return [tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)]
+def _expect_leaf(leaf: Any) -> None:
+    """Raise TypeError for an object with tensors that pytree does not take apart, so that they would not cross."""
+    if isinstance(leaf, _PLAIN):
+        return
+    parts = leaf if isinstance(leaf, (set, frozenset)) else getattr(leaf, "__dict__", {}).values()
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        raise TypeError(
+            f"a {type(leaf).__name__} with tensors cannot go from stage to stage; register its class with "
+            "torch.utils._pytree, for a dataclass by torch.utils._pytree.register_dataclass"
+        )
+
+
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    """Run backward without the program's autocast: operations have the dtypes of their forward."""
+    with ExitStack() as scope:
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                scope.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _described(value: object) -> str:

@@ -20,6 +20,7 @@ Points 2 to 4 are those of ``cudafuture.copy`` and of waiting for its future; se
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,7 @@ class Step:
     ) -> None:
         self._stages, self._schedule, self._link, self._route = stages, schedule, link, route
         self._weights, self._is_checkpointed = weights, is_checkpointed
+        self._draws_alone = any(is_checkpointed(m) for m in range(schedule.microbatches))
         self._is_inference, self._keeps_outputs = is_inference, keeps_outputs or is_inference
         self._has_target = False
         self._lock = threading.Lock()  # guards what follows
@@ -99,6 +101,8 @@ class Step:
                 continue
             try:
                 with self._lock:
+                    if self.errors:
+                        return
                     self._running[row] = cell
                 live += cell.kind == "F"
                 self.peak_activations[row] = max(self.peak_activations[row], live)
@@ -120,10 +124,12 @@ class Step:
         self._link.close()
 
     def error(self) -> BaseException | None:
-        """Return the first error, with those that followed as notes on it."""
+        """Return the first error, with those that followed as notes on it; None where all cells have ended."""
         with self._lock:
             if not self.errors:
-                return None
+                cells = sum(cell is not None for row in self._schedule.rows for cell in row)
+                is_whole = self._is_inference or len(self._ended) == cells
+                return None if is_whole else LinkClosedError("the link between the stages closed by itself")
             (cell, first), *others = self.errors
         noted: Any = first  # Python 3.10 has no add_note
         if hasattr(noted, "add_note"):
@@ -131,7 +137,7 @@ class Step:
                 noted.add_note(f"in the {self._described(cell)}")
             for other, error in others:
                 where = "" if other is None else f" in the {self._described(other)}"
-                noted.add_note(f"then{where}: {type(error).__name__}: {error}")
+                noted.add_note(f"then{where}: {traceback.format_exception_only(error)[-1].strip()}")
         return first
 
     def progress(self) -> str:
@@ -165,15 +171,16 @@ class Step:
     def _forward(self, s: int, m: int) -> None:
         stage = self._stages[s]
         received = self._receive(("F", s, m))
-        popped = {skip: self._receive(("skip", skip, m)).leaves[0] for skip in self._route.popped.get(s, ())}
+        popped = {skip: self._receive(("skip", skip, m)) for skip in self._route.popped.get(s, ())}
         has_target = stage.loss is not None and self._has_target
         target = self._receive(("target", s, m)).value() if has_target else None
         if self._is_inference:
             sent = stage.infer(received, popped)
         else:
-            sent = stage.forward(m, received, popped, target, self._weights[m], self._is_checkpointed(m))
-        for skip, tensor in sent.stashed.items():
-            self._send(("skip", skip, m), Message.of(tensor, lambda _: False), self._route.popped_by[skip])
+            weight, is_checkpointed = self._weights[m], self._is_checkpointed(m)
+            sent = stage.forward(m, received, popped, target, weight, is_checkpointed, self._draws_alone)
+        for skip, message in sent.stashed.items():
+            self._send(("skip", skip, m), message, self._route.popped_by[skip])
         if stage.loss is None:
             self._send(("F", s + 1, m), sent.message, s + 1)
         elif self._keeps_outputs:

@@ -130,11 +130,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: _Module, chunks: int = 1) -> _Module:
-        """Return the module with each BatchNorm replaced; see the function ``convert_deferred_batch_norm``.
-
-        >>> DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm2d(8), 4).chunks
-        4
-        """
+        """Return the module with each BatchNorm replaced; see the function ``convert_deferred_batch_norm``."""
         return cast(_Module, _convert(cls, module, chunks, "", {}))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,11 @@ def checkpointing() -> Iterator[None]:
             yield
         finally:
             _flags.is_checkpointing = before
+
+
+def drawing() -> AbstractContextManager[object]:
+    """Return a context manager that keeps other threads from drawing random numbers for a checkpoint."""
+    return _generator_lock
 
 
 @contextmanager

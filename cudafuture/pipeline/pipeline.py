@@ -15,12 +15,14 @@ from torch import nn
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.pipeline._division import divide, places_of, refuse_shared, route_of
+from cudafuture.errors import InvalidStateError
+from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
 from cudafuture.pipeline._fill_drain import fill_drain, stages_of
-from cudafuture.pipeline._minibatch import join, rows_of, split
+from cudafuture.pipeline._minibatch import join, rows_of, split, split_target
 from cudafuture.pipeline._stage import Message, Stage
 from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from cudafuture.pipeline.checkpoint import is_checkpointing, is_recomputing
 from cudafuture.pipeline.link import Link, LocalLink
 from cudafuture.pipeline.microbatch import Batch, check, gather
 from cudafuture.pipeline.schedule import Schedule
@@ -61,7 +63,8 @@ class Pipeline(nn.Module):
     before any backward cell, as GPipe does, and ``loss.backward()`` then drains them; ``step`` runs any table.
 
     Raises:
-        ValueError, TypeError: stages, devices, balance and table do not fit, or two stages share a parameter.
+        ValueError, TypeError: stages, devices, balance and table do not fit, two stages share a parameter or a buffer,
+            or the nn.Sequential has a forward or hooks of its own, which no stage would run.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipeline = Pipeline(model, ["cpu", "cpu"], balance=[2, 1], microbatches=2, loss=nn.functional.mse_loss)
@@ -86,16 +89,16 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         _expect_choices(checkpoint, loss_reduction, microbatches)
-        layers, parts = divide(stages, balance)
+        layers, parts = divide(stages, balance, _RESERVED)
         if deferred_batch_norm:
             parts = [convert_deferred_batch_norm(part, microbatches) for part in parts]
-            layers = [named for part in parts for named in part.named_children()]
+            layers = [named for part in parts for named in layers_of(part)]
         for name, layer in layers:
             self.add_module(name, layer)
         refuse_shared(parts)
         places = places_of(devices, len(parts))
         self._named = schedule if isinstance(schedule, str) else None
-        self.schedule = _table(schedule, len(parts), microbatches, len(places))
+        self.schedule = table_of(schedule, len(parts), microbatches, len(places))
         self.devices = tuple(places)
         self.microbatches = microbatches
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
@@ -111,7 +114,10 @@ class Pipeline(nn.Module):
         self._drained = stages_of(self.stages, self.stage_devices, inspect_skip_layout(parts))
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
-        self._stepping = threading.Lock()  # held for the length of a step
+        # Held for the length of a step. Where Ctrl-C kept a thread from giving it back, that can take it again: the
+        # cells, which may not, run in other threads.
+        self._stepping = threading.RLock()
+        self._rows: list[CUDAFuture[None]] = []  # of the last step
         self.peak_activations: tuple[int, ...] = ()
         """For each device, the most micro-batches of which the last step kept activations at a time."""
 
@@ -130,22 +136,27 @@ class Pipeline(nn.Module):
 
         Args:
             batch: the input of the first stage, of any nesting; tensors have one row for each sample.
-            target: for the loss; None (default): the loss takes none.
+            target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch, or
+                a multiple, which is divided in the same places.
             return_outputs: return ``(loss, outputs)``. Default False.
             timeout: seconds after which the step is given up. None (default): never.
 
         Raises:
             Exception: the first error of any cell, with its traceback; others that followed are notes on it. Gradients
                 of cells that have run are accumulated then. The pipeline can be used again.
-            TimeoutError: with a table of the cells that have ended and that run. Those that run go on, and the next
-                step waits for them.
-            RuntimeError: another thread is inside a step of this pipeline.
+            TimeoutError: with a table of the cells that have ended and that run. Those that run go on; ``wait``,
+                ``zero_grad`` of the pipeline (not that of an optimizer) and the next step wait for them.
+            RuntimeError: another thread is inside a step of this pipeline, or gradients are disabled.
 
         >>> pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, loss=nn.functional.l1_loss)
         >>> loss, outputs = pipeline.step(torch.ones(4, 2), torch.ones(4, 1), return_outputs=True)
         >>> outputs.shape
         torch.Size([4, 1])
         """
+        if is_checkpointing() or is_recomputing():
+            raise RuntimeError("a pipeline cannot run inside a stage that is computed again")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() computes gradients: call it outside of no_grad() and inference_mode()")
         with self._alone():
             rows = rows_of(batch)
             schedule = self._schedule_for(rows)
@@ -156,7 +167,7 @@ class Pipeline(nn.Module):
             step = Step(
                 self._stages, schedule, self._link(), self._route, weights, recomputes, keeps_outputs=return_outputs
             )
-            self._run(step, parts, [] if target is None else split(target, count), timeout)
+            self._run(step, parts, split_target(target, rows, count), timeout)
             self.peak_activations = tuple(step.peak_activations)
             losses = self._stages[-1].losses
             loss = losses[0]
@@ -178,11 +189,44 @@ class Pipeline(nn.Module):
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("this pipeline is inside a step already; use one pipeline for each thread")
         try:
+            self.wait()
+            self._reset()
             yield
         finally:
-            for stage in self._stages:
-                stage.reset()
+            self._reset()
             self._stepping.release()
+
+    def _reset(self) -> None:
+        for stage in self._stages:
+            stage.reset()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until no cell runs any more: those of a step that was given up go on until their end.
+
+        Raises TimeoutError.
+
+        >>> Pipeline([nn.Linear(1, 1)], microbatches=1).wait()
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for row in self._rows:
+            try:
+                if not row.done():
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    row.wait(non_blocking=True, timeout=left)
+            except TimeoutError:
+                if not row.done():
+                    raise TimeoutError(f"a cell of a step that was given up still runs after {timeout} s") from None
+            except Exception:  # of the row, which the step has raised
+                continue
+        self._rows = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, once no cell runs any more; see ``nn.Module.zero_grad``.
+
+        >>> Pipeline([nn.Linear(1, 1)], microbatches=1).zero_grad()
+        """
+        self.wait()
+        super().zero_grad(set_to_none)
 
     def _split(self, batch: Any, count: int) -> list[Any]:
         for layer in self._batch_norms:
@@ -194,7 +238,7 @@ class Pipeline(nn.Module):
         inputs, wanted = ([Message.of(part, lambda _: False) for part in each] for each in (parts, targets))
         step.feed(inputs, wanted)
         deadline = None if timeout is None else time.monotonic() + timeout
-        futures: list[CUDAFuture[None]] = []
+        futures = self._rows = []
         try:
             for row, (device, workers) in enumerate(zip(self.devices, self._workers, strict=True)):
                 streams = _C.current_streams([device])
@@ -264,7 +308,7 @@ class Pipeline(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over the layers."""
-        return iter(self.children())
+        return iter(module for _, module in layers_of(self))
 
     def __len__(self) -> int:
         """Return the number of layers."""
@@ -287,6 +331,10 @@ class Pipeline(nn.Module):
                 raise TypeError("the stages of a pipeline lie on the devices that it was made with")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: threads cannot be copied or pickled."""
+        raise TypeError("a pipeline cannot be copied or pickled: copy the model before, or its state_dict()")
+
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of all layers; see ``nn.Module.train``.
 
@@ -303,9 +351,20 @@ class Pipeline(nn.Module):
 
         >>> with_one_stage = Pipeline([nn.Linear(1, 1)], microbatches=1)
         >>> with_one_stage.close()
+
+        Raises:
+            InvalidStateError: called by a cell.
         """
+        if any(workers.is_inside() for workers in self._workers):
+            raise InvalidStateError("a cell cannot close its pipeline, which waits for it")
         for workers in self._workers:
             workers.close()
+
+
+_RESERVED = frozenset(
+    (*dir(Pipeline), "devices", "microbatches", "peak_activations", "schedule", "stage_devices", "stages")
+)
+"""Names that a layer cannot have."""
 
 
 def _joined(step: Step) -> Any:
@@ -329,16 +388,3 @@ def _expect_choices(checkpoint: object, loss_reduction: object, microbatches: ob
         raise ValueError(f'loss_reduction={loss_reduction!r}: pass "mean" or "sum"')
     if type(microbatches) is not int or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: pass an int of at least 1")
-
-
-def _table(schedule: str | Schedule, stages: int, microbatches: int, devices: int) -> Schedule:
-    table = Schedule.build(schedule, stages, microbatches, devices) if isinstance(schedule, str) else schedule
-    table.check()
-    for what, has, wanted in (
-        ("stages", table.stages, stages),
-        ("micro-batches", table.microbatches, microbatches),
-        ("rows", len(table.rows), devices),
-    ):
-        if has != wanted:
-            raise ValueError(f"the table has {has} {what}, and the pipeline {wanted}")
-    return table

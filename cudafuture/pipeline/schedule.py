@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +19,7 @@ __all__ = ["Cell", "Schedule"]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Schedule:
-    """A table of cells: which device runs which micro-batch of which stage, and in which order.
+    r"""A table of cells: which device runs which micro-batch of which stage, and in which order.
 
     A device runs its row from left to right, each cell as soon as the cells it needs have ended. Idle slots take no
     time: they only move cells to the right in a printed table. Two schedules are equal if their rows are.
@@ -38,10 +38,32 @@ class Schedule:
     device 1   .  1F0 1B0 1F1 1B1
     >>> schedule.check().seconds
     9.0
+
+    Built-in schedules, by the name of their function or by that of ``build``:
+
+    >>> print(Schedule.gpipe(2, 2))
+    device 0  0F0 0F1  .   .  0B0 0B1
+    device 1   .  1F0 1F1 1B0 1B1  .
+    >>> print(Schedule.one_f_one_b(2, 3))
+    device 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2
+    device 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
+    >>> Schedule.interleaved_1f1b(2, 2, 4).device_of
+    (0, 1, 0, 1)
+    >>> schedules = Schedule.one_f_one_b(4, 8), Schedule.zb1p(4, 8, delay_weights=False), Schedule.zb1p(4, 8)
+    >>> [schedule.check().seconds for schedule in schedules]
+    [33.0, 30.0, 27.0]
+    >>> Schedule.build("interleaved_1f1b", stages=4, microbatches=2, devices=2)
+    Schedule(name='interleaved_1f1b', devices=2, stages=4, microbatches=2)
+
+    One of a file, without its fields of communication:
+
+    >>> print(Schedule.from_csv(io.StringIO("0F0,0SEND_F0,0RECV_B0,0B0\n,1F0,1B0\n")))
+    device 0  0F0 0B0  .
+    device 1   .  1F0 1B0
     """
 
     rows: tuple[tuple[Cell | None, ...], ...]
-    """Cells of each device in order of execution. None is an idle slot."""
+    """Cells of each device in order of execution. None is an idle slot. The row of a device without cells is empty."""
     name: str = field(compare=False)
     stages: int = field(compare=False)
     """Number of stages."""
@@ -71,22 +93,12 @@ class Schedule:
 
     @classmethod
     def gpipe(cls, stages: int, microbatches: int) -> Schedule:
-        """Return GPipe's fill and drain: all forward passes, then all backward passes. One stage per device.
-
-        >>> print(Schedule.gpipe(2, 2))
-        device 0  0F0 0F1  .   .  0B0 0B1
-        device 1   .  1F0 1F1 1B0 1B1  .
-        """
+        """Return GPipe's fill and drain: all forward passes, then all backward passes. One stage per device."""
         return cls._align(builtin.gpipe(stages, microbatches), "gpipe")
 
     @classmethod
     def one_f_one_b(cls, stages: int, microbatches: int) -> Schedule:
-        """Return 1F1B: as fast as GPipe, but device d has at most ``stages - d`` micro-batches open.
-
-        >>> print(Schedule.one_f_one_b(2, 3))
-        device 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2
-        device 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
-        """
+        """Return 1F1B: as fast as GPipe, but device d has at most ``stages - d`` micro-batches open."""
         return cls._align(builtin.one_f_one_b(stages, microbatches), "1f1b")
 
     @classmethod
@@ -94,9 +106,6 @@ class Schedule:
         """Return interleaved 1F1B: each device has several stages, which shortens its idle time.
 
         Stage s is on device ``s % devices``. Any number of micro-batches is possible; a multiple of `devices` is best.
-
-        >>> Schedule.interleaved_1f1b(2, 2, 4).device_of
-        (0, 1, 0, 1)
         """
         return cls._align(builtin.interleaved_1f1b(devices, stages_per_device, microbatches), "interleaved_1f1b")
 
@@ -109,10 +118,6 @@ class Schedule:
         ``stages - d`` micro-batches open, as under 1F1B, and more idle time.
 
         Source: ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism (2023).
-
-        >>> schedules = Schedule.one_f_one_b(4, 8), Schedule.zb1p(4, 8, delay_weights=False), Schedule.zb1p(4, 8)
-        >>> [schedule.check().seconds for schedule in schedules]
-        [33.0, 30.0, 27.0]
         """
         return cls._align(builtin.zb1p(stages, microbatches, delay_weights), "zb1p")
 
@@ -128,9 +133,6 @@ class Schedule:
 
         Raises:
             ValueError: the name is unknown, or the numbers do not go together.
-
-        >>> Schedule.build("interleaved_1f1b", stages=4, microbatches=2, devices=2)
-        Schedule(name='interleaved_1f1b', devices=2, stages=4, microbatches=2)
         """
         devices = stages if devices is None else devices
         builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
@@ -160,18 +162,14 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path_or_file: str | os.PathLike[str] | TextIO) -> Schedule:
-        r"""Return the schedule of a file in torch's format. Its name is that of the file.
+        """Return the schedule of a file in torch's format. Its name is that of the file.
 
         Each line is one device, each field one cell; an empty field is an idle slot. ``(0F1;1B0)OVERLAP_F_B`` becomes
         its parts, one after the other. Fields of communication (SEND_F, UNSHARD, REDUCE_GRAD and others) are skipped.
+        A blank line is a device without cells; at the end of the file it is none. A byte order mark is skipped.
 
         Raises:
             ValueError: a field is malformed. The message has its line and column, both counted from 1.
-
-        >>> text = "0F0,0SEND_F0,0RECV_B0,0B0\n,1F0,1B0\n"
-        >>> print(Schedule.from_csv(io.StringIO(text)))
-        device 0  0F0 0B0  .
-        device 1   .  1F0 1B0
         """
         if isinstance(path_or_file, (str, os.PathLike)):
             path = Path(path_or_file)
@@ -182,15 +180,18 @@ class Schedule:
     @classmethod
     def _read(cls, file: TextIO, name: str) -> Schedule:
         rows: list[list[Cell | None]] = []
-        reader = csv.reader(file)
+        devices = 0  # without those of blank lines at the end
+        reader = csv.reader(_without_mark(file))
         for fields in reader:
             rows.append([])
+            if fields and not (len(fields) == 1 and fields[0].isspace()):
+                devices = len(rows)
             for column, text in enumerate(fields, 1):
                 try:
                     rows[-1] += parse_field(text)
                 except ValueError as error:
                     raise ValueError(f"line {reader.line_num}, column {column}: {error}") from None
-        return cls(rows, name)
+        return cls(rows[:devices], name)
 
     def to_csv(self, path_or_file: str | os.PathLike[str] | TextIO | None = None) -> str:
         """Return the table in torch's format, and write it to a path or an open file if one is given.
@@ -201,7 +202,8 @@ class Schedule:
         """
         buffer = io.StringIO()
         csv.writer(buffer, lineterminator="\n").writerows(
-            [["" if cell is None else str(cell) for cell in row] for row in self.rows]
+            # An idle slot for a device without cells: a blank line at the end would be no device.
+            [["" if cell is None else str(cell) for cell in row or (None,)] for row in self.rows]
         )
         text = buffer.getvalue()
         if isinstance(path_or_file, (str, os.PathLike)):
@@ -259,3 +261,9 @@ class Schedule:
     def __repr__(self) -> str:
         numbers = f"devices={len(self.rows)}, stages={self.stages}, microbatches={self.microbatches}"
         return f"Schedule(name={self.name!r}, {numbers})"
+
+
+def _without_mark(file: TextIO) -> Iterator[str]:
+    """Go through the lines, without a byte order mark, which programs for tables put at the beginning."""
+    for i, line in enumerate(file):
+        yield line.removeprefix("\ufeff") if i == 0 else line

@@ -128,7 +128,7 @@ def test_layers_without_running_statistics_are_not_converted() -> None:
 
 
 def test_a_second_conversion_changes_the_number_of_micro_batches() -> None:
-    norm = convert_deferred_batch_norm(convert_deferred_batch_norm(nn.BatchNorm1d(5), 2), 3)
+    norm = DeferredBatchNorm.convert_deferred_batch_norm(convert_deferred_batch_norm(nn.BatchNorm1d(5), 2), 3)
     assert isinstance(norm, DeferredBatchNorm)
     assert norm.chunks == 3
 

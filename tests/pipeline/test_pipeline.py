@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import os
@@ -11,14 +12,17 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline import LocalLink, Pipeline, Schedule, Workers, pop, skippable, stash
+from cudafuture.pipeline.link import LinkClosedError
 from cudafuture.testing import sim
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
@@ -273,6 +277,121 @@ def test_autocast_of_the_program_holds_in_the_cells() -> None:
     assert seen == [torch.bfloat16] * 4
 
 
+class Hooked(nn.Module):
+    """Doubles the gradient on its way through a hook of a tensor inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 2)
+        return y.tanh()
+
+
+class Tied(nn.Module):
+    """Uses one parameter twice, and a custom function that keeps an attribute named as those of leaves are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = Keeping.apply(self.linear(x))
+        return self.linear(kept.relu())
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = 3
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+class Stop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        stopped: Tensor = Undefined.apply(x)
+        return stopped
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("kind", [Hooked, Tied])
+def test_hooks_and_tied_layers_count_once(kind: type[nn.Module], table: str, checkpoint: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for _ in range(3)))
+    pipeline = Pipeline(
+        copy.deepcopy(model), balance=[1] * 3, microbatches=3, schedule=table, checkpoint=checkpoint, loss=loss_of
+    )
+    expect_plain(pipeline, model, [1] * 3, rows=7)
+
+
+def test_an_undefined_gradient_stays_undefined() -> None:
+    pipeline = Pipeline([nn.Linear(1, 1), Stop(), nn.Linear(1, 1)], microbatches=2, loss=torch.sum)
+    pipeline.step(torch.ones(2, 1))
+    assert pipeline.get_parameter("0.weight").grad is None
+    assert pipeline.get_parameter("2.weight").grad is not None
+
+
+def test_backward_has_the_dtypes_of_its_forward_under_autocast() -> None:
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return x.float() @ self.weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Island(), Island())
+    pipeline = Pipeline(copy.deepcopy(model), balance=[1, 1], microbatches=1, loss=loss_of)
+    batch, target = batch_of(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.step(batch, target)
+        loss = loss_of(model(batch), target)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradients(pipeline)[name], gradient)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    pipeline = Pipeline([nn.Linear(1, 1)], microbatches=1, loss=torch.sum)
+    for disabled in (torch.no_grad(), torch.inference_mode()):
+        with disabled, pytest.raises(RuntimeError, match="outside of no_grad"):
+            pipeline.step(torch.ones(1, 1))
+
+
+def test_an_object_with_tensors_that_cannot_cross_is_refused() -> None:
+    @dataclasses.dataclass
+    class Output:
+        x: Tensor
+
+    class Make(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            return Output(x)
+
+    pipeline = Pipeline([Make(), nn.Identity()], microbatches=1, loss=torch.sum)
+    with pytest.raises(TypeError, match="a Output with tensors cannot go from stage to stage"):
+        pipeline.step(torch.ones(1, 1))
+
+
 # ---- skips, random numbers, statistics
 
 
@@ -308,8 +427,61 @@ def test_skips_cross_stages_under_every_table(table: str, checkpoint: Any) -> No
     expect_plain(pipeline, model, [2, 1, 1, 2], rows=9)
 
 
+@skippable(stash=["s"])
+class StashOf(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Any], gives: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.made, self.gives = nn.Linear(WIDTH, WIDTH), made, gives
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        yield stash("s", self.made(y))
+        return self.gives(y)
+
+
+@skippable(pop=["s"])
+class PopInto(nn.Module):
+    def __init__(self, used: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.used = used
+
+    def forward(self, x: Tensor) -> Any:
+        stashed = yield pop("s")
+        return self.used(x, stashed)
+
+
+SKIPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]] = {
+    "complex": (lambda y: torch.complex(y, y * 2), lambda x, s: x + s.abs()),
+    "without a gradient": (lambda y: torch.ones(WIDTH), lambda x, s: x * torch.from_numpy(s.numpy())),
+    "integers": (lambda y: torch.arange(WIDTH), lambda x, s: x * s),
+    "none": (lambda y: None, lambda x, s: x if s is None else x * 0),
+    "changed in place by the next stage": (lambda y: y, lambda x, s: x + s),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", SKIPS)
+def test_skips_are_of_any_kind(kind: str, checkpoint: Any) -> None:
+    if kind == "without a gradient" and checkpoint == "always":
+        pytest.skip("whether a tensor needs a gradient is not known before its stage is computed again")
+    made, used = SKIPS[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(StashOf(made, lambda y: y), nn.ReLU(inplace="place" in kind), PopInto(used))
+    plain = nn.Sequential(StashOf(made, lambda y: y.clone()), nn.ReLU(), PopInto(used))
+    plain.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, balance=[1] * 3, microbatches=2, checkpoint=checkpoint, loss=loss_of)
+    batch, target = batch_of(6)
+    loss = pipeline.step(batch, target)
+    expected = loss_of(plain(batch), target)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item())
+    for name, gradient in gradients(plain).items():
+        assert torch.allclose(gradients(pipeline)[name], gradient, atol=1e-6), name
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_dropout_draws_the_same_numbers_again(table: str) -> None:
+def test_dropout_draws_the_same_numbers_again(table: str, checkpoint: Any) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -319,14 +491,16 @@ def test_dropout_draws_the_same_numbers_again(table: str) -> None:
             return nn.functional.dropout(x * self.scale, 0.5)
 
     pipeline = Pipeline(
-        [Scaled() for _ in range(3)], microbatches=6, schedule=table, checkpoint="always", loss=torch.sum,
+        [Scaled() for _ in range(3)], microbatches=6, schedule=table, checkpoint=checkpoint, loss=torch.sum,
         loss_reduction="sum",
     )  # fmt: skip
-    loss = pipeline.step(torch.ones(60, 50))
-    assert 0 < loss.item() < 60 * 50 * 8 * 8
-    for parameter in pipeline.parameters():  # the loss is linear in each of them
-        assert parameter.grad is not None
-        assert (parameter.grad * 2).item() == pytest.approx(loss.item())
+    for _step in range(8):
+        pipeline.zero_grad()
+        loss = pipeline.step(torch.ones(60, 50))
+        assert 0 < loss.item() < 60 * 50 * 8 * 8
+        for parameter in pipeline.parameters():  # the loss is linear in each of them
+            assert parameter.grad is not None
+            assert (parameter.grad * 2).item() == pytest.approx(loss.item())
 
 
 def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch() -> None:
@@ -376,6 +550,12 @@ def test_what_does_not_fit_is_refused() -> None:
     for error, message, arguments in cases:
         with pytest.raises(error, match=message):
             Pipeline(**{"microbatches": 1, "devices": None, **arguments})
+    with pytest.raises(ValueError, match="a layer is named 'devices'"):
+        Pipeline(nn.Sequential(OrderedDict(devices=nn.ReLU())), balance=[1], microbatches=1)
+    with pytest.raises(ValueError, match="a target has 7 rows for a mini-batch of 4"):
+        Pipeline(two, microbatches=1, loss=loss_of).step(torch.ones(4, 2), torch.ones(7, 2))
+    with pytest.raises(TypeError, match="copy the model before"):
+        copy.deepcopy(Pipeline(two, microbatches=1, loss=loss_of))
     pipeline = Pipeline(two, microbatches=2, schedule=Schedule.gpipe(2, 2), loss=loss_of)
     with pytest.raises(ValueError, match="1 rows for 2 micro-batches"):
         pipeline.step(torch.ones(1, 2), torch.ones(1, 2))
@@ -385,12 +565,17 @@ def test_what_does_not_fit_is_refused() -> None:
         Pipeline(two, microbatches=2).step(torch.ones(2, 2))
 
 
-def test_checkpointing_refuses_a_stage_that_changes_its_input() -> None:
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+def test_a_stage_may_change_its_input_in_place(table: str, checkpoint: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
     pipeline = Pipeline(
-        [nn.Linear(2, 2), nn.ReLU(inplace=True)], microbatches=1, checkpoint="always", loss=torch.sum
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="stage 1 changes its input in place"):
-        pipeline.step(torch.ones(1, 2))
+        copy.deepcopy(model), balance=[1] * 3, microbatches=3, schedule=table, checkpoint=checkpoint, loss=loss_of
+    )
+    for _step in range(2):
+        pipeline.zero_grad()
+        expect_plain(pipeline, model, [1] * 3, rows=7)
 
 
 def test_a_link_of_ones_own_carries_what_crosses() -> None:
@@ -505,6 +690,124 @@ class Raise7(nn.Module):
         return x + 7
 
 
+def test_no_cell_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fail = threading.Event()
+    ended: list[str] = []
+
+    class Weight(torch.autograd.Function):
+        """Counts weight gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor) -> Tensor:
+            ended.append("W")
+            may_fail.set()
+            assert failed.wait(60)
+            return given[0]
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Tensor = Weight.apply(self.by)
+            return x + weight
+
+    failed = threading.Event()
+
+    class FailsLate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 7).any():
+                assert may_fail.wait(60)
+                raise BrokenError("late")
+            return x + 0
+
+    table = Schedule(
+        [["0F0", "0F1", "0F2", "0I0", "0I1", "0W0", "0W1", "0I2", "0W2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+    )
+    pipeline = Pipeline([Counted(), FailsLate()], microbatches=3, schedule=table, loss=torch.sum)
+    original = LocalLink.close
+
+    def close(link: LocalLink) -> None:
+        original(link)
+        failed.set()
+
+    batch = torch.zeros(3, 2)
+    batch[2] = 7
+    monkeypatch.setattr(LocalLink, "close", close)
+    with pytest.raises(BrokenError):
+        pipeline.step(batch)
+    assert ended == ["W"]
+
+
+def test_an_error_that_cannot_be_printed_does_not_hide_the_first() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    together = threading.Barrier(2)
+
+    class Fails(nn.Module):
+        def __init__(self, error: Exception) -> None:
+            super().__init__()
+            self.error = error
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 7).any():
+                together.wait(60)
+                raise self.error
+            return x + 7
+
+    table = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+    pipeline = Pipeline([Fails(Unprintable()), Fails(Unprintable())], microbatches=2, schedule=table, loss=torch.sum)
+    batch = torch.zeros(2, 2)
+    batch[1] = 7
+    with pytest.raises(Unprintable):
+        pipeline.step(batch)
+
+
+def test_a_cell_cannot_close_its_pipeline() -> None:
+    pipelines: list[Pipeline] = []
+
+    class Closing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pipelines[0].close()
+            return x
+
+    pipelines.append(Pipeline([Shift(), Closing()], microbatches=1, loss=torch.sum))
+    with pytest.raises(InvalidStateError, match="a cell cannot close its pipeline"):
+        pipelines[0].step(torch.zeros(1, 2))
+
+
+def test_a_link_that_closes_by_itself_is_an_error() -> None:
+    class Half(LocalLink):
+        def receive(self, key: Any) -> Any:
+            if key == ("F", 1, 1):
+                self.close()
+            return super().receive(key)
+
+    pipeline = Pipeline([Shift(), Shift()], microbatches=2, loss=torch.sum, link=Half)
+    with pytest.raises(LinkClosedError, match="closed by itself"):
+        pipeline.step(torch.zeros(2, 2))
+
+
+def test_a_pipeline_inside_a_checkpointed_stage_is_refused() -> None:
+    inner = Pipeline([Shift()], microbatches=1, loss=torch.sum)
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inner.step(x.detach())
+            return x + 0
+
+    pipeline = Pipeline([Shift(), Outer()], microbatches=1, checkpoint="always", loss=torch.sum)
+    with pytest.raises(RuntimeError, match="inside a stage that is computed again"):
+        pipeline.step(torch.zeros(1, 2))
+
+
 def test_threads_end_with_the_pipeline() -> None:
     before = set(threading.enumerate())
     pipeline = Pipeline(model_of(3), balance=[1] * 3, microbatches=2, loss=loss_of)
@@ -558,10 +861,14 @@ def test_a_step_that_is_too_slow_shows_its_cells() -> None:
             return x + 0
 
     pipeline = Pipeline([Shift(), Slow()], microbatches=2, schedule="gpipe", loss=torch.sum)
+    pipeline.wait()
     with pytest.raises(TimeoutError, match=r"stage 0 on cpu: +F\(B\) +F\nstage 1 on cpu: +\(F\) +\."):
         pipeline.step(torch.zeros(2, 2), timeout=0.5)
+    with pytest.raises(TimeoutError, match="still runs"):
+        pipeline.wait(timeout=0.1)
     go_on.set()
     pipeline.zero_grad()
+    assert pipeline.get_parameter("0.by").grad is None
     pipeline.step(torch.zeros(2, 2), timeout=60)
     assert pipeline.get_parameter("0.by").grad is not None
 

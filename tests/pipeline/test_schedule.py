@@ -38,6 +38,7 @@ def test_a_text_that_is_no_cell_is_refused(text: str) -> None:
 def test_a_table_knows_its_stages_microbatches_and_devices() -> None:
     schedule = Schedule([["1F0", None, "1B0"], [], ["0F0", "", Cell(0, "B", 0)]])
     assert (schedule.stages, schedule.microbatches, schedule.device_of) == (2, 1, (2, 0))
+    assert schedule.rows[1] == ()
     assert schedule.rows[2] == (Cell(0, "F", 0), None, Cell(0, "B", 0))
     assert schedule.name == "table"
 
@@ -300,6 +301,33 @@ def test_a_table_written_as_csv_is_read_as_the_same_table(seed: int, tmp_path: P
     loaded = Schedule.from_csv(str(tmp_path / "mine.csv"))
     assert loaded == schedule
     assert loaded.name == "mine"
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n", "\n\n \n\t\n"])
+def test_blank_lines_at_the_end_of_a_file_are_no_devices(end: str) -> None:
+    assert Schedule.from_csv(io.StringIO("0F0,0B0" + end)) == Schedule([["0F0", "0B0"]])
+
+
+@pytest.mark.parametrize("line", ["", " ", ",,", '""'])
+def test_a_line_without_cells_before_others_is_a_device(line: str) -> None:
+    for text in (f"{line}\n0F0,0B0\n1F0,1B0\n", f"0F0,0B0\n{line}\n1F0,1B0\n"):
+        assert [len(row) for row in Schedule.from_csv(io.StringIO(text)).rows].count(0) == 1
+
+
+@pytest.mark.parametrize("row", [[], [None], [None, None]])
+def test_a_last_device_without_cells_stays_one_in_a_file(row: list[None]) -> None:
+    schedule = Schedule([["0F0", "0B0"], row])
+    assert schedule.rows[1] == ()
+    assert Schedule.from_csv(io.StringIO(schedule.to_csv())) == schedule
+
+
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text('"0F0",0B0\n', encoding="utf-8-sig")
+    expected = Schedule([["0F0", "0B0"]])
+    assert Schedule.from_csv(tmp_path / "mine.csv") == expected
+    assert Schedule.from_csv(io.StringIO('\ufeff"0F0",0B0\n')) == expected
+    with pytest.raises(ValueError, match="line 2, column 1"):
+        Schedule.from_csv(io.StringIO("0F0,0B0\n\ufeff1F0,1B0\n"))
 
 
 def test_communication_is_skipped_and_an_overlap_becomes_its_parts() -> None:
