@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import heapq
+import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,6 +26,7 @@ _log = logging.getLogger("cudafuture.pipeline.workers")
 
 class _Here(threading.local):
     worker: WorkerThread | None = None
+    deadlines: Deadlines | None = None  # those of the workers that the thread belongs to
     is_in_task = False  # not while the callbacks of a future that has completed run
 
 
@@ -32,14 +34,17 @@ _here = _Here()
 
 
 def is_inside(deadlines: Deadlines) -> bool:
-    """Return whether the calling thread runs a task of the workers that these deadlines belong to."""
-    return _here.worker is not None and _here.worker.deadlines is deadlines
+    """Return whether the calling thread is one of the workers that these deadlines belong to, or watches for them."""
+    return _here.deadlines is deadlines
 
 
 class Task:
     """One submitted function. It is also the executor that gets its own job, a callable with the caller's settings."""
 
-    __slots__ = ("began", "compute", "finalize", "future", "has_deadline", "job", "name", "outcome", "since", "stream")
+    __slots__ = (
+        *("began", "compute", "finalize", "future", "has_deadline", "job", "name", "outcome", "refusal", "since"),
+        "stream",
+    )
 
     future: CUDAFuture[Any]
     job: Callable[[], object]
@@ -53,6 +58,7 @@ class Task:
         self.began = 0.0
         self.outcome = ""  # "completed" or "failed"; "": it has not ended
         self.has_deadline = False
+        self.refusal: Callable[[], object] | None = None  # what the thread calls instead of the job
 
     def submit(self, job: Callable[[], object]) -> None:
         """Keep the job: called by the native module, which knows the task as an executor."""
@@ -84,9 +90,9 @@ class Task:
         return value
 
     def drop(self) -> None:
-        """Drop all that the task keeps alive. A job that has not run cancels the future."""
-        for slot in ("job", "compute", "finalize", "stream", "future"):
-            if hasattr(self, slot):
+        """Drop all that the task keeps alive, save its future. A job that has not run cancels that."""
+        for slot in ("job", "compute", "finalize", "stream", "refusal"):
+            with contextlib.suppress(AttributeError):  # dropped before
                 delattr(self, slot)
 
 
@@ -95,52 +101,6 @@ def fail(future: CUDAFuture[Any], error: BaseException) -> None:
     if not future.done():
         with contextlib.suppress(InvalidStateError):  # another thread was quicker
             future.set_exception(error)
-
-
-class _TaskQueue:
-    """Waiting tasks, lower priority first, equal ones in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[int, deque[Task]] = {0: deque()}  # by priority; the usual one stays, the others come and go
-        self._priorities = [0]  # sorted
-
-    def put(self, task: Task, priority: int) -> None:
-        tasks = self._tasks.get(priority)
-        if tasks is None:
-            tasks = self._tasks[priority] = deque()
-            bisect.insort(self._priorities, priority)
-        tasks.append(task)
-
-    def pop(self) -> Task | None:
-        for priority in self._priorities:
-            tasks = self._tasks[priority]
-            if tasks:
-                task = tasks.popleft()
-                self._forget(priority)
-                return task
-        return None
-
-    def __len__(self) -> int:
-        return sum(map(len, self._tasks.values()))
-
-    def __iter__(self) -> Iterator[Task]:
-        return (task for priority in self._priorities for task in self._tasks[priority])
-
-    def take(self, wanted: Callable[[Task], bool]) -> list[Task]:
-        """Remove the tasks that are wanted, and return them."""
-        taken: list[Task] = []
-        for priority in list(self._priorities):
-            tasks = self._tasks[priority]
-            for _ in range(len(tasks)):
-                task = tasks.popleft()
-                (taken if wanted(task) else tasks).append(task)
-            self._forget(priority)
-        return taken
-
-    def _forget(self, priority: int) -> None:
-        if priority != 0 and not self._tasks[priority]:
-            del self._tasks[priority]
-            self._priorities.remove(priority)
 
 
 class WorkerThread:
@@ -153,18 +113,28 @@ class WorkerThread:
         self.deadlines = deadlines
         self.thread = threading.Thread(target=self._run, name=f"{name}-{device}", daemon=True)
         self._limit = limit
-        self._wake_ups: SimpleQueue[None] = SimpleQueue()  # at least one for each task that waits
+        self._wake_ups: SimpleQueue[None] = SimpleQueue()  # one or more, or the thread is awake, while tasks wait
         self._lock = threading.RLock()  # guards what follows; re-entrant, as a garbage collection may run anything
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # threads that wait for `_changed`
-        self._queue = _TaskQueue()
+        # A heap: by priority, equal ones in the order in which they came. Each change is one call, which Ctrl-C or a
+        # garbage collection that submits cannot tear.
+        self._waiting: list[tuple[int, int, Task]] = []
+        self._order = itertools.count()
         self._current: Task | None = None
+        self._nested = 0  # tasks that run inside the current one
         self._is_closed = False
+        self._has_ended = False
         self._death: BaseException | None = None
-        self._counts = {"submitted": 0, "completed": 0, "failed": 0, "": 0}  # "": those that never began
+        self._counts = {"completed": 0, "failed": 0, "": 0}  # "": those that never began
         self.busy = 0.0
 
     # ---- any thread
+
+    def wake(self) -> None:
+        """Have the thread look for tasks."""
+        if self._wake_ups.empty():
+            self._wake_ups.put(None)
 
     def put(self, task: Task, priority: int) -> None:
         """Have the task run; at once, inside a task of this worker. Blocks while too many tasks wait."""
@@ -173,26 +143,37 @@ class WorkerThread:
             self._expect_open()
             if self._limit and not is_inside(self.deadlines):
                 self._wait_for_room()
-            self._counts["submitted"] += 1
             if not is_own:
-                self._wake_ups.put(None)  # first: an interrupt in between leaves one too many, which is harmless
-                self._queue.put(task, priority)
+                heapq.heappush(self._waiting, (priority, next(self._order), task))
+                self.wake()
                 return
+            self._nested += 1
         task.job()
-        self._count(task)
+        self._drop(task)
+        with self._lock:
+            self._nested -= 1
+            self._counts[task.outcome] += 1
+
+    def withdraw(self, task: Task) -> None:
+        """Take a task back whose submission failed or was interrupted. One that has begun goes on."""
+        if task.has_deadline:
+            self.deadlines.remove(task)
+        task.future.cancel()
+        self._sweep()
+        if not task.began:
+            task.drop()
 
     def cancel_waiting(self, error: BaseException | None) -> int:
         """Cancel the tasks that wait, or fail them with `error`; return how many there were."""
-        with self._lock:
-            tasks = self._queue.take(lambda task: True)
-            self._notify()
-        number = sum(not task.future.done() for task in tasks)
-        for task in tasks:
-            if error is None:
-                task.future.cancel()
-            else:
-                fail(task.future, error)
-            self._count(task)
+        with self._lock:  # they stay in the heap, so that Ctrl-C in the midst leaves the rest to the thread
+            tasks = [task for _, _, task in sorted(self._waiting)]
+            number = sum(not task.future.done() for task in tasks)
+            refusals = [task.future.cancel if error is None else partial(fail, task.future, error) for task in tasks]
+            for task, refusal in zip(tasks, refusals, strict=True):
+                task.refusal = refusal
+        for refusal in refusals:
+            refusal()
+        self._sweep()
         return number
 
     def end(self) -> None:
@@ -212,7 +193,7 @@ class WorkerThread:
         """Block until no task waits or runs; return False if that took time, in which tasks may have come elsewhere."""
         was_idle = True
         with self._lock:
-            while self._current is not None or len(self._queue):
+            while self._current is not None or self._waiting:
                 was_idle = False
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -223,17 +204,20 @@ class WorkerThread:
     def counts(self) -> tuple[int, int, int, int, int, int]:
         """Return the tasks submitted, completed, failed, cancelled, waiting and running."""
         with self._lock:
-            counts, current = dict(self._counts), self._current
-            if current is not None and current.outcome:  # its future may be done: it counts as ended
-                counts[current.outcome] += 1
-                current = None
-            return (*counts.values(), len(self._queue), int(current is not None))  # type: ignore[return-value]
+            counts, running, waiting = dict(self._counts), self._nested, len(self._waiting)
+            if self._current is not None:
+                if self._current.outcome:  # its future may be done: it counts as ended
+                    counts[self._current.outcome] += 1
+                else:
+                    running += 1
+            ended = tuple(counts.values())
+            return (sum(ended) + waiting + running, *ended, waiting, running)  # type: ignore[return-value]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return the lines of the table: worker, task, state, seconds."""
         now = time.perf_counter()
         with self._lock:
-            tasks = [(task.name, "waiting", f"{now - task.since:.3f}") for task in self._queue]
+            tasks = [(task.name, "waiting", f"{now - task.since:.3f}") for _, _, task in sorted(self._waiting)]
             if self._current is not None:
                 tasks.insert(0, (self._current.name, "running", f"{now - self._current.began:.3f}"))
         state = "dead" if self._death is not None else "idle" if self.thread.is_alive() else "ended"
@@ -251,12 +235,27 @@ class WorkerThread:
         return error
 
     def _wait_for_room(self) -> None:
-        while len(self._queue) >= self._limit:
-            for task in self._queue.take(lambda task: task.future.done()):  # cancelled by their owners
-                self._count(task)
-            if len(self._queue) >= self._limit:
+        while len(self._waiting) >= self._limit:
+            self._sweep()  # some may have been cancelled by their owners
+            if len(self._waiting) >= self._limit:
                 self._sleep(None)
                 self._expect_open()
+
+    def _sweep(self) -> None:
+        """Remove the tasks that wait in vain, as their futures are done."""
+        with self._lock:
+            done = [entry for entry in sorted(self._waiting) if entry[2].future.done()]
+            try:
+                for entry in done:
+                    if entry[2].has_deadline:
+                        self.deadlines.remove(entry[2])
+                    self._waiting.remove(entry)
+                    self._counts[""] += 1
+            finally:
+                heapq.heapify(self._waiting)
+            self._notify()
+        for _, _, task in done:
+            task.drop()
 
     def _sleep(self, timeout: float | None) -> None:
         self._sleepers += 1
@@ -269,12 +268,6 @@ class WorkerThread:
         if self._sleepers:
             self._changed.notify_all()
 
-    def _count(self, task: Task) -> None:
-        """Count a task that has ended or will never begin, and drop it."""
-        with self._lock:
-            self._counts[task.outcome] += 1
-        self._drop(task)
-
     def _drop(self, task: Task) -> None:
         if task.has_deadline:
             self.deadlines.remove(task)
@@ -283,49 +276,53 @@ class WorkerThread:
     # ---- the worker's thread
 
     def _run(self) -> None:
-        _here.worker = self
+        _here.worker, _here.deadlines = self, self.deadlines
         try:
             with use_device(self.device):
+                task = None
                 while True:
-                    self._wake_ups.get()
-                    task = self._begin()
+                    task = self._turn(task)
                     if task is not None:
-                        task.job()
-                        self._end(task)
-                        del task
-                    elif self._is_closed:
+                        (task.refusal or task.job)()
+                    elif self._has_ended:
                         return
+                    else:
+                        self._wake_ups.get()
         except BaseException as error:
             self._die(error)
 
-    def _begin(self) -> Task | None:
+    def _turn(self, ended: Task | None) -> Task | None:
+        """End a task and begin the next one, if there is one."""
+        now = time.perf_counter()
+        if ended is not None:
+            self._drop(ended)
         with self._lock:
-            self._current = task = self._queue.pop()
+            if ended is not None:
+                self.busy += now - ended.began
+                self._counts[ended.outcome] += 1
+            self._current = task = heapq.heappop(self._waiting)[2] if self._waiting else None
             if task is not None:
-                task.began = time.perf_counter()
+                task.began = now
+            else:
+                self._has_ended = self._is_closed
             self._notify()
-            return task
-
-    def _end(self, task: Task) -> None:
-        with self._lock:
-            self.busy += time.perf_counter() - task.began
-            self._counts[task.outcome] += 1
-            self._current = None
-            self._notify()
-        self._drop(task)
+        return task
 
     def _die(self, error: BaseException) -> None:
         _log.error("the worker thread of %s died", self.device, exc_info=error)
         with self._lock:
             self._death = error
-            tasks = self._queue.take(lambda task: True)
+            tasks = [task for _, _, task in sorted(self._waiting)]
+            self._waiting = []
             if self._current is not None:
                 tasks.append(self._current)
                 self._current = None
+            for task in tasks:
+                self._counts[task.outcome] += 1
             self._notify()
         for task in tasks:
             fail(task.future, self._died())
-            self._count(task)
+            self._drop(task)
 
 
 class Deadlines:
@@ -350,7 +347,7 @@ class Deadlines:
             task.has_deadline = True
             at = time.monotonic() + timeout
             self._tasks[task] = (at, timeout, task.future, device)
-            if self.thread is None:
+            if self.thread is None or self.thread.ident is None:  # Ctrl-C may have come before it started
                 self.thread = threading.Thread(target=self._run, name="cudafuture-deadlines", daemon=True)
                 self.thread.start()
             elif at < self._next:
@@ -359,9 +356,9 @@ class Deadlines:
     def remove(self, task: Task) -> None:
         """Forget a task that has ended."""
         with self._lock:
+            if self._is_closed:
+                self._wake_ups.put(None)  # first: Ctrl-C may come in between
             self._tasks.pop(task, None)
-            if self._is_closed and not self._tasks:
-                self._wake_ups.put(None)
 
     def end(self) -> None:
         """Have the thread end when no task is left. Takes no lock."""
@@ -369,22 +366,26 @@ class Deadlines:
         self._wake_ups.put(None)
 
     def _run(self) -> None:
-        while not (self._is_closed and not self._tasks):
-            self._fail_overdue()
+        _here.deadlines = self
+        while self._fail_overdue():
             with contextlib.suppress(Empty):
                 seconds = self._next - time.monotonic()
                 self._wake_ups.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        self._wake_ups.put(None)  # for a second thread, which Ctrl-C in `add` may lead to
 
-    def _fail_overdue(self) -> None:
+    def _fail_overdue(self) -> bool:
+        """Fail the tasks that are overdue. Return whether to go on."""
         with self._lock:
             now = time.monotonic()
             overdue = {task: entry for task, entry in self._tasks.items() if entry[0] <= now}
             for task in overdue:
                 del self._tasks[task]
             self._next = min((at for at, *_ in self._tasks.values()), default=float("inf"))
+            goes_on = bool(self._tasks) or not self._is_closed
         for task, (_, timeout, future, device) in overdue.items():
             message = f"task {task.name!r} on {device} did not end within {timeout:g} s:\n{table(self._workers)}"
             fail(future, TimeoutError(message))
+        return goes_on
 
 
 def table(workers: Mapping[Any, WorkerThread]) -> str:

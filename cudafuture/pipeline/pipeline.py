@@ -136,8 +136,8 @@ class Pipeline(nn.Module):
 
         Args:
             batch: the input of the first stage, of any nesting; tensors have one row for each sample.
-            target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch, or
-                a multiple, which is divided in the same places.
+            target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch,
+                or a multiple, which is divided in the same places.
             return_outputs: return ``(loss, outputs)``. Default False.
             timeout: seconds after which the step is given up. None (default): never.
 

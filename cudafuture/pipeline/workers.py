@@ -130,6 +130,7 @@ class Workers:
         Raises:
             InvalidStateError: the workers were closed, or belong to the process that this one was forked from.
             CUDAFutureError: the thread died.
+            TypeError: `priority` is not an int.
             ValueError: no worker for the device; `stream` is on another; `timeout` is not positive.
 
         The future fails with TimeoutError, whose text has the table of all tasks, when `timeout` has passed.
@@ -140,6 +141,7 @@ class Workers:
         42
         """
         worker = self._workers.get(device) or self._find(device)
+        worker.wake()  # now, as another core takes longer to come than the task to be made
         if worker.is_accelerator:
             if stream is None:
                 stream = current_stream(worker.device)
@@ -149,21 +151,25 @@ class Workers:
             raise ValueError(f"a task on {worker.device} has no stream of {stream.device}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
+        if type(priority) is not int:
+            if not isinstance(priority, int) or isinstance(priority, bool):
+                raise TypeError(f"priority is an int, not {priority!r}")
+            priority = int(priority)
         task = Task(
             compute,
             finalize,
             cast(torch.Stream, stream) if worker.is_accelerator else None,
             name or getattr(compute, "__qualname__", None) or type(compute).__qualname__,
         )
-        future: CUDAFuture[T] = _C.submit(cast(Any, task.run), cast(Any, task), 0, task.name)
-        task.future = future
-        if timeout is not None:
-            self._deadlines.add(task, timeout, worker.device)
+        run: Any = task.run
+        executor: Any = task
+        task.future = future = _C.submit(run, executor, 0, task.name)
         try:
+            if timeout is not None:
+                self._deadlines.add(task, timeout, worker.device)
             worker.put(task, priority)
-        except BaseException:
-            self._deadlines.remove(task)
-            task.drop()
+        except BaseException:  # also Ctrl-C, when the task may wait already
+            worker.withdraw(task)
             raise
         return future
 
@@ -176,6 +182,7 @@ class Workers:
         ...     future.done()
         True
         """
+        _C.refuse_after_fork()
         self._refuse_inside("wait()")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not all(worker.wait_until_idle(deadline) for worker in self._each()):
@@ -205,8 +212,7 @@ class Workers:
         """
         if os.getpid() != self._pid:
             return
-        if is_inside(self._deadlines):
-            raise InvalidStateError("close() of Workers inside one of their tasks would wait for that task: a deadlock")
+        self._refuse_inside("close()")
         self._end()
         for worker in self._each():
             worker.wake_sleepers()
@@ -216,6 +222,17 @@ class Workers:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     raise TimeoutError(f"tasks did not end within {timeout:g} s:\n{self.table()}")
+
+    def is_inside(self) -> bool:
+        """Return whether the calling thread is one of these: in a task, or in a callback of a future that it completed.
+
+        ``wait()`` and ``close()`` raise there, as they would wait for themselves.
+
+        >>> with Workers(["cpu"]) as workers:
+        ...     workers.is_inside(), workers.submit("cpu", workers.is_inside).wait()
+        (False, True)
+        """
+        return is_inside(self._deadlines)
 
     def table(self) -> str:
         """Return a table of the tasks that run or wait, one a line, with the seconds for which they do.
@@ -271,8 +288,7 @@ class Workers:
         return worker
 
     def _refuse_inside(self, call: str) -> None:
-        _C.refuse_after_fork()
-        if is_inside(self._deadlines):
+        if self.is_inside():
             raise InvalidStateError(f"{call} of Workers inside one of their tasks would wait for that task: a deadlock")
 
 

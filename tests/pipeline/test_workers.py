@@ -7,6 +7,8 @@ import contextvars
 import ctypes
 import functools
 import gc
+import itertools
+import linecache
 import os
 import random
 import signal
@@ -23,6 +25,8 @@ import torch
 
 from cudafuture import CUDAFuture, own_stream
 from cudafuture.errors import CancelledError, CUDAFutureError, InvalidStateError
+from cudafuture.pipeline import _worker_thread
+from cudafuture.pipeline import workers as workers_module
 from cudafuture.pipeline.stream import CPUStream
 from cudafuture.pipeline.workers import Workers, WorkersStatistics
 from soak import soak_count
@@ -315,6 +319,16 @@ def test_lower_priorities_come_first_and_equal_ones_in_order(workers: Workers) -
     assert len(ran) == len(priorities)
 
 
+@pytest.mark.parametrize("priority", ["a", None, True, 1.5])
+def test_a_priority_that_is_no_int_is_refused(priority: Any, workers: Workers) -> None:
+    for _ in range(2):
+        with pytest.raises(TypeError, match="priority is an int, not"):
+            workers.submit(CPU, int, priority=priority)
+    workers.wait(timeout=10)
+    assert workers.submit(CPU, lambda: 1, priority=signal.SIGINT).wait() == 1
+    assert workers.statistics().submitted == 1
+
+
 def test_submit_blocks_while_the_queue_is_full() -> None:
     with Workers([CPU], queue=2) as workers:
         blocker = Blocker(workers)
@@ -483,6 +497,24 @@ def test_waiting_for_all_tasks_inside_a_task_is_an_error(workers: Workers) -> No
     assert workers.submit(CPU, lambda: 1).wait() == 1
 
 
+def test_is_inside_tells_whether_the_thread_is_one_of_these_workers() -> None:
+    with Workers([CPU]) as first, Workers([CPU]) as second:
+        assert not first.is_inside()
+        assert first.submit(CPU, lambda: (first.is_inside(), second.is_inside())).wait() == (True, False)
+        blocker, seen = Blocker(first), CUDAFuture[bool]()
+        blocker.future.add_done_callback(lambda _: seen.set_result(first.is_inside()))
+        blocker.release()
+        assert seen.wait(timeout=10)
+
+
+def test_close_in_a_callback_of_an_overdue_task_is_an_error(workers: Workers) -> None:
+    blocker, seen = Blocker(workers), CUDAFuture[bool]()
+    late = workers.submit(CPU, int, timeout=0.01)
+    late.add_done_callback(lambda _: seen.set_result(_is_refused(workers.close)))
+    assert seen.wait(timeout=10)
+    blocker.release()
+
+
 def kill(thread: threading.Thread) -> None:
     """Raise SystemExit in a thread that waits for tasks, when it runs next."""
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
@@ -506,6 +538,88 @@ def test_a_thread_that_dies_fails_its_futures() -> None:
             workers.submit(CPU, int)
         assert "dead" in workers.table()
         assert workers.statistics().waiting == 0
+
+
+# ---- Ctrl-C
+
+
+FILES = {_worker_thread.__file__, workers_module.__file__}
+
+
+def interrupt_at(line: int, body: Callable[[], object]) -> bool:
+    """Run `body`, and raise KeyboardInterrupt at that line of the workers, counted as they run. False: it has fewer."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in FILES:
+            return None
+        # Python itself cannot unlock a lock when Ctrl-C comes between `with` and its block.
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith("with "):
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(TimeoutError):
+            body()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return count >= line
+
+
+BODIES: dict[str, Callable[[Workers], object]] = {
+    "submit": lambda workers: workers.submit(CPU, int),
+    "submit with a priority": lambda workers: workers.submit(CPU, int, priority=3),
+    "submit with a timeout": lambda workers: workers.submit(CPU, int, timeout=1000),
+    "submit to a full queue": lambda workers: [workers.submit(CPU, int, timeout=1000).cancel() for _ in range(4)],
+    "wait": lambda workers: workers.wait(timeout=0.001),
+    "cancel_waiting": lambda workers: workers.cancel_waiting(),
+    "cancel_waiting with an error": lambda workers: workers.cancel_waiting(LookupError()),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_ctrl_c_at_any_line_leaves_the_workers_usable(body: str) -> None:
+    for line in itertools.count(1):
+        workers = Workers([CPU], queue=4)
+        blocker = Blocker(workers)
+        earlier = [workers.submit(CPU, int), workers.submit(CPU, int, priority=2, timeout=1000)]
+        was_interrupted = interrupt_at(line, functools.partial(BODIES[body], workers))
+        late = workers.submit(CPU, int, timeout=0.001)
+        assert isinstance(late.exception(), TimeoutError), line
+        blocker.release()
+        ran = [workers.submit(CPU, lambda: "ran", priority=priority).wait(timeout=10) for priority in (-1, 0, 3)]
+        assert ran == ["ran"] * 3, line
+        workers.wait(timeout=10)
+        assert all(future.done() for future in (blocker.future, *earlier)), line
+        statistics = workers.statistics()
+        assert (statistics.waiting, statistics.running, statistics.failed) == (0, 0, 0), line
+        workers.close(timeout=10)
+        if not was_interrupted:
+            break
+    assert line > 15
+
+
+def test_ctrl_c_at_any_line_of_close_leaves_it_to_another_call() -> None:
+    for line in itertools.count(1):
+        workers = Workers([CPU, FakeDevice("fake")])
+        blocker = Blocker(workers, timeout=1000)
+        waiting = workers.submit(CPU, lambda: "ran")
+        was_interrupted = interrupt_at(line, functools.partial(workers.close, timeout=0.001))
+        blocker.release()
+        workers.close(timeout=10)
+        assert waiting.wait(timeout=10) == "ran"
+        assert not threads(), line
+        if not was_interrupted:
+            break
+    assert line > 15
 
 
 # ---- deadlines
