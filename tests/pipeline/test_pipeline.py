@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -24,13 +26,15 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline import LocalLink, Pipeline, Schedule, Workers, pop, skippable, stash
 from cudafuture.pipeline.link import LinkClosedError
 from cudafuture.testing import sim
+from interrupts import interrupt_at
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
-from soak import soak_count
+from soak import SOAK, soak_count
 
 sim.prepare()  # before the first backward
 
 Tensor = torch.Tensor
+FOLDER = str(pathlib.Path(sys.modules[Pipeline.__module__].__file__ or "").parent)
 WIDTH = 6
 
 
@@ -871,6 +875,24 @@ def test_a_step_that_is_too_slow_shows_its_cells() -> None:
     assert pipeline.get_parameter("0.by").grad is None
     pipeline.step(torch.zeros(2, 2), timeout=60)
     assert pipeline.get_parameter("0.by").grad is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+def test_ctrl_c_at_any_line_of_a_step_leaves_the_pipeline_usable(table: str) -> None:
+    model = model_of(2)
+    line = 1
+    while True:
+        pipeline = Pipeline(copy.deepcopy(model), balance=[1, 1], microbatches=2, schedule=table, loss=loss_of)
+        batch, target = batch_of(4)
+        if not interrupt_at(line, FOLDER, functools.partial(pipeline.step, batch, target)):
+            break
+        pipeline.zero_grad()
+        expect_plain(pipeline, model, [1, 1], rows=4)
+        pipeline.close()
+        line += 1 if line < 40 or SOAK else 7
+    assert line > 100
 
 
 def test_two_pipelines_beside_each_other_and_inside_a_worker() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import linecache
 import logging
 import pathlib
 import sys
@@ -18,6 +17,7 @@ import torch
 
 from cudafuture import prefetch
 from cudafuture.prefetch import Prefetcher
+from interrupts import interrupt_at
 
 LONG = 60.0  # seconds, for what happens at once
 FOLDER = str(pathlib.Path(sys.modules[Prefetcher.__module__].__file__ or "").parent)
@@ -268,33 +268,6 @@ def test_the_error_of_a_batch_that_nobody_asked_for_is_not_logged(caplog: pytest
 # ---- Ctrl-C
 
 
-def interrupt_at(line: int, body: Callable[[], object]) -> bool:
-    """Run `body`, and raise KeyboardInterrupt at that line of the package, counted as they run. False: it has fewer."""
-    count = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(FOLDER):
-            return None
-        # Python itself cannot unlock a lock when Ctrl-C comes between `with` and its block.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith("with "):
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        body()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return count >= line
-
-
 def take_all(batches: Prefetcher) -> None:
     for _batch in batches:
         pass
@@ -320,7 +293,7 @@ def test_ctrl_c_at_any_line_leaves_the_prefetcher_usable(
     line = 1
     while True:
         batches = prefetch(range(3), "cpu", across_epochs=across_epochs)
-        if not interrupt_at(line, lambda batches=batches: body(batches)):  # type: ignore[misc]
+        if not interrupt_at(line, FOLDER, lambda batches=batches: body(batches)):  # type: ignore[misc]
             break
         assert list(batches) == [0, 1, 2], f"interrupted at line {line}"
         line += 1
