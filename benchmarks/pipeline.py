@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import statistics
 import sys
 import threading
@@ -155,6 +156,7 @@ def submit(cores: int, rounds: int) -> Row:
     """From submit to the start of an empty task, with the worker on the program's core or on another."""
     module = importlib.import_module("fairscale.nn.pipe.worker")
     program = threading.current_thread()
+    shuffle = random.Random(0).sample
     with Workers(["cpu"]) as workers, module.spawn_workers([CPU]) as ((in_queue,), (out_queue,)):
         workers.submit(CPU, int).wait()
         others = [thread for thread in threading.enumerate() if thread is not program]
@@ -162,13 +164,13 @@ def submit(cores: int, rounds: int) -> Row:
         theirs: list[int] = []
         again: list[int] = []
         with pinned({program: 0} | dict.fromkeys(others, cores - 1)):
-            for i in range(TASKS * rounds):
+            for _ in range(TASKS * rounds):
                 timed = [
                     (ours, partial(_ours, workers)),
                     (theirs, partial(_theirs, module, (in_queue, out_queue))),
                     (again, partial(_theirs, module, (in_queue, out_queue))),
                 ]
-                for times, each in timed if i % 2 else timed[::-1]:
+                for times, each in shuffle(timed, len(timed)):
                     times.append(each())
     mine, peer = statistics.median(ours), statistics.median(theirs)
     ratios = [statistics.median(again[i::20]) / statistics.median(theirs[i::20]) for i in range(20)]

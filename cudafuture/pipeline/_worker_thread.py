@@ -47,13 +47,13 @@ class Task:
     )
 
     future: CUDAFuture[Any]
-    job: Callable[[], object]
 
     def __init__(self, compute: Callable[[], Any], finalize: Any, stream: torch.Stream | None, name: str) -> None:
         self.compute = compute
         self.finalize = finalize  # called with the value; or None
         self.stream = stream
         self.name = name
+        self.job: Callable[[], object] = int  # nothing, until `submit`
         self.since = time.perf_counter()
         self.began = 0.0
         self.outcome = ""  # "completed" or "failed"; "": it has not ended
@@ -117,8 +117,7 @@ class WorkerThread:
         self._lock = threading.RLock()  # guards what follows; re-entrant, as a garbage collection may run anything
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # threads that wait for `_changed`
-        # A heap: by priority, equal ones in the order in which they came. Each change is one call, which Ctrl-C or a
-        # garbage collection that submits cannot tear.
+        # A heap, by priority and then arrival. Each change is one call, which Ctrl-C or a collection cannot tear.
         self._waiting: list[tuple[int, int, Task]] = []
         self._order = itertools.count()
         self._current: Task | None = None
@@ -146,8 +145,10 @@ class WorkerThread:
             if not is_own:
                 heapq.heappush(self._waiting, (priority, next(self._order), task))
                 self.wake()
-                return
-            self._nested += 1
+            else:
+                self._nested += 1
+        if not is_own:
+            return
         task.job()
         self._drop(task)
         with self._lock:
@@ -156,8 +157,7 @@ class WorkerThread:
 
     def withdraw(self, task: Task) -> None:
         """Take a task back whose submission failed or was interrupted. One that has begun goes on."""
-        if task.has_deadline:
-            self.deadlines.remove(task)
+        self.deadlines.remove(task)
         task.future.cancel()
         self._sweep()
         if not task.began:
@@ -245,17 +245,19 @@ class WorkerThread:
         """Remove the tasks that wait in vain, as their futures are done."""
         with self._lock:
             done = [entry for entry in sorted(self._waiting) if entry[2].future.done()]
-            try:
-                for entry in done:
-                    if entry[2].has_deadline:
-                        self.deadlines.remove(entry[2])
-                    self._waiting.remove(entry)
-                    self._counts[""] += 1
-            finally:
-                heapq.heapify(self._waiting)
+            self._remove(done)
             self._notify()
         for _, _, task in done:
             task.drop()
+
+    def _remove(self, entries: list[tuple[int, int, Task]]) -> None:
+        try:
+            for entry in entries:
+                self.deadlines.remove(entry[2])
+                self._waiting.remove(entry)
+                self._counts[""] += 1
+        finally:
+            heapq.heapify(self._waiting)
 
     def _sleep(self, timeout: float | None) -> None:
         self._sleepers += 1
@@ -269,8 +271,7 @@ class WorkerThread:
             self._changed.notify_all()
 
     def _drop(self, task: Task) -> None:
-        if task.has_deadline:
-            self.deadlines.remove(task)
+        self.deadlines.remove(task)
         task.drop()
 
     # ---- the worker's thread
@@ -355,6 +356,8 @@ class Deadlines:
 
     def remove(self, task: Task) -> None:
         """Forget a task that has ended."""
+        if not task.has_deadline:
+            return
         with self._lock:
             if self._is_closed:
                 self._wake_ups.put(None)  # first: Ctrl-C may come in between
