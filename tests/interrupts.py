@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen line of a package."""
+"""Ctrl-C at a chosen line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def interrupt_at(line: int, folder: str, body: Callable[[], object]) -> bool:
-    """Run `body`, and raise KeyboardInterrupt at that line of a folder, counted as they run. False: it has fewer."""
+def interrupt_at(line: int, places: str | tuple[str, ...], body: Callable[[], object]) -> bool:
+    """Run `body`, and raise KeyboardInterrupt at the line with that number, counted as lines of files run.
+
+    `places` are the beginnings of the files' names. Returns False where fewer lines have run.
+    """
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.startswith(folder):
+        if not frame.f_code.co_filename.startswith(places):
             return None
         # Python itself cannot unlock a lock when Ctrl-C comes between `with` and its block.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

@@ -1,6 +1,8 @@
 """Pipeline parallelism in one process: stages on devices, micro-batches between them, schedules as tables."""
 
+from cudafuture.pipeline import balance
 from cudafuture.pipeline.analysis import Analysis, Costs
+from cudafuture.pipeline.gpipe import GPipe
 from cudafuture.pipeline.link import Link, LocalLink
 from cudafuture.pipeline.pipeline import Pipeline
 from cudafuture.pipeline.schedule import Cell, Schedule
@@ -11,11 +13,13 @@ __all__ = [
     "Analysis",
     "Cell",
     "Costs",
+    "GPipe",
     "Link",
     "LocalLink",
     "Pipeline",
     "Schedule",
     "Workers",
+    "balance",
     "pop",
     "skippable",
     "stash",

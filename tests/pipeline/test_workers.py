@@ -8,7 +8,6 @@ import ctypes
 import functools
 import gc
 import itertools
-import linecache
 import os
 import random
 import signal
@@ -29,6 +28,7 @@ from cudafuture.pipeline import _worker_thread
 from cudafuture.pipeline import workers as workers_module
 from cudafuture.pipeline.stream import CPUStream
 from cudafuture.pipeline.workers import Workers, WorkersStatistics
+from interrupts import interrupt_at
 from soak import soak_count
 
 CPU = torch.device("cpu")
@@ -543,35 +543,17 @@ def test_a_thread_that_dies_fails_its_futures() -> None:
 # ---- Ctrl-C
 
 
-FILES = {_worker_thread.__file__, workers_module.__file__}
+FILES = (_worker_thread.__file__, workers_module.__file__)
 
 
-def interrupt_at(line: int, body: Callable[[], object]) -> bool:
-    """Run `body`, and raise KeyboardInterrupt at that line of the workers, counted as they run. False: it has fewer."""
-    count = 0
+def interrupted(line: int, body: Callable[[], object]) -> bool:
+    """Interrupt `body` at that line of the workers."""
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename not in FILES:
-            return None
-        # Python itself cannot unlock a lock when Ctrl-C comes between `with` and its block.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith("with "):
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
+    def run() -> None:
         with contextlib.suppress(TimeoutError):
             body()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return count >= line
+
+    return interrupt_at(line, FILES, run)
 
 
 BODIES: dict[str, Callable[[Workers], object]] = {
@@ -591,7 +573,7 @@ def test_ctrl_c_at_any_line_leaves_the_workers_usable(body: str) -> None:
         workers = Workers([CPU], queue=4)
         blocker = Blocker(workers)
         earlier = [workers.submit(CPU, int), workers.submit(CPU, int, priority=2, timeout=1000)]
-        was_interrupted = interrupt_at(line, functools.partial(BODIES[body], workers))
+        was_interrupted = interrupted(line, functools.partial(BODIES[body], workers))
         late = workers.submit(CPU, int, timeout=0.001)
         assert isinstance(late.exception(), TimeoutError), line
         blocker.release()
@@ -612,7 +594,7 @@ def test_ctrl_c_at_any_line_of_close_leaves_it_to_another_call() -> None:
         workers = Workers([CPU, FakeDevice("fake")])
         blocker = Blocker(workers, timeout=1000)
         waiting = workers.submit(CPU, lambda: "ran")
-        was_interrupted = interrupt_at(line, functools.partial(workers.close, timeout=0.001))
+        was_interrupted = interrupted(line, functools.partial(workers.close, timeout=0.001))
         blocker.release()
         workers.close(timeout=10)
         assert waiting.wait(timeout=10) == "ran"
