@@ -69,12 +69,12 @@ class Stage:
     stashes: list[_Key]
     """Skips that another stage pops."""
     sends: bool
-    """Whether an output goes to another device."""
+    """True if an output goes to another device."""
     in_stream: AbstractStream = field(init=False)
     out_stream: AbstractStream = field(init=False)
     gate: AbstractStream = field(init=False)
     changes_input: bool | None = None
-    """Whether it has changed its input in place; None: not known yet."""
+    """True if the module has changed its input in place; None: not known yet."""
 
     def __post_init__(self) -> None:
         self.in_stream, self.out_stream, self.gate = (new_stream(self.device) for _ in range(3))

@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a forward cell gives."""
+    """The results of a forward cell: the input of the next stage, and the skips."""
 
     message: Message
     stashed: dict[Skip, Message]
@@ -70,7 +70,7 @@ class _Start(torch.autograd.Function):
 
 @dataclass
 class _Saved:
-    """What a stage keeps of a micro-batch from its forward cell to its last one."""
+    """The state of a micro-batch in a stage, from its forward cell to its last cell."""
 
     received: Message
     popped: dict[Skip, Message]
@@ -78,11 +78,11 @@ class _Saved:
     weight: float
     start: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     roots: dict[Any, GradientEdge] = field(default_factory=dict)
-    """Where backward begins, by the index of the leaf sent, by the skip, or "loss"."""
+    """The edges at which backward begins, by the index of the leaf sent, by the skip, or "loss"."""
     gradients: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     """Of what was received, by the index of the leaf or by the skip."""
     random: RandomState | None = None
-    """Where the generators were; None: the graph was kept, and nothing has to be computed again."""
+    """The generators' states before the forward cell; None: the stage kept its graph and computes nothing again."""
     weight_part: WeightPart | None = None
 
     def forget_inputs(self) -> None:
@@ -246,7 +246,7 @@ class Stage:
 
 
 class _Given(SkipTracker):
-    """What one run of a stage is given: its input, and the skips that it pops. It takes those that the stage stashes.
+    """The input of one run of a stage, and the skips that the run pops and stashes.
 
     Args:
         saved: of the micro-batch.

@@ -58,7 +58,7 @@ class Task:
         self.began = 0.0
         self.outcome = ""  # "completed" or "failed"; "": it has not ended
         self.has_deadline = False
-        self.refusal: Callable[[], object] | None = None  # what the thread calls instead of the job
+        self.refusal: Callable[[], object] | None = None  # called by the thread instead of the job
 
     def submit(self, job: Callable[[], object]) -> None:
         """Keep the job: called by the native module, which knows the task as an executor."""

@@ -42,7 +42,7 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
         raise ValueError(f"costs must be at least 0: {list(cost)}")
     sums = [0, *itertools.accumulate(cost)]
     # best[k][n]: (largest sum, sum of squares, cut) of the first n layers in k + 1 partitions. First all largest sums:
-    # what has the smallest of the whole may have a larger one on the way, if its squares are smaller.
+    # the best division of the whole may have a larger maximum on the way, if its squares are smaller.
     limit = _smallest_limit(sums, partitions)
     infinite = float("inf")
     squares = [infinite] * (layers + 1)

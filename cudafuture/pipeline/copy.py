@@ -18,7 +18,10 @@ __all__ = ["Handover", "copy", "depart", "wait"]
 
 
 _Mark = CUDAFuture[None]
-"""What a stream has been given so far. Not a torch.Event, which makes a context if another device destroys it."""
+"""An event behind the work that a stream has been given so far.
+
+Not a torch.Event: another current device at its destruction would make a context.
+"""
 
 
 @dataclass

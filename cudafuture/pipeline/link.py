@@ -19,7 +19,7 @@ class LinkClosedError(Exception):
 
 
 class Link(Protocol):
-    """What a pipeline needs of the way between its stages. A pipeline makes one for each step.
+    """A way for tensors between the stages of a pipeline. A pipeline makes one for each step.
 
     A key, which is hashable, names a message; each is sent once and received once.
     """

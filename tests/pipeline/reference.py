@@ -1,4 +1,4 @@
-"""What a pipeline has to compute: the gradients of the plain model, accumulated in the order of a table."""
+"""The reference of a pipeline: gradients of the plain model, accumulated in the order of a table."""
 
 from __future__ import annotations
 

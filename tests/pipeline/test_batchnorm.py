@@ -146,8 +146,12 @@ def test_a_lazy_layer_is_refused() -> None:
 
 def test_a_state_that_torchgpipe_has_saved_can_be_loaded() -> None:
     state = {**nn.BatchNorm1d(5).state_dict(), "sum": torch.zeros(5), "sum_squares": torch.zeros(5)}
-    DeferredBatchNorm(5).load_state_dict(state)
-    nn.Sequential(DeferredBatchNorm(5)).load_state_dict({f"0.{name}": value for name, value in state.items()})
+    state["running_mean"] = torch.full((5,), 3.0)
+    alone, inside = DeferredBatchNorm(5), nn.Sequential(DeferredBatchNorm(5))
+    alone.load_state_dict(state)
+    inside.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    assert alone.running_mean is not None
+    assert alone.running_mean.tolist() == inside.state_dict()["0.running_mean"].tolist() == [3] * 5
 
 
 def test_an_input_without_channels_is_refused() -> None:

@@ -124,6 +124,13 @@ def compare_with_plain(
             assert torch.equal(mine.grad.cpu(), theirs.grad)
 
 
+def expect_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert reference.grad is not None
+        assert torch.equal(parameter.grad, reference.grad)
+
+
 SETTINGS = list(itertools.product(MODES, [1, 2, 3, 4], [1, 2, 3]))
 
 
@@ -517,10 +524,7 @@ def test_a_partition_that_changes_its_input_in_place_can_be_checkpointed() -> No
             x = torch.randn(4, 2)
             model(x).sum().backward()
             torch.cat([plain(chunk) for chunk in x.chunk(2)]).sum().backward()
-            for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
-                assert parameter.grad is not None
-                assert reference.grad is not None
-                assert torch.equal(parameter.grad, reference.grad)
+            expect_equal_gradients(model, plain)
 
 
 def test_a_graph_that_is_retained_can_be_run_twice() -> None:
@@ -702,10 +706,7 @@ def test_integers_can_be_the_input() -> None:
         ids = torch.arange(9)
         model(ids).sum().backward()
         torch.cat([plain(chunk) for chunk in ids.chunk(3)]).sum().backward()
-        for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert reference.grad is not None
-            assert torch.equal(parameter.grad, reference.grad)
+        expect_equal_gradients(model, plain)
 
 
 def test_inference_mode_runs() -> None:

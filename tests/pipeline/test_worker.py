@@ -386,7 +386,8 @@ def test_join_workers_ends_a_worker_in_a_thread_of_the_caller() -> None:
     thread = threading.Thread(target=worker, args=(in_queue, out_queue, CPU, True))
     thread.start()
     join_workers([in_queue], [out_queue])
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])

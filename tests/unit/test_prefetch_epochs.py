@@ -44,7 +44,7 @@ class Asynchronous:
 
 
 class Epochs:
-    """An iterable of (epoch, position) that is told the epoch, as samplers are, and can be resumed."""
+    """A resumable iterable of (epoch, position) with a ``set_epoch``, as samplers have."""
 
     def __init__(self) -> None:
         self.epoch = self.position = 0
