@@ -219,15 +219,27 @@ def test_a_stream_that_joins_a_capture_and_is_not_joined_back_ends_it_with_an_er
         side.wait_stream(torch.cuda.current_stream())
 
 
-def test_after_fork_cuda_is_refused(alone: Callable[..., str]) -> None:
+def test_after_fork_cuda_is_refused_while_an_operation_of_the_parent_runs(alone: Callable[..., str]) -> None:
     alone("""
-    import os
+    import os, threading
+    cudart = ctypes.CDLL(None)
+    runs, may_end = threading.Event(), threading.Event()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def block(_):
+        runs.set()
+        may_end.wait()
+
     torch.ones(1, device="cuda")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert cudart.cudaLaunchHostFunc(stream, block, None) == 0
+    runs.wait()
     child = os.fork()
     if child == 0:
-        error = ctypes.CDLL(None).cudaDeviceSynchronize()
-        os._exit(error)
+        os._exit(cudart.cudaDeviceSynchronize())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3  # cudaErrorInitializationError
+    may_end.set()
+    torch.cuda.synchronize()
     """)
 
 

@@ -43,12 +43,17 @@ Machine::Machine() : settings(Settings::of_environment()) {
   for (int device = 0; device < settings.devices; ++device) defaults_.push_back(make_stream(device, 0, 0));
   blocking_streams_ = 0;
   counters.streams_created = 0;
-  // A child of fork() has none of the threads, and CUDA refuses to work there (cudaErrorInitializationError).
-  pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); },
-                 [] {
-                   get().error = cudaErrorInitializationError;
-                   get().mutex.unlock();
-                 });
+  pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); }, [] { get().leave_to_parent(); });
+}
+
+// In a child of fork(), which has none of the threads: CUDA refuses to work there. An operation that was running in the
+// parent never ends here, so nothing may wait for it, nor notify the threads of the parent.
+void Machine::leave_to_parent() {
+  error = cudaErrorInitializationError;
+  stopped_ = true;
+  synchronising_ = 0;
+  runner_sleeps_ = false;
+  mutex.unlock();
 }
 
 void Machine::start_threads() {
@@ -279,7 +284,7 @@ void Machine::wake() {
 }
 
 void Machine::stop(Lock& lock) {
-  stopped_ = true;
+  if (std::exchange(stopped_, true)) return;
   error = cudaErrorCudartUnloading;
   changed_.notify_all();
   due_.notify_all();

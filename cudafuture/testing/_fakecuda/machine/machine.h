@@ -105,6 +105,7 @@ class Machine {
 
  private:
   Machine();
+  void leave_to_parent();
   void start_threads();
   Clock::time_point due();
   bool step(Lock& lock, Stream& stream);
