@@ -1,5 +1,6 @@
 """Tensors on disk, past Python and the GIL, with futures: ``Engine`` and ``File``, and by name: ``Offloader``."""
 
+from cudafuture._C import Snapshot
 from cudafuture.storage._digests import Digest, digest, digests
 from cudafuture.storage.async_file_writer import AsyncFileWriter
 from cudafuture.storage.backends import get_backends, probe_backend
@@ -8,6 +9,7 @@ from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
+from cudafuture.storage.multipart_write import MultipartWrite
 from cudafuture.storage.offloader import Offloader
 from cudafuture.storage.salvage import SalvagedStore
 from cudafuture.storage.sharded_offloader import ShardedOffloader
@@ -24,10 +26,12 @@ __all__ = [
     "Entry",
     "File",
     "GDSFile",
+    "MultipartWrite",
     "Offloader",
     "OffloaderStatistics",
     "SalvagedStore",
     "ShardedOffloader",
+    "Snapshot",
     "Store",
     "default_engine",
     "digest",

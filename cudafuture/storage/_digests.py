@@ -99,15 +99,22 @@ class Digest:
         self._left -= piece.nbytes
         return own
 
-    def value(self) -> int:
+    def value(self, seed: int = 0) -> int:
         """Return the digest.
+
+        Args:
+            seed: of a digest that a store keeps: ``value(snapshot.seed) == snapshot.digest`` for the bytes of a
+                ``Snapshot``. That of ``digest()`` is 0.
 
         Raises:
             InvalidStateError: some bytes are missing.
+            ValueError: the seed is not a number of 64 bits.
 
         >>> Digest(0).value() == digest(torch.empty(0))
         True
         """
         if self._left:
             raise InvalidStateError(f"{self._left} of {self._nbytes} bytes were not added")
-        return self._native.digest()
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"a seed is a number of 64 bits, not {seed!r}")
+        return self._native.digest(seed)

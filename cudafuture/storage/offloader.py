@@ -17,6 +17,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.storage import _xxhash
 from cudafuture.storage._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
 from cudafuture.storage._offloader_keys import OffloaderKeys
+from cudafuture.storage._offloader_parts import OffloaderParts
 from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
 from cudafuture.storage.store import OffloaderStatistics, expected_digests
@@ -29,7 +30,7 @@ __all__ = ["Offloader"]
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 
 
-class Offloader(OffloaderKeys):
+class Offloader(OffloaderKeys, OffloaderParts):
     """A store of tensors by name, in a folder.
 
     ``write`` puts a tensor under a key, ``read`` gets it back; both return futures, and take tensors on the host and on

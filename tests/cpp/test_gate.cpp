@@ -19,6 +19,12 @@ EntryPtr entry_at(Place&& place) {
   return entry;
 }
 
+Memory memory_of(std::size_t size) {
+  Memory memory;
+  memory.skip(size);
+  return memory;
+}
+
 }  // namespace
 
 TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers, when little is under way") {
@@ -28,7 +34,7 @@ TEST_CASE("store gate: what waits goes with its neighbours, in as few transfers,
   std::vector<Place> places = slabs->take(std::vector<std::uint64_t>(8, 4096));
   Gate gate(1, 3 * 4096 + kPage);  // three side by side fit
   const auto add = [&](std::size_t i) {
-    return gate.add({nullptr, std::to_string(i), entry_at(std::move(places[i])), {}});
+    return gate.add({nullptr, std::to_string(i), entry_at(std::move(places[i])), memory_of(4096)});
   };
   const auto keys = [](const std::vector<Reads>& transfers) {
     std::vector<std::string> lines;
@@ -55,7 +61,7 @@ TEST_CASE("store gate: nobody overtakes what waits") {
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   const auto read = [&](const char* key) {
     slabs->reserve(4096);
-    return Read{nullptr, key, entry_at(std::move(slabs->take({4096}).front())), {}};
+    return Read{nullptr, key, entry_at(std::move(slabs->take({4096}).front())), memory_of(4096)};
   };
   Gate gate(2, 4096);
   for (int i = 0; i < 4; ++i) CHECK(gate.add(read("first")).size() == 1);

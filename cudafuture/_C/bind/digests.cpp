@@ -63,7 +63,8 @@ void bind_digests(nb::module_& m) {
           },
           nb::arg("size"))
       .def("take", take, nb::arg("at"), nb::arg("bytes"))
-      .def("digest", [](const Checksum& self) { return self.digest(0); });
+      .def(
+          "digest", [](const Checksum& self, std::uint64_t seed) { return self.digest(0, seed); }, nb::arg("seed") = 0);
 }
 
 }  // namespace cudafuture::bind

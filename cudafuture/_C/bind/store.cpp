@@ -20,6 +20,7 @@
 #include "bind/errors.h"
 #include "bind/future.h"
 #include "bind/storage.h"
+#include "bind/store.h"
 #include "bind/store_statistics.h"
 #include "bind/tensors.h"
 #include "core/error.h"
@@ -31,16 +32,9 @@
 #include "storage/store.h"
 
 namespace cudafuture::bind {
-namespace {
 
 using storage::Call;
 using storage::CallPtr;
-using storage::Direction;
-using storage::Store;
-
-using StorePtr = std::shared_ptr<Store>;
-using Keys = std::vector<std::string>;
-using Entries = std::vector<storage::EntryPtr>;
 
 std::string key_of(nb::handle object) {
   if (!PyUnicode_Check(object.ptr())) {
@@ -73,7 +67,23 @@ CallPtr new_call(Call::Kind kind, const std::string& name, int priority) {
   return call;
 }
 
-CallPtr new_call(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
+std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what) {
+  if (object.is_none()) return std::nullopt;
+  at::Tensor tensor = take_on_host(object);
+  const bool has_count = tensor.dim() == 1 && static_cast<std::size_t>(tensor.numel()) == count;
+  if (tensor.scalar_type() == dtype && has_count) return tensor;
+  const std::string wanted = std::string(what) + " go into a tensor of " + c10::toString(dtype);
+  throw nb::value_error((wanted + " with one dimension, an element for each").c_str());
+}
+
+namespace {
+
+using storage::Direction;
+using storage::Store;
+
+using Entries = std::vector<storage::EntryPtr>;
+
+CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
   const std::string operand = keys.size() == 1 ? keys.front() : std::to_string(keys.size()) + " keys";
   return new_call(kind, std::string(verb) + " " + operand, priority);
 }
@@ -99,16 +109,6 @@ std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const
   return found;
 }
 
-// A tensor on the host that something of each key goes into; what it is called is for who gives another one.
-std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what) {
-  if (object.is_none()) return std::nullopt;
-  at::Tensor tensor = take_on_host(object);
-  const bool has_count = tensor.dim() == 1 && static_cast<std::size_t>(tensor.numel()) == count;
-  if (tensor.scalar_type() == dtype && has_count) return tensor;
-  const std::string wanted = std::string(what) + " go into a tensor of " + c10::toString(dtype);
-  throw nb::value_error((wanted + " with one dimension, an element for each key").c_str());
-}
-
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,
                  nb::object written, bool atomic) {
   const Entry entry;
@@ -118,7 +118,7 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   const std::vector<std::optional<std::uint64_t>> expected = digests_from(digests, names);
   const std::optional<at::Tensor> outcomes = target_of(written, at::kBool, names.size(), "outcomes");
   wait_for_room(self->engine());
-  const CallPtr call = new_call(Call::Kind::write, "write", names, priority);
+  const CallPtr call = new_call_of(Call::Kind::write, "write", names, priority);
   Tensors taken = take_tensors(tensors, Direction::write, priority);
   bool* const outcome = outcomes ? outcomes->mutable_data_ptr<bool>() : nullptr;
   std::fill_n(outcome, outcomes ? names.size() : 0, false);
@@ -203,7 +203,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
   const std::optional<at::Tensor> told = target_of(digests, at::kUInt64, names.size(), "digests");
   wait_for_room(self->engine());
-  const CallPtr call = new_call(Call::Kind::read, "read", names, priority);
+  const CallPtr call = new_call_of(Call::Kind::read, "read", names, priority);
   std::optional<Entries> entries = find(*self, names, call);
   if (!entries) return wrap(call->future);
   nb::list tensors;
@@ -276,7 +276,7 @@ nb::object erase(const StorePtr& self, nb::list keys) {
   const Entry entry;
   refuse_after_fork();
   const Keys names = keys_of(keys);
-  const CallPtr call = new_call(Call::Kind::deletion, "delete", names, 0);
+  const CallPtr call = new_call_of(Call::Kind::deletion, "delete", names, 0);
   nb::object result = wrap(call->future);
   {
     const WithoutGil released;
@@ -314,7 +314,10 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
 }  // namespace
 
 void bind_store(nb::module_& m) {
-  nb::class_<Store>(m, "Store")
+  nb::class_<Store> store(m, "Store");
+  bind_multipart_write(m, store);
+  bind_snapshots(m, store);
+  store
       .def("write", write, nb::arg("keys"), nb::arg("tensors"), nb::arg("priority"), nb::arg("digests").none(),
            nb::arg("written").none(), nb::arg("atomic"))
       .def("read", read, nb::arg("keys"), nb::arg("outs").none(), nb::arg("device").none(), nb::arg("gives_list"),

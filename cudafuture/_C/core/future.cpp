@@ -52,6 +52,7 @@ struct Future::Rare {
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
   Foreign origin;
+  Foreign kept;
   AsyncErrors async_errors;
   std::exception_ptr late_error;
   FuturePtr released;
@@ -133,6 +134,8 @@ void* Future::origin() const noexcept {
   return rare == nullptr ? nullptr : rare->origin.get();
 }
 void Future::set_origin(Foreign origin) { rare().origin = std::move(origin); }
+
+void Future::keep(Foreign owner) { rare().kept = std::move(owner); }
 void Future::add_async_errors(std::shared_ptr<AsyncErrorSource> source) {
   std::lock_guard lock(mutex_);
   if (!done()) rare().async_errors.add(std::move(source));
@@ -359,8 +362,9 @@ int Future::visit(ForeignVisitor visitor) {
     if (const int stop = c->visit(visitor)) return stop;
   }
   const Rare* rare = find_rare();
-  if (rare != nullptr && rare->producer != nullptr) {
-    if (const int stop = rare->producer->visit(visitor)) return stop;
+  if (rare != nullptr) {
+    if (const int stop = rare->producer == nullptr ? 0 : rare->producer->visit(visitor)) return stop;
+    if (const int stop = visitor(rare->kept.get())) return stop;
   }
   if (const int stop = visitor(origin())) return stop;
   if (const int stop = visitor(value_.object.get())) return stop;
@@ -373,12 +377,14 @@ void Future::clear() noexcept {
   Foreign object;
   Foreign traceback;
   Foreign origin;
+  Foreign kept;
   {
     std::lock_guard lock(mutex_);
     list = continuations_.take_all();
     if (Rare* rare = find_rare()) {
       producer = std::move(rare->producer);
       origin = std::move(rare->origin);
+      kept = std::move(rare->kept);
     }
     object = std::move(value_.object);
     traceback = std::move(value_.traceback);

@@ -86,6 +86,8 @@ class Future final : public c10::intrusive_ptr_target {
   // An object of the embedding language that says what made the future; dropped with it.
   void* origin() const noexcept;
   void set_origin(Foreign origin);
+  // An object of the embedding language that owns memory which this future's operation uses; dropped with the future.
+  void keep(Foreign owner);
   // Adds an engine that may report a failure of this future's value later. Ignored once the future is done.
   void add_async_errors(std::shared_ptr<AsyncErrorSource> source);
   // Adds those of a future that is done, from whose value this one's value is made.

@@ -56,6 +56,10 @@ void Checksum::take(std::size_t at, const iovec* pieces, std::size_t count) noex
   }
 }
 
+void Checksum::copy(std::size_t at, const Checksum& part) noexcept {
+  std::copy(part.leaves_.begin(), part.leaves_.end(), leaves_.begin() + static_cast<std::ptrdiff_t>(at / kLeaf));
+}
+
 std::uint64_t Checksum::digest(std::size_t part, std::uint64_t seed) const noexcept {
   const Part& of = parts_[part];
   return hash_of(leaves_.data() + of.first, leaves_of(of.size) * sizeof(std::uint64_t), seed);

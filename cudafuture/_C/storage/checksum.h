@@ -34,6 +34,9 @@ class Checksum {
   // Those bytes from `at` on have passed by. They begin and end with leaves, and no leaf lies in two pieces.
   void take(std::size_t at, const iovec* pieces, std::size_t count) noexcept;
 
+  // The leaves of another checksum's only part are those of this one's, from byte `at` on, where a leaf begins.
+  void copy(std::size_t at, const Checksum& part) noexcept;
+
   std::size_t parts() const noexcept { return parts_.size(); }
   std::uint64_t digest(std::size_t part, std::uint64_t seed = 0) const noexcept;
   // The digest of some bytes of a part, which have passed by: from `at` in the part on, where a leaf begins.

@@ -11,26 +11,23 @@ namespace {
 
 constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are looked for
 
-std::uint64_t end_of(const Place& place) noexcept { return place.offset() + place.size(); }
+std::uint64_t end_of(const Read& read) noexcept { return read.offset() + read.size(); }
 
-bool are_neighbours(const Place& place, const Place& next) noexcept {
-  return &place.slab() == &next.slab() && next.offset() >= end_of(place) && next.offset() - end_of(place) < kPage;
+bool are_neighbours(const Read& read, const Read& next) noexcept {
+  return &read.entry->place.slab() == &next.entry->place.slab() && next.offset() >= end_of(read) &&
+         next.offset() - end_of(read) < kPage;
 }
 
 }  // namespace
 
 std::vector<Reads> Gate::join(ReadList reads, std::uint64_t size) {
-  const auto where = [](const Read& read) {
-    const Place& place = read.entry->place;
-    return std::pair(place.slab().number, place.offset());
-  };
+  const auto where = [](const Read& read) { return std::pair(read.entry->place.slab().number, read.offset()); };
   std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
   std::vector<Reads> joined;
   while (!reads.empty()) {
-    const std::uint64_t begin = reads.front().entry->place.offset() / kPage * kPage;
+    const std::uint64_t begin = reads.front().offset() / kPage * kPage;
     auto next = reads.begin() + 1;
-    while (next != reads.end() && are_neighbours(next[-1].entry->place, next->entry->place) &&
-           end_of(next->entry->place) + kPage - begin <= size) {
+    while (next != reads.end() && are_neighbours(next[-1], *next) && end_of(*next) + kPage - begin <= size) {
       ++next;
     }
     joined.emplace_back(std::move_iterator(reads.begin()), std::move_iterator(next));

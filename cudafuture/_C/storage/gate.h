@@ -20,13 +20,17 @@
 
 namespace cudafuture::storage {
 
-// A tensor that is to be read.
+// A tensor that is to be read, or some of its bytes.
 struct Read {
   CallPtr call;
   std::string key;
   EntryPtr entry;
-  Memory memory;
-  std::uint64_t* digest = nullptr;  // where that of its bytes goes; the call keeps it
+  Memory memory;                    // of the bytes to be read
+  std::uint64_t* digest = nullptr;  // receives their digest; the call keeps it
+  std::uint64_t at = 0;             // the first byte of the tensor to be read, where a leaf begins
+
+  std::uint64_t offset() const noexcept { return entry->place.offset() + at; }  // in the slab
+  std::uint64_t size() const noexcept { return memory.size(); }                 // bytes
 };
 using Reads = std::vector<Read>;    // that go together
 using ReadList = std::deque<Read>;  // all of a call; see WriteList

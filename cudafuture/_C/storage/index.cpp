@@ -197,7 +197,7 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
 
 EntryPtr Index::find(const std::string& key) const {
   std::lock_guard lock(mutex_);
-  return look_up(key);
+  return look_up(key).entry;
 }
 
 std::vector<EntryPtr> Index::find(const std::vector<std::string>& keys) const {
@@ -215,13 +215,32 @@ std::vector<EntryPtr> Index::find(const std::vector<std::string>& keys) const {
 bool Index::try_find(const std::string& key, EntryPtr& entry) const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return false;
-  entry = look_up(key);
+  entry = look_up(key).entry;
   return true;
 }
 
-EntryPtr Index::look_up(std::string_view key) const {
+std::vector<Index::Version> Index::versions(const std::vector<std::string>& keys) const {
+  std::vector<Version> versions;
+  versions.reserve(keys.size());
+  std::lock_guard lock(mutex_);
+  Keys::Batch batch(keys_, keys.size(), [&](std::size_t i) { return std::string_view(keys[i]); }, load_current);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const Keys::Entry* const known = keys_.find(keys[i], batch.hash(i));
+    versions.push_back(known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.turn});
+  }
+  return versions;
+}
+
+bool Index::try_version(const std::string& key, Version& version) const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return false;
+  version = look_up(key);
+  return true;
+}
+
+Index::Version Index::look_up(std::string_view key) const {
   const Keys::Entry* const known = keys_.find(key);
-  return known == nullptr ? nullptr : known->value.current.entry;
+  return known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.turn};
 }
 
 std::vector<std::string> Index::keys() const {

@@ -67,8 +67,15 @@ class Index {
   EntryPtr find(const std::string& key) const;
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // all at one time
   bool try_find(const std::string& key, EntryPtr& entry) const;            // false: it would have to wait
-  std::vector<std::string> keys() const;                                   // in the order of their turns
-  std::vector<Record> records() const;                                     // of the durable entries
+  // The entry of a key, and the turn of the write or link that it is of; null where there is no such key.
+  struct Version {
+    EntryPtr entry;
+    std::uint64_t turn = 0;
+  };
+  std::vector<Version> versions(const std::vector<std::string>& keys) const;  // all at one time
+  bool try_version(const std::string& key, Version& version) const;           // false: it would have to wait
+  std::vector<std::string> keys() const;                                      // in the order of their turns
+  std::vector<Record> records() const;                                        // of the durable entries
   Statistics statistics() const;
 
  private:
@@ -91,7 +98,7 @@ class Index {
   void install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped);
   void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
   void undo_erase(Key& at, std::uint64_t turn);
-  EntryPtr look_up(std::string_view key) const;
+  Version look_up(std::string_view key) const;
   void ended(Keys::Entry* key) noexcept;
   void count(const Known& known, int sign) noexcept;  // nothing where there is no entry
 

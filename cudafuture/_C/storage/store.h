@@ -29,6 +29,7 @@
 #include "storage/gate.h"
 #include "storage/index.h"
 #include "storage/ledger.h"
+#include "storage/multipart_write.h"
 #include "storage/packs.h"
 #include "storage/recovery.h"
 #include "storage/slabs.h"
@@ -65,6 +66,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   EntryPtr find(const std::string& key) const { return index_.find(key); }
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const { return index_.find(keys); }
   bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
+  std::vector<Index::Version> versions(const std::vector<std::string>& keys) const { return index_.versions(keys); }
+  bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }
   bool is_closed() const { return ledger_.is_closed(); }
   Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
@@ -80,10 +83,13 @@ class Store final : public std::enable_shared_from_this<Store> {
 
  private:
   friend class Committer;
+  friend class MultipartWrite;
   struct Writing;
   struct Reading;
   using Full = Engine::Full;
+  static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is read and written by itself
 
+  Failure read_only() const;
   void refuse(const CallPtr& call) noexcept;  // to change a store that is only read
 
   void put(Writes&& writes, bool is_pack, Full when_full);
@@ -115,6 +121,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   Packs packs_;
   Gate gate_;
   Ledger ledger_;
+  OpenWrites open_writes_;
   std::unique_ptr<Committer> committer_;  // null: nothing survives, or nothing is written
   Recovery recovery_;
 

@@ -1,0 +1,32 @@
+// What the bindings of a store share: its arguments, as Python passes them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind/python.h"
+#include "storage/store.h"
+
+namespace cudafuture::bind {
+
+using StorePtr = std::shared_ptr<storage::Store>;
+using Keys = std::vector<std::string>;
+
+std::string key_of(nb::handle object);  // throws TypeError and ValueError
+Keys keys_of(nb::handle objects);
+
+storage::CallPtr new_call(storage::Call::Kind kind, const std::string& name, int priority);
+
+// A contiguous tensor on the host with one dimension and an element for each of `count` results; none for None. `what`
+// names the results in the ValueError for any other tensor.
+std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what);
+
+void bind_multipart_write(nb::module_& m, nb::class_<storage::Store>& store);
+void bind_snapshots(nb::module_& m, nb::class_<storage::Store>& store);
+
+}  // namespace cudafuture::bind

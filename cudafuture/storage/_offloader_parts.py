@@ -1,0 +1,104 @@
+"""The methods of an offloader that write and read tensors in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from cudafuture import _C
+from cudafuture._C import CUDAFuture, Snapshot
+from cudafuture.storage.multipart_write import MultipartWrite
+
+__all__ = ["OffloaderParts"]
+
+
+class OffloaderParts:
+    """The methods of ``Offloader`` that write and read tensors in parts."""
+
+    _native: _C.Store
+
+    def begin_write(self, key: str, dtype: torch.dtype, shape: Sequence[int], *, priority: int = 0) -> MultipartWrite:
+        """Begin to write a tensor in parts, which separate calls put; it takes effect as a whole.
+
+        The whole tensor counts in `capacity` from now on. The key keeps its old tensor until the write is committed.
+
+        Args:
+            key: as for ``write``.
+            dtype: of the tensor; not quantized.
+            shape: of the tensor.
+            priority: of the futures and of the I/O, as for ``write``.
+
+        Raises:
+            QuotaError: the tensor does not fit into `capacity`.
+            StorageError: the disk has no room for it, or the store is read-only.
+            InvalidStateError: the store is closed.
+            ValueError, TypeError: the key, dtype or shape is not valid.
+
+        >>> from cudafuture.storage import Offloader
+        >>> store = Offloader("states")
+        >>> write = store.begin_write("weight", torch.float32, [2, 16384])
+        >>> second, first = write.put(65536, torch.ones(16384)), write.put(0, torch.zeros(16384))
+        >>> write.commit().wait()
+        131072
+        >>> store.read("weight").wait()[:, 0]
+        tensor([0., 1.])
+        """
+        return MultipartWrite(self, self._native.begin_write(key, dtype, shape, priority))
+
+    def snapshots(self, keys: Iterable[str]) -> list[Snapshot | None]:
+        """Return a snapshot of each key, all of one time; None where there is no such key.
+
+        A snapshot keeps its tensor readable when the key is written again or deleted; see ``read_parts``.
+
+        Raises:
+            InvalidStateError: the store is closed.
+
+        >>> from cudafuture.storage import Offloader
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.zeros(3)).wait()
+        12
+        >>> store.snapshots(["weight", "bias"])
+        [<Snapshot of 'weight', version 1, 12 bytes>, None]
+        """
+        return self._native.snapshots(keys if type(keys) is list else list(keys))
+
+    def read_parts(
+        self,
+        parts: Iterable[tuple[Snapshot, int, torch.Tensor]],
+        *,
+        digests: torch.Tensor | None = None,
+        priority: int = 0,
+    ) -> CUDAFuture[None]:
+        """Fill tensors with parts of snapshots. Parts that lie side by side on the disk are read at once.
+
+        A part that is a whole tensor is checked as ``read`` checks it, and fails the future with ChecksumError. Any
+        other part cannot be checked by itself: to check a tensor that was read in parts, pass their bytes through a
+        ``Digest`` and compare ``Digest.value(snapshot.seed)`` with ``snapshot.digest``.
+
+        Args:
+            parts: a snapshot of this store, the byte of its tensor at which the part begins, a multiple of 64 KiB, and
+                the tensor to be filled: contiguous, on the host, of torch.uint8. It belongs to the read until the
+                future is done.
+            digests: a tensor of torch.uint64 on the host, with an element for each part, which belongs to the read
+                until the future is done: then it has the digests of the parts (see ``digest``).
+            priority: as for ``read``.
+
+        Raises:
+            ValueError: a snapshot of another store; a part that does not lie in its tensor; a tensor that cannot be
+                filled.
+            TypeError: a part is not such a tuple.
+            InvalidStateError: the store is closed.
+
+        >>> from cudafuture.storage import Offloader
+        >>> store = Offloader("states")
+        >>> store.write("weight", torch.arange(3, dtype=torch.uint8)).wait()
+        3
+        >>> (snapshot,) = store.snapshots(["weight"])
+        >>> store.delete("weight").wait()
+        >>> out = torch.empty(2, dtype=torch.uint8)
+        >>> store.read_parts([(snapshot, 0, out)]).wait()
+        >>> out
+        tensor([0, 1], dtype=torch.uint8)
+        """
+        return self._native.read_parts(parts if type(parts) is list else list(parts), digests, priority)
