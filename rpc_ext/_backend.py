@@ -17,10 +17,11 @@ import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 from cudafuture.errors import AuthenticationError
-from rpc_ext import _C, _engine, _listeners, _memory
+from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import as_json, local_devices, plan
 from rpc_ext._exchange import Exchange
+from rpc_ext._receive_pool import DEFAULT_BYTES, receive_into_pool
 from rpc_ext._serve import Server
 
 __all__ = ["BACKEND", "PATIENCE", "Options", "backend"]
@@ -47,6 +48,7 @@ class Options(TensorPipeRpcBackendOptions):
         device_maps: Any = "auto",
         start_timeout: float = 300.0,
         transports: Sequence[str] | None = None,
+        receive_memory: int = DEFAULT_BYTES,
         server: Server | None = None,
     ) -> None:
         super().__init__(
@@ -57,6 +59,7 @@ class Options(TensorPipeRpcBackendOptions):
         )
         self.secret, self.wanted_maps, self.start_timeout = secret, as_json(device_maps), start_timeout
         self.seals_contents = secret is not None and seal == "contents"
+        self.receive_memory = receive_memory
         self.server = server
         self.exchange: Exchange | None = None
         self.peers: list[DeviceMap] = []
@@ -101,7 +104,7 @@ def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_o
     if found.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(found.answers)))
-    _memory.receive_here()
+    receive_into_pool(options.receive_memory)
     agent = _C.Agent(
         names,
         rank,

@@ -1,4 +1,4 @@
-"""The bytes that travel: in memory of pools, and the few that a message carries itself."""
+"""The bytes that offload requests carry: in memory of pools, and the few that a message carries itself."""
 
 from __future__ import annotations
 
@@ -8,36 +8,15 @@ import torch
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.storage import Buffer, BufferPool
-from rpc_ext._C import alone, memory, receive_into
+from rpc_ext._C import alone, memory
 from rpc_ext._expiry import cancel_after
 from rpc_ext._offload_wire import PIECE
 
-__all__ = ["Carried", "SendBuffers", "alone", "arrived", "carried", "receive_here", "received_outside"]
+__all__ = ["Carried", "SendBuffers", "alone", "arrived", "carried"]
 
 Carried = bytes | torch.Tensor
-_RECEIVED = 32 * PIECE  # bytes of the pool that messages of other workers are received into
-_LEAST_RECEIVED = 1 << 20  # bytes from which on a tensor is received into the pool: smaller ones have disks copy them
 _SMALL = 1 << 14  # bytes up to which a tensor is slower than a part of the message, which takes no handshake
 _LEAST_BUFFER = 1 << 16  # bytes from which on a buffer of a pool is worth it
-
-_received: BufferPool | None = None
-
-
-def receive_here() -> None:
-    """Receive tensors of other workers into a pool of this process.
-
-    TensorPipe allocates on a thread that serves all connections and must not wait. When the pool is exhausted, it gets
-    memory outside of the pool. The kernel provides the pool's memory when it is first used.
-    """
-    global _received
-    if _received is None:
-        _received = BufferPool(_RECEIVED, pin=False)
-        receive_into(_received.allocator(), _LEAST_RECEIVED, PIECE)
-
-
-def received_outside() -> int:
-    """Return the bytes that were received outside of the pool, because it was exhausted."""
-    return 0 if _received is None else _received.outside
 
 
 class SendBuffers:

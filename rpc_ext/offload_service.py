@@ -9,12 +9,14 @@ from typing import Literal
 
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader
-from rpc_ext import _offload_calls
+from rpc_ext import _offload_calls, session
 from rpc_ext._offload_desk import Desk
 from rpc_ext._offload_statistics import OffloadServiceStatistics
 from rpc_ext._offload_wire import PIECE
 
 __all__ = ["OffloadService", "OffloadServiceStatistics", "serve_offload"]
+
+session.call_at_end(_offload_calls.close_all)
 
 
 class OffloadService:

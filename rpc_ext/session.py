@@ -5,35 +5,38 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import re
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _engine, _listeners, _memory, _offload_calls
+from rpc_ext import _C, _engine, _listeners
 from rpc_ext._backend import PATIENCE, Options, backend
 from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps
 from rpc_ext._farewell import leave
 from rpc_ext._meeting import session_store
+from rpc_ext._receive_pool import DEFAULT_BYTES, received_outside
 from rpc_ext._secret import read_secret
 from rpc_ext._serve import Server, is_serving
 from rpc_ext._statistics import Statistics
 
-__all__ = ["Session", "current", "init_rpc", "shutdown", "statistics"]
+__all__ = ["Session", "call_at_end", "current", "init_rpc", "shutdown", "statistics"]
 
 _logger = logging.getLogger("rpc_ext.session")
 _lock = threading.Lock()  # guards what follows while it changes
 _session: Session | None = None
 _beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
+_called_at_every_end: list[Callable[[], object]] = []  # see call_at_end; not under the lock
 
 _ENDED_BY_TORCH = (
     "torch.distributed.rpc.shutdown() has ended RPC in this process; this session ends by rpc_ext.shutdown()"
@@ -60,6 +63,8 @@ class Session:
         self.is_of_this_process = True  # not in a child that it forks
         self.is_ending = False
         self.awaited = options.server.awaited
+        self._called_at_end: list[Callable[[], object]] | None = []  # None: the session has ended
+        self._called_lock = threading.Lock()  # guards _called_at_end; a leaf
         self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
 
     @property
@@ -106,8 +111,39 @@ class Session:
         """Say whether the agent is this process's still: torch's own ``shutdown`` takes it away."""
         return _engine.is_current(self.agent)
 
+    def call_at_end(self, fn: Callable[[], object]) -> None:
+        """Call a function once, when RPC of this process ends and its agent has stopped.
+
+        Functions are called in the order of their registration, after those of ``rpc_ext.session.call_at_end``, however
+        the session ends: by ``shutdown()``, also when that is not graceful or fails, at exit, or after torch's own
+        ``shutdown``. The exception of a function is logged, and the others are called nonetheless.
+
+        Raises:
+            InvalidStateError: the session has ended.
+
+        >>> ended = []
+        >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0") as session:
+        ...     session.call_at_end(lambda: ended.append(session.name))
+        >>> ended
+        ['me']
+        """
+        with self._called_lock:
+            if self._called_at_end is None:
+                raise InvalidStateError("the session has ended, so nothing can be registered for its end")
+            self._called_at_end.append(fn)
+
     def end(self, graceful: bool, timeout: float) -> None:
         """Leave the job; see ``shutdown``."""
+        try:
+            self._leave_and_stop(graceful, timeout)
+        finally:
+            with self._called_lock:
+                called, self._called_at_end = self._called_at_end or [], None
+            with contextlib.ExitStack() as stack:  # calls all of them even if Ctrl-C interrupts one
+                for fn in reversed([*_called_at_every_end, *called]):
+                    stack.callback(_call_and_log, fn)
+
+    def _leave_and_stop(self, graceful: bool, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         try:
             if graceful:
@@ -124,7 +160,6 @@ class Session:
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
                 destination.flush()  # to nobody: what has not been sent fails
-            _offload_calls.close_all()
 
     def statistics(self) -> Statistics:
         """Return what was counted so far.
@@ -139,8 +174,31 @@ class Session:
             served=self.server.served,
             serving=self.server.serving,
             refused=refused,
-            received_outside=_memory.received_outside(),
+            received_outside=received_outside(),
         )
+
+
+def call_at_end(fn: Callable[[], object]) -> None:
+    """Call a function whenever RPC of this process ends: at the end of each session, whether or not it has begun.
+
+    Otherwise this is ``Session.call_at_end``. Register a function once, for instance when its module is imported.
+
+    >>> ends = []
+    >>> call_at_end(lambda: ends.append("ended"))
+    >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0"):
+    ...     ends
+    []
+    >>> ends
+    ['ended']
+    """
+    _called_at_every_end.append(fn)
+
+
+def _call_and_log(fn: Callable[[], object]) -> None:
+    try:
+        fn()
+    except Exception:
+        _logger.exception("%r, which was registered for the end of RPC, has raised", fn)
 
 
 def current() -> Session:
@@ -193,6 +251,7 @@ def init_rpc(
     max_bytes_in_flight: int = 1 << 30,
     start_timeout: float = 300.0,
     transports: Sequence[str] | None = None,
+    receive_memory: int = DEFAULT_BYTES,
 ) -> Session:
     """Begin RPC in this process, and wait until all workers of the job have.
 
@@ -220,6 +279,10 @@ def init_rpc(
         transports: ways that messages may go, of TensorPipe's: "shm" (memory shared within a machine), "uv" (sockets),
             "ibv" (InfiniBand). Default: the best that both ends have. "shm" has the least latency, and takes a core of
             each process, which polls without a pause; where cores are few, ``["uv"]`` leaves them to the program.
+        receive_memory: bytes of the pool that tensors of 1 to 16 MiB from other workers are received into; default: 512
+            MiB. The kernel provides them when they are first used. While the pool is exhausted, such tensors get memory
+            of their own (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor.
+            A pool stays until the process ends, and later sessions of the same `receive_memory` use it.
 
     Returns:
         The session: a context manager that shuts down at its end.
@@ -243,6 +306,7 @@ def init_rpc(
     rank = _from_environment("rank", rank, "RANK")
     world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
     _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
+    receive_memory = _expect_bytes("receive_memory", receive_memory)
     if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
         raise ValueError(f"transports={transports!r}: some of {', '.join(sorted(_TRANSPORTS))} are wanted")
     if seal not in ("descriptions", "contents"):
@@ -268,6 +332,7 @@ def init_rpc(
                 device_maps=device_maps,
                 start_timeout=start_patience,
                 transports=transports,
+                receive_memory=receive_memory,
                 server=Server(name, num_worker_threads, _limit(rpc_timeout)),
             )
             if options.secret is None:
@@ -375,6 +440,19 @@ def _check(
     ):
         if number < 1:
             raise ValueError(f"{what} is at least 1, not {number}")
+
+
+def _expect_bytes(what: str, number: int) -> int:
+    """Return a number of bytes as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative.
+    """
+    nbytes = operator.index(number)
+    if nbytes < 0:
+        raise ValueError(f"{what} is a number of bytes, or 0 for none, not {nbytes}")
+    return nbytes
 
 
 def _note_fork() -> None:

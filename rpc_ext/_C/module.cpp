@@ -3,6 +3,8 @@
 #include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <optional>
+
 #include "agent.h"
 #include "autograd.h"
 #include "part.h"
@@ -120,13 +122,17 @@ py::memoryview memory(const at::Tensor& data) {
   return py::memoryview::from_memory(data.const_data_ptr(), static_cast<py::ssize_t>(data.nbytes()));
 }
 
-// The allocator is that of a capsule, which is kept.
-void receive_into_capsule(const py::capsule& allocator, std::size_t smallest, std::size_t largest) {
-  if (allocator.name() == nullptr || std::string_view(allocator.name()) != "c10::Allocator") {
+// The allocator is that of a capsule, which is kept; None: torch's own.
+void receive_into_capsule(const std::optional<py::capsule>& allocator, std::size_t smallest, std::size_t largest) {
+  if (!allocator) {
+    receive_into(nullptr, smallest, largest);
+    return;
+  }
+  if (allocator->name() == nullptr || std::string_view(allocator->name()) != "c10::Allocator") {
     throw py::type_error("a capsule of a c10::Allocator is wanted");
   }
-  receive_into(*allocator.get_pointer<c10::Allocator>(), smallest, largest);
-  allocator.inc_ref();
+  receive_into(allocator->get_pointer<c10::Allocator>(), smallest, largest);
+  allocator->inc_ref();
 }
 
 }  // namespace

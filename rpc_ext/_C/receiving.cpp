@@ -45,10 +45,11 @@ class Converter final : public rpc::TensorpipeDeviceTypeConverter {
 
 }  // namespace
 
-void receive_into(c10::Allocator& allocator, std::size_t smallest, std::size_t largest) {
-  const auto* usual = rpc::getDeviceTypeConverter(c10::kCPU);
+void receive_into(c10::Allocator* allocator, std::size_t smallest, std::size_t largest) {
+  static const auto* const usual = rpc::getDeviceTypeConverter(c10::kCPU);
   // Never destroyed: agents' threads use it until the process has ended.
-  const rpc::TensorpipeDeviceTypeConverterRegistrar now(c10::kCPU, new Converter(usual, allocator, smallest, largest));
+  const auto* converter = allocator == nullptr ? usual : new Converter(usual, *allocator, smallest, largest);
+  const rpc::TensorpipeDeviceTypeConverterRegistrar now(c10::kCPU, converter);
 }
 
 }  // namespace rpc_ext

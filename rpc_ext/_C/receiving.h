@@ -7,9 +7,9 @@
 
 namespace rpc_ext {
 
-// Have tensors that come from other workers received into memory of this allocator, if they have `smallest` to
-// `largest` bytes: in this process, by every user of torch's RPC. TensorPipe's thread allocates, which serves all
-// connections: the allocator must not wait. It is never released. To be called once.
-void receive_into(c10::Allocator& allocator, std::size_t smallest, std::size_t largest);
+// Receive tensors of other workers into memory of this allocator, if they have `smallest` to `largest` bytes; nullptr:
+// into memory that torch allocates. This holds for every user of torch's RPC in this process, until the next call.
+// TensorPipe's thread, which serves all connections, allocates: the allocator must not wait. It is never released.
+void receive_into(c10::Allocator* allocator, std::size_t smallest, std::size_t largest);
 
 }  // namespace rpc_ext

@@ -44,6 +44,7 @@ RPC_EXT = (
         "_later",
         "_listeners",
         "_promises",
+        "_receive_pool",
         "_secret",
         "_statistics",
     ),
@@ -129,6 +130,41 @@ def test_the_front_door_imports_no_tool() -> None:
 @pytest.mark.parametrize("file", python_files("cudafuture"), ids=ids)
 def test_nothing_below_knows_rpc_ext(file: Path) -> None:
     assert not any(room.startswith("rpc_ext.") for room in rows_used(file))
+
+
+def is_of_offload(module: str) -> bool:
+    """Return whether a module of rpc_ext belongs to remote offload, which is built on the calls."""
+    part = room(module)
+    return part.startswith("rpc_ext._offload_") or part in {
+        "rpc_ext.offload",
+        "rpc_ext._memory",
+        "rpc_ext.offload_service",
+        "rpc_ext.remote_offloader",
+    }
+
+
+def chain_to_offload(file: Path) -> list[str]:
+    """Return the imports that lead from a file to a module of remote offload, or an empty list."""
+    by_name = {module_name(f): f for f in python_files("rpc_ext")}
+    chains = [[module_name(file)]]
+    seen = set(chains[0])
+    for chain in chains:
+        if is_of_offload(chain[-1]):
+            return chain
+        for target in own_imports(by_name[chain[-1]]) if chain[-1] in by_name else []:
+            if target not in seen and target not in PACKAGES:
+                seen.add(target)
+                chains.append([*chain, target])
+    return []
+
+
+CALLS = [f for f in BELOW_THE_FRONT_DOOR if room(module_name(f)).startswith("rpc_ext.")]
+
+
+@pytest.mark.parametrize("file", [f for f in CALLS if not is_of_offload(module_name(f))], ids=ids)
+def test_remote_calls_do_not_know_remote_offload(file: Path) -> None:
+    chain = chain_to_offload(file)
+    assert not chain, f"remote calls must not import remote offload: {' imports '.join(chain)}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)

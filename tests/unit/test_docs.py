@@ -46,7 +46,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 FOR_TWO = {"batch_isend_irecv", "recv", "send"}
 
 # One worker, which calls itself, is enough for the examples of RPC; these begin and end it themselves.
-WITHOUT_A_SESSION = {"init_rpc", "shutdown"}
+WITHOUT_A_SESSION = {"call_at_end", "init_rpc", "shutdown"}
 
 # What the modules of rpc_ext need of each other's public classes: no example shows it, and neither does the reference.
 INTERNAL = {
