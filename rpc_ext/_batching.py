@@ -1,8 +1,13 @@
 """Small calls that travel together.
 
-A batch has one message under way at most. Calls that are made meanwhile wait, and go in the next one: so they start in
-order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.) Where no message
-is under way, calls wait for others, but not for long.
+A batch has one message in flight at most. Calls that are made meanwhile wait, and go in the next one: so they start in
+order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.) While no message
+is in flight, calls wait for others, but not for long.
+
+The answer to a message contains the answers to all of its calls. A call whose answer may depend on a later call of the
+batch must therefore travel alone: one of a function that returns a future, or one with RRefs, which their owners have
+to confirm. It goes in a message of its own when the message before is answered, and the next message does not wait for
+it.
 
 A message has the caller's rank, a table of pickled functions, and for each call a pair: the place of the function in
 the table, and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In
@@ -16,15 +21,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _minder, _staging
 from rpc_ext._call import Call
-from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, kind_of
+from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, has_rrefs, kind_of
 from rpc_ext._destination import Destination
+from rpc_ext._functions import is_async
 from rpc_ext.session import current
 
 __all__ = ["batch", "flush", "open_to"]
@@ -60,10 +66,14 @@ def flush() -> None:
 class batch:  # a context manager
     """A context in which this thread's calls to one worker travel together, in few messages.
 
-    Each ``rpc_async`` still has its own future, timeout and error. The calls are begun on the other side one after the
-    other, in the order in which they were made; one that returns a future there does not hold up the next. They are on
-    their way within a millisecond, or as soon as those before them are answered. Leaving the context waits for none of
-    them: wait for the futures.
+    Each ``rpc_async`` still has its own future, timeout and error. The other worker runs the calls one after the other,
+    in the order in which they were made. They are sent within a millisecond, or as soon as the message before them is
+    answered. A message is answered when all of its calls have returned and the tensors of their results have been
+    copied to the host, if they have to be. Leaving the context waits for no call: wait for the futures.
+
+    Two kinds of calls go in messages of their own: those of a function that is decorated with ``async_execution``, ours
+    or torch's, and those with RRefs among their arguments, such as methods of an RRef. Such a call is sent when the
+    calls before it have been answered. The calls behind it do not wait for it, and may begin before it does.
 
     Args:
         to: the worker: name, rank or WorkerInfo.
@@ -86,10 +96,10 @@ class batch:  # a context manager
         self._functions: list[bytes] = []  # the table, pickled
         self._places: dict[Any, int] = {}  # in the table
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._calls: list[tuple[Call, Encoded | Direct]] = []
+        self._calls: list[_Waiting] = []
         self._bytes = 0
-        self._under_way: _Message | None = None
-        self._wanted = False  # whether what waits is to be sent as soon as it may
+        self._in_flight: _Message | None = None
+        self._wanted = False  # whether the calls that wait are to be sent as soon as they may
         self._sends = False  # whether some thread is at it
         self._due = math.inf  # when the minder looks next
 
@@ -115,7 +125,7 @@ class batch:  # a context manager
 
     def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
         """Return how a call can travel without a payload of its own, if it can."""
-        if kwargs:
+        if kwargs or is_async(fn):
             return None
         for arg in args:
             if type(arg) not in ATOMS:
@@ -131,15 +141,19 @@ class batch:  # a context manager
             self._functions.append(pickled)
         return Direct(place, tuple(args))
 
-    def add(self, call: Call, how: Encoded | Direct) -> None:
-        """Let a call travel with the others, by whatever thread that sends them."""
-        if isinstance(how, Encoded) and how.tensors:
-            how.earlier = _staging.on_streams(how.tensors)
+    def add(self, call: Call, fn: Any, how: Encoded | Direct) -> None:
+        """Let a call travel with the others, or alone in its turn, sent by any thread."""
+        goes_alone = False
+        if isinstance(how, Encoded):
+            goes_alone = is_async(fn) or has_rrefs(how.payload)
+            if how.tensors:
+                how.earlier = _staging.on_streams(how.tensors)
         with self._lock:
             first = not self._calls
-            self._calls.append((call, how))
+            self._calls.append(_Waiting(call, how, goes_alone))
             self._bytes += how.size
-            worth = self._are_worth_a_message()
+            self._wanted = self._wanted or goes_alone
+            worth = self._wanted or self._are_worth_a_message()
             due = call.started + LONGEST_PAUSE if first and not worth else call.deadline
             sooner = due < self._due
             if sooner:
@@ -150,7 +164,7 @@ class batch:  # a context manager
             _minder.mind(self, due)
 
     def flush(self) -> None:
-        """Send what waits, or see to it that it is sent as soon as the message under way is answered.
+        """Send the calls that wait, at once or as soon as the message in flight is answered.
 
         >>> from rpc_ext import rpc_async
         >>> with batch("me") as calls:
@@ -168,32 +182,33 @@ class batch:  # a context manager
         with self._lock:
             self._due = math.inf
             self._wanted = self._wanted or bool(self._calls)
-            under_way = self._under_way.calls if self._under_way is not None else []
-            waiting = [call for call, _ in self._calls]
-        for call in (*under_way, *waiting):
+            calls = self._pending_calls()
+        for call in calls:
             if call.deadline <= now:
                 call.expire()
         self._go_on()
         with self._lock:
-            calls = [call for call, _ in self._calls]
-            if self._under_way is not None:
-                calls += self._under_way.calls
-            self._due = min([self._due, *(call.deadline for call in calls if not call.settled)])
+            self._due = min([self._due, *(call.deadline for call in self._pending_calls() if not call.settled)])
             return self._due if self._due < math.inf else None
 
-    # ---- messages go out, one at a time
+    def _pending_calls(self) -> list[Call]:
+        """Return the calls that wait, and those of the message in flight. Called under the lock."""
+        in_flight = self._in_flight.calls if self._in_flight is not None else []
+        return [*in_flight, *(waiting.call for waiting in self._calls)]
+
+    # ---- messages are sent, one at a time
 
     def answered(self) -> None:
-        """Take note that the message under way needs no waiting for any more."""
+        """Send the next message: the one in flight was answered, or has failed."""
         with self._lock:
-            self._under_way = None
+            self._in_flight = None
         self._go_on()
 
     def _go_on(self) -> None:
-        """Send messages, until one is under way. A message that fails at once comes back to here: hence a loop."""
+        """Send messages, until one is in flight. A message that fails at once calls this again: hence a loop."""
         with self._lock:
             if self._sends:
-                return  # whoever is at it looks again before it stops
+                return  # the thread that does looks again before it stops
             self._sends = True
         while True:
             with self._lock:
@@ -206,21 +221,30 @@ class batch:  # a context manager
     def _are_worth_a_message(self) -> bool:
         return len(self._calls) >= FEWEST_CALLS or self._bytes >= MOST_BYTES
 
-    def _next(self) -> _Message | None:
+    def _next(self) -> _Message | _Alone | None:
         """Take the calls of the next message. Called under the lock."""
-        if self._under_way is not None or not self._calls:
+        if self._in_flight is not None or not self._calls:
             return None
+        taken = self._calls[: self._length_of_next()]
+        del self._calls[: len(taken)]
+        self._bytes -= sum(waiting.how.size for waiting in taken)
+        self._wanted = self._wanted and bool(self._calls)
+        if taken[0].goes_alone:
+            return _Alone(taken[0])
+        self._in_flight = _Message(self, taken, self._functions)
+        return self._in_flight
+
+    def _length_of_next(self) -> int:
+        """Return how many of the calls that wait go in the next message."""
+        if self._calls[0].goes_alone:
+            return 1
         count = size = 0
-        for _, how in self._calls[:MOST_CALLS]:
-            if size >= MOST_BYTES:
+        for waiting in self._calls[:MOST_CALLS]:
+            if size >= MOST_BYTES or waiting.goes_alone:
                 break
             count += 1
-            size += how.size
-        taken, self._calls = self._calls[:count], self._calls[count:]
-        self._bytes -= size
-        self._wanted = self._wanted and bool(self._calls)
-        self._under_way = _Message(self, taken, self._functions)
-        return self._under_way
+            size += waiting.how.size
+        return count
 
 
 def _is_plain_function(fn: Any) -> bool:
@@ -230,14 +254,41 @@ def _is_plain_function(fn: Any) -> bool:
     return type(fn) is FunctionType
 
 
+class _Waiting(NamedTuple):
+    """A call that waits to be sent."""
+
+    call: Call
+    how: Encoded | Direct
+    goes_alone: bool
+
+
+class _Alone:
+    """A message with one call, which the agent tells of the answer."""
+
+    def __init__(self, waiting: _Waiting) -> None:
+        assert isinstance(waiting.how, Encoded)
+        self._call, self._encoded = waiting.call, waiting.how
+
+    def send(self, agent: Any, rank: int, destination: Destination) -> None:
+        """Send the call, or fail it."""
+        if self._call.is_over():
+            return
+        earlier = self._encoded.earlier
+        try:
+            with _staging.streams_after([] if earlier is None else [earlier]):
+                self._call.send(self._encoded)
+        except BaseException as e:
+            self._call.fail(e)
+
+
 class _Message:
     """Calls that travel together; the agent tells it of the answer."""
 
-    def __init__(self, of: batch, calls: list[tuple[Call, Encoded | Direct]], functions: list[bytes]) -> None:
+    def __init__(self, of: batch, waiting: list[_Waiting], functions: list[bytes]) -> None:
         self._of = of
         self._functions = functions
-        self.calls = [call for call, _ in calls]
-        self._how = [how for _, how in calls]
+        self.calls = [each.call for each in waiting]
+        self._how = [each.how for each in waiting]
 
     def send(self, agent: Any, rank: int, destination: Destination) -> None:
         """Send the calls, or fail them."""

@@ -88,9 +88,6 @@ class Call:
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
         """Take the answer."""
-        if kind_of(payload) == Kind.LATER:
-            self._ask_again(payload)
-            return
         received = len(payload)
         for tensor in tensors:
             received += tensor.nbytes
@@ -123,14 +120,6 @@ class Call:
             return 0
         left = self.deadline - time.perf_counter()
         return max(left, SHORTEST_TIMEOUT) if left > 0 else -1
-
-    def _ask_again(self, payload: bytes) -> None:
-        """Ask for the answer to a call of a batch that was not there with the others."""
-        remaining = self.remaining()
-        if remaining < 0:
-            self.expire()
-        else:
-            self._send(payload, [], remaining)
 
     # ---- the future
 

@@ -49,8 +49,7 @@ class Kind:
     VALUE = 2  # what it returned
     FAILURE = 3  # what it raised
     BATCH = 4  # many calls, or their answers; see _batching
-    LATER = 5  # a number: the answer to a call of a batch is not there yet; or: send it when it is
-    KEEP = 6  # a ticket, and the payload of a call whose outcome stays on the callee, for who has the ticket
+    KEEP = 5  # a ticket, and the payload of a call whose outcome stays on the callee, for who has the ticket
 
 
 _HAS_RREFS = 1

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cudafuture.errors import AuthenticationError, RemoteError, WorkerLostError
 
-__all__ = ["Failure", "describe", "of_engine", "rebuild"]
+__all__ = ["Failure", "describe", "of_answer", "of_engine", "of_torch", "rebuild", "without_frame"]
 
 _REFUSED = "the message was refused: "  # how the native module begins
 _LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[sS]hutting down[^\n]*$")
@@ -148,6 +148,15 @@ def _of_imported_type(failure: Failure) -> BaseException | None:
         return error
     except Exception:
         return None
+
+
+def without_frame(error: BaseException) -> BaseException:
+    """Remove the frame that has caught an error from its traceback, and return the error.
+
+    Through its callers the frame would keep their local variables, which are tensors.
+    """
+    caught = error.__traceback__
+    return error.with_traceback(None if caught is None else caught.tb_next)
 
 
 def of_torch(error: Exception, call: str, worker: str, timeout: float) -> Exception:

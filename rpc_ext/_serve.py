@@ -6,8 +6,7 @@
                                                   │             ▲
                                                   └── a future ─┘   later, and on another thread: none is held meanwhile
 
-A batch is several payloads in one. Those of its calls that have no answer yet when the others have are answered with a
-number, under which the caller asks again.
+A batch is several payloads in one. It is answered when all of its calls are.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cudafuture import CUDAFuture, current_streams, use_streams
+from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
 from rpc_ext._awaited import Awaited
@@ -40,9 +39,7 @@ from rpc_ext._codec import (
 )
 from rpc_ext._device_order import DeviceOrder
 from rpc_ext._expiry import expire
-from rpc_ext._later import Later
 from rpc_ext._promises import Promises
-from rpc_ext._turns import without_frame
 
 __all__ = ["Server", "expect_free_thread", "is_serving"]
 
@@ -52,7 +49,6 @@ Answer = tuple[bytes, "list[torch.Tensor]"]
 
 class _Threads(threading.local):
     server: Server | None = None  # whose call this thread runs
-    begun: CUDAFuture[None] | None = None  # done when the last call with RRefs that this thread has taken was begun
 
 
 _threads = _Threads()
@@ -86,7 +82,6 @@ class Server:
         """what waits for RRefs here: for owners to confirm them, and for the values of this worker's own; it fails when
         the session ends"""
         self.promises = Promises()
-        self._later: Later[Answer] = Later()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self.order = DeviceOrder()
@@ -118,10 +113,8 @@ class Server:
                 answer = self._answer(payload, tensors)
             elif kind == Kind.BATCH:
                 answer = self._answer_batch(decode(payload, []), tensors)
-            elif kind == Kind.KEEP:
-                answer = self._keep(payload, tensors)
             else:
-                answer = self._later.take(decode(payload, []))
+                answer = self._keep(payload, tensors)
         except BaseException as e:
             answer = self._failed(e)
         finally:
@@ -213,22 +206,16 @@ class Server:
         except BaseException:
             _C.forget_rrefs()
             raise
-        confirmed = self._confirmed(owners)
-        begun: CUDAFuture[None] = CUDAFuture()
-        _threads.begun = begun
         streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
         def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
-            try:
-                done.value()  # raises where an owner has not
-                with self._in_this_thread(), use_streams(*streams):
-                    _, outcome, is_future = self.order.call(call)
-                    return outcome if is_future else CUDAFuture.completed(outcome)
-            finally:
-                begun.set_result(None)
+            done.value()  # raises where an owner has not
+            with self._in_this_thread(), use_streams(*streams):
+                _, outcome, is_future = self.order.call(call)
+                return outcome if is_future else CUDAFuture.completed(outcome)
 
         caller: int = call[0]
-        return caller, confirmed.then_async(run), True
+        return caller, self._confirmed(owners).then_async(run), True
 
     def _confirmed(self, owners: set[str]) -> CUDAFuture[None]:
         """Return a future that is done when owners have confirmed the RRefs that this thread has just received."""
@@ -251,7 +238,7 @@ class Server:
         try:
             answer = self._packed(outcome.value(), caller)
         except BaseException as e:
-            answer = self._failed(without_frame(e))
+            answer = self._failed(_failure.without_frame(e))
         return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
 
     def _packed(self, value: object, caller: int) -> Answer | CUDAFuture[Answer]:
@@ -275,9 +262,10 @@ class Server:
         _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)
         return answer
 
-    def _of_future(self, answer: CUDAFuture[Answer]) -> Answer:
+    def _of_future(self, answer: CUDAFuture[Any]) -> Any:
+        """Return the answer that a future has, for the current streams."""
         try:
-            return answer.value()
+            return answer.wait(non_blocking=True)
         except BaseException as e:  # of a future that was dropped before anybody completed it
             return self._failed(e)
 
@@ -298,39 +286,18 @@ class Server:
         """Run the calls of a message one after the other; for its form see _batching."""
         caller, table, calls = message
         functions: dict[int, Any] = {}
-        answers: list[Any] = []
-        left = iter(calls)
         carried = iter(tensors)
-
-        def go_on() -> Answer | CUDAFuture[Answer]:
-            for how, what in left:
-                if type(how) is int:
-                    answers.append(self._answer_direct(caller, functions, table, how, what))
-                    continue
-                _threads.begun = None
-                answers.append(self._answer(how, list(itertools.islice(carried, what))))
-                begun, _threads.begun = _threads.begun, None
-                if begun is not None and not begun.done():
-                    return begun.then_async(go_on_later)
-            return self._all_answers(answers)
-
-        def go_on_later(_: CUDAFuture[None]) -> CUDAFuture[Answer]:
-            with self._in_this_thread():
-                answer = go_on()
-                return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
-
-        return go_on()
-
-    def _all_answers(self, answers: list[Any]) -> Answer:
-        """Return the message with the answers to those of a batch."""
-        replied: list[torch.Tensor] = []
-        for i, answer in enumerate(answers):
-            if type(answer) in ATOMS:
-                continue
-            payload, part = self._now_or_later(answer) if isinstance(answer, CUDAFuture) else answer
-            answers[i] = payload, len(part)
-            replied += part
-        return encode(Kind.BATCH, answers).payload, replied
+        answers = [
+            self._answer_direct(caller, functions, table, how, what)
+            if type(how) is int
+            else self._answer(how, list(itertools.islice(carried, what)))
+            for how, what in calls
+        ]
+        if not any(isinstance(answer, CUDAFuture) for answer in answers):
+            return _together(answers)
+        # Complete answers as futures, too: their events order their tensors, which another thread sends.
+        futures = [answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer) for answer in answers]
+        return collect_all(futures).then(lambda _: _together([self._of_future(future) for future in futures]))
 
     def _answer_direct(
         self, caller: int, functions: dict[int, Any], table: Mapping[int, bytes], place: int, args: tuple[Any, ...]
@@ -348,11 +315,6 @@ class Server:
         except BaseException as e:
             outcome, is_future = CUDAFuture.failed(e), True
         return self._answer_with(outcome, is_future, caller, number)
-
-    def _now_or_later(self, answer: CUDAFuture[Answer]) -> Answer:
-        if answer.done() and not answer.devices:
-            return self._of_future(answer)
-        return encode(Kind.LATER, self._later.keep(answer)).payload, []
 
     # ---- threads
 
@@ -372,6 +334,20 @@ class Server:
         finally:
             with self._lock:
                 self._blocked -= 1
+
+
+def _together(answers: list[Any]) -> Answer:
+    """Return the message with the answers to the calls of a batch, of which plain values stand for themselves."""
+    parts: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for answer in answers:
+        if type(answer) in ATOMS:
+            parts.append(answer)
+        else:
+            payload, part = answer
+            parts.append((payload, len(part)))
+            tensors += part
+    return encode(Kind.BATCH, parts).payload, tensors
 
 
 _NO_STREAMS = contextlib.nullcontext()

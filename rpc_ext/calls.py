@@ -113,7 +113,7 @@ def rpc_async(
     _admit(call, destination, size, non_blocking)
     try:
         if batch is not None:
-            batch.add(call, how)
+            batch.add(call, fn, how)
         else:
             assert isinstance(how, Encoded)
             call.send(how)

@@ -41,7 +41,6 @@ RPC_EXT = (
         "_offload_wire",
         "_turns",
         "_histogram",
-        "_later",
         "_listeners",
         "_promises",
         "_receive_pool",

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
-from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, executors, wait_all
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from soak import soak_count
@@ -144,7 +145,7 @@ def test_calls_travel_together(worker: rpc_ext.Session, gate: Gate, monkeypatch:
     assert gate.reached.wait(PATIENCE)
     gate.futures[0].set_result(0)
     wait_all(futures, timeout=PATIENCE)
-    assert sum(sent) == 1000
+    assert sum(sent) == 999  # the first call goes in a message of its own
     assert len(sent) < 32
 
 
@@ -159,7 +160,9 @@ def completes_the_first(gate: Gate, value: Any) -> CUDAFuture[Any]:
 
 def test_a_call_may_depend_on_a_later_one_of_the_same_batch(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
-        first, second = rpc_async(ME, pending, (gate,)), rpc_async(ME, completes_the_first, (gate, ONES))
+        first = rpc_async(ME, pending, (gate,))
+        assert gate.reached.wait(PATIENCE)
+        second = rpc_async(ME, completes_the_first, (gate, ONES))
     assert torch.equal(first.wait(timeout=PATIENCE), ONES)
     assert second.wait(timeout=PATIENCE) == "second"
 
@@ -251,38 +254,91 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
     assert (first.wait(timeout=PATIENCE), before.wait(timeout=PATIENCE)) == (1, 2)
 
 
-def test_a_call_whose_references_have_just_been_confirmed_is_still_the_first(
+def test_a_call_whose_references_are_not_confirmed_holds_up_no_later_call(
     worker: rpc_ext.Session, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread confirms them and begins the call; the next one waits for that."""
     confirmed: CUDAFuture[None] = CUDAFuture()
-    between, may_begin = threading.Event(), threading.Event()
-    answer, server = worker.server._answer, worker.server
-
-    def stop_between(_: object) -> None:
-        between.set()
-        assert may_begin.wait(PATIENCE)
-
-    def answer_and_confirm(*message: Any) -> Any:
-        answered = answer(*message)
-        if not between.is_set():
-            threading.Thread(target=confirmed.set_result, args=(None,)).start()
-            assert between.wait(PATIENCE)  # they are confirmed, and the call has not begun
-        return answered
-
-    confirmed.add_done_callback(stop_between, executor=executors.inline)
-    monkeypatch.setattr(server, "_confirmed", lambda owners: confirmed)
-    monkeypatch.setattr(server, "_answer", answer_and_confirm)
+    monkeypatch.setattr(worker.server, "_confirmed", lambda owners: confirmed)
     with batch(ME):
         first = rpc_async(ME, sees, (gate, rpc_ext.RRef(1)))
         second = rpc_async(ME, sees, (gate, 2))
-    assert between.wait(PATIENCE)
-    assert rpc_sync(ME, same, (3,)) == 3  # the only thread has done with the batch what it can do now
-    assert gate.seen == []
-    may_begin.set()
-    assert first.wait(timeout=PATIENCE).to_here() == 1
     assert second.wait(timeout=PATIENCE) == 2
-    assert gate.seen[1:] == [2]
+    assert gate.seen == [2]
+    assert not first.done()
+    confirmed.set_result(None)
+    assert first.wait(timeout=PATIENCE).to_here() == 1
+
+
+def test_a_call_that_goes_alone_begins_after_the_calls_before_it(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        before = [rpc_async(ME, sees, (gate, i)) for i in range(300)]
+        alone_in_its_message = [rpc_async(ME, sees_later, (gate, 300)), rpc_async(ME, torch_sees_later, (gate, 301))]
+    wait_all([*before, *alone_in_its_message], timeout=PATIENCE)
+    assert gate.seen[:300] == list(range(300))
+    assert sorted(gate.seen[300:]) == [300, 301]
+
+
+@async_execution
+def sees_later(gate: Gate, value: Any) -> CUDAFuture[Any]:
+    return CUDAFuture.completed(sees(gate, value))
+
+
+@torch_rpc.functions.async_execution
+def torch_sees_later(gate: Gate, value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(sees(gate, value))
+    return future
+
+
+def test_a_call_that_goes_alone_expires_and_is_cancelled_while_it_waits(worker: rpc_ext.Session, gate: Gate) -> None:
+    with batch(ME):
+        first = rpc_async(ME, waits, (gate, 1))
+        assert gate.reached.wait(PATIENCE)
+        late = rpc_async(ME, sees_later, (gate, "late"), timeout=0.1)
+        cancelled = rpc_async(ME, sees_later, (gate, "cancelled"))
+        kept = rpc_async(ME, sees_later, (gate, "kept"))
+        assert cancelled.cancel()
+    with pytest.raises(TimeoutError, match=r"sees_later on worker 'me' has not answered within 0.1 s"):
+        late.wait(timeout=PATIENCE)
+    gate.open()
+    assert (first.wait(timeout=PATIENCE), kept.wait(timeout=PATIENCE)) == (1, "kept")
+    assert gate.seen == ["kept"]
+    assert rpc_ext.statistics().destinations[ME].in_flight == 0
+
+
+def test_a_function_that_is_decorated_on_the_callee_only_is_answered_with_its_message(
+    worker: rpc_ext.Session, gate: Gate
+) -> None:
+    """The caller cannot know that it returns a future: the answers of its message wait for that."""
+    with batch(ME):
+        before = rpc_async(ME, same, (1,))
+        hidden = rpc_async(ME, Hidden(gate))
+        after = rpc_async(ME, same, (ONES,))
+    assert gate.reached.wait(PATIENCE)
+    assert not before.done()
+    gate.futures[0].set_result(ONES * 2)
+    assert (before.wait(timeout=PATIENCE), hidden.wait(timeout=PATIENCE).sum().item()) == (1, 8)
+    assert torch.equal(after.wait(timeout=PATIENCE), ONES)
+
+
+class Hidden:
+    """A callable that arrives as ``pending`` of its gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __call__(self) -> Any:
+        raise AssertionError("it is called on the callee only")
+
+    def __reduce__(self) -> Any:
+        return Decorated, (self._gate,)
+
+
+class Decorated(Hidden):
+    _rpc_ext_async_execution = True
+
+    def __call__(self) -> Any:
+        return pending(self._gate)
 
 
 def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
