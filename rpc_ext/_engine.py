@@ -22,7 +22,6 @@ __all__ = [
     "PyRRef",
     "RRef",
     "StoreError",
-    "async_execution",
     "calls_under_way",
     "current_agent",
     "finish",
@@ -56,7 +55,6 @@ PyRRef: Any = _rpc.PyRRef
 RRef: Any = _rpc.RRef
 rpc_async: Any = _rpc.rpc_async
 remote: Any = _rpc.remote
-async_execution: Any = _rpc.functions.async_execution
 current_agent: Any = _native._get_current_rpc_agent
 has_agent: Any = _native._is_current_rpc_agent_set
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -132,22 +132,6 @@ class Server:
             with self._in_this_thread(), _streams_of(payload):
                 _, outcome, is_future = self._run(payload, tensors)
                 return outcome if is_future else CUDAFuture.completed(outcome)
-        except BaseException as e:
-            return CUDAFuture.failed(e)
-
-    def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
-        """Run a function that torch has called."""
-        try:
-            with self._in_this_thread():
-                number = self._begin()
-                try:
-                    _, outcome, is_future = self.order.call((-1, fn, args, kwargs))
-                except BaseException:
-                    self._open.discard(number)
-                    raise
-                future = outcome if is_future else CUDAFuture.completed(outcome)
-                future.add_done_callback(_End(self._open, number))
-                return future
         except BaseException as e:
             return CUDAFuture.failed(e)
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, collect_all
-from cudafuture.errors import CallsFailedError
-from rpc_ext import _C, _batching, _engine, _failure
+from cudafuture.errors import CallsFailedError, InvalidStateError
+from rpc_ext import _C, _batching
 from rpc_ext._call import Call
 from rpc_ext._codec import Direct, Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
 
-__all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
+__all__ = ["Worker", "broadcast_call", "expect_callable", "map_call", "name_of", "rpc_async", "rpc_sync"]
 
 T = TypeVar("T")
 Worker: TypeAlias = str | int | WorkerInfo
@@ -77,14 +77,13 @@ def rpc_async(
     the worker in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled,
     the answer is dropped; the function runs all the same.
 
-    Inside a ``torch.distributed.autograd.context`` the call is made by torch's own rpc_async, which records it there;
-    so is that of a torch.jit.ScriptFunction. Such a call goes alone, in no order with those of a batch, and what is
-    counted of its bytes are the tensors in `args`.
-
     Raises:
-        InvalidStateError: RPC has not begun; or the call would have to wait, on a thread that brings the answers.
+        InvalidStateError: RPC has not begun; or the call would have to wait, on a thread that brings the answers; or
+            the thread is inside a ``torch.distributed.autograd.context``, which cannot record the call: use
+            ``torch.distributed.rpc.rpc_async`` there.
         ValueError: no such worker; a tensor on a device that has no target there.
-        TypeError: `fn` cannot be called.
+        TypeError: `fn` cannot be called; or it is a torch.jit.ScriptFunction, which ``torch.distributed.rpc.rpc_async``
+            calls.
         TimeoutError: no room within `timeout`.
         Exception: whatever arguments raise that cannot be pickled.
 
@@ -95,14 +94,10 @@ def rpc_async(
     [3, 2, 1]
     """
     session = current()
-    if not callable(fn):
-        raise TypeError(f"rpc_async() takes a callable, not {fn!r}")
+    expect_callable("rpc_async", fn)
     destination = session.destination(to)
     seconds = session.timeout(timeout)
     args = tuple(args)
-    if isinstance(fn, torch.jit.ScriptFunction) or _C.in_distributed_autograd():
-        call = Call(session.agent, destination, name_of(fn), _size_of(args), seconds, priority)
-        return _through_torch(call, destination, fn, args, kwargs or {}, non_blocking)
     batch = _batching.open_to(destination)
     how: Encoded | Direct | None = None if batch is None else batch.direct(fn, args, kwargs)
     if how is None:
@@ -258,8 +253,7 @@ def map_call(
     """
     pairs = list(zip(workers, args_per_worker, strict=True))
     session = current()
-    if not callable(fn):
-        raise TypeError(f"map_call() takes a callable, not {fn!r}")
+    expect_callable("map_call", fn)
     session.timeout(timeout)  # raises here what each call would raise
     names = [session.destination(worker).name for worker, _ in pairs]
     times = collections.Counter(names)
@@ -286,48 +280,6 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
     return [part.value() for part in parts]
 
 
-def _through_torch(
-    call: Call, destination: Destination, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], non_blocking: bool
-) -> CUDAFuture[Any]:
-    """Let torch make the call, in its own way."""
-    _admit(call, destination, _size_of(args), non_blocking)
-    try:
-        seconds = call.remaining()
-        if seconds < 0:
-            raise TimeoutError(f"no time was left to call worker '{destination.name}'")
-        if isinstance(fn, torch.jit.ScriptFunction):
-            made = _engine.rpc_async(destination.name, fn, tuple(args), dict(kwargs), seconds)
-        else:
-            made = _engine.rpc_async(destination.name, _run, (fn, tuple(args), dict(kwargs)), None, seconds)
-    except Exception as e:
-        call.abandon()
-        raise _failure.of_torch(e, call.name, destination.name, call.timeout) from None
-    CUDAFuture.from_torch(made).then(lambda done: _take(call, done))
-    return call.future
-
-
-def _take(call: Call, done: CUDAFuture[Any]) -> None:
-    """Take the answer to a call that torch has made."""
-    try:
-        answer = done.value()
-    except Exception as e:
-        if type(e) is RuntimeError:  # the engine's
-            call.on_error(*_failure.kind_and_text(e))
-        else:  # torch has made it again of what was raised there
-            call.fail(e)
-        return
-    if not isinstance(answer, _Answer):
-        call.on_value(answer)
-    elif answer.failure is None:
-        call.on_value(answer.value)
-    else:
-        call.fail(_failure.rebuild(answer.failure))
-
-
-def _size_of(args: Sequence[Any]) -> int:
-    return sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
-
-
 def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) -> None:
     """Take room for a call, which may have to wait for it."""
     if not destination.try_admit(size):
@@ -338,25 +290,28 @@ def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) 
             destination.admit(size, call.timeout)
 
 
-class _Answer(NamedTuple):
-    value: Any
-    failure: _failure.Failure | None
+def expect_callable(caller: str, fn: Any) -> None:
+    """Raise unless `fn` is a function that this thread can call on another worker.
 
-
-@_engine.async_execution  # type: ignore[untyped-decorator]
-def _run(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a call that torch has made, where it was made to."""
-    server = current().server
-
-    def answer(done: CUDAFuture[Any]) -> _Answer:
-        try:
-            return _Answer(done.value(), None)
-        except BaseException as e:
-            return _Answer(None, _failure.describe(e, server.name))
-
-    return server.run(fn, args, kwargs).then(answer).to_torch()
+    Raises:
+        TypeError: it is not callable, or it is a torch.jit.ScriptFunction.
+        InvalidStateError: this thread is inside a torch.distributed.autograd.context.
+    """
+    if not callable(fn):
+        raise TypeError(f"{caller}() takes a callable, not {fn!r}")
+    if isinstance(fn, torch.jit.ScriptFunction):
+        raise TypeError(
+            f"{caller}() cannot call the torch.jit.ScriptFunction '{fn.name}': use torch.distributed.rpc.rpc_async, or "
+            "call a Python function that calls it"
+        )
+    if _C.in_distributed_autograd():
+        raise InvalidStateError(
+            f"{caller}() inside a torch.distributed.autograd.context would lose gradients without notice: use "
+            "torch.distributed.rpc.rpc_async there, or make the call outside of the context"
+        )
 
 
 def name_of(fn: Any) -> str:
+    """Return the name of a callable, for messages."""
     name = getattr(fn, "__qualname__", None)
     return name if isinstance(name, str) and name.isascii() else type(fn).__qualname__

@@ -21,7 +21,7 @@ from rpc_ext._destination import Destination
 from rpc_ext._expiry import expire
 from rpc_ext._functions import async_execution, is_async
 from rpc_ext._serve import expect_free_thread
-from rpc_ext.calls import Worker, name_of, rpc_async, rpc_sync
+from rpc_ext.calls import Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
@@ -304,6 +304,8 @@ def remote(
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
+        InvalidStateError, TypeError: as for ``rpc_async``; inside a ``torch.distributed.autograd.context`` use
+            ``torch.distributed.rpc.remote``.
 
     >>> there = remote("me", sorted, ([3, 1, 2],))
     >>> there
@@ -312,8 +314,7 @@ def remote(
     [1, 2, 3]
     """
     session = current()
-    if not callable(fn):
-        raise TypeError(f"remote() takes a callable, not {fn!r}")
+    expect_callable("remote", fn)
     destination = session.destination(to)
     call = (session.rank, fn, tuple(args), kwargs or {})
     encoded = encode(Kind.CALL, call, destination.devices)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_al
 from cudafuture.errors import CallsFailedError
 from rpc_ext import broadcast_call, map_call, remote, rpc_async, rpc_sync
 from unit.parity import answers
-from world.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, forwarded, raises, same, waits
+from world.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, raises, same, waits
 
 pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-calls")]
 
@@ -116,12 +115,16 @@ def negative_is_refused(a: torch.Tensor, b: int) -> torch.Tensor:
 @answers("test_stress_heavy_rpc_torchscript", "test_wait_all_exit_early_script_function")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch 2.13 has the former, 2.15 the latter
-def test_a_torchscript_function_is_called() -> None:
+def test_a_torchscript_function_is_refused_and_torch_calls_it_in_the_same_session() -> None:
     scripted = torch.jit.script(negative_is_refused)
-    assert torch.equal(rpc_sync(ME, scripted, (ONES, 3)), ONES + 3)
-    assert torch.equal(rpc_async(ME, scripted, kwargs={"a": ONES, "b": 3}).wait(), ONES + 3)
+    for call in (rpc_async, rpc_sync, rpc_ext.remote):
+        with pytest.raises(TypeError, match=r"ScriptFunction 'negative_is_refused': use torch\.distributed\.rpc"):
+            call(ME, scripted, (ONES, 3))  # type: ignore[operator]
+    with pytest.raises(TypeError, match="ScriptFunction"):
+        rpc_ext.map_call([ME], scripted, [(ONES, 3)])
+    assert torch.equal(torch_rpc.rpc_sync(ME, scripted, (ONES, 3)), ONES + 3)
     with pytest.raises(RuntimeError, match="expected"):
-        rpc_sync(ME, scripted, (ONES, -1))
+        torch_rpc.rpc_sync(ME, scripted, (ONES, -1))
 
 
 @answers(
@@ -142,24 +145,31 @@ def test_many_calls_at_once_are_answered_each_with_its_own() -> None:
 
 
 @answers("test_owner_rref_backward", "test_user_rref_backward")
-def test_gradients_go_back_through_calls() -> None:
+def test_gradients_go_back_through_torchs_calls_and_references() -> None:
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     with dist_autograd.context() as context:
-        product = rpc_sync(ME, torch.mul, (a, b))
-        nested = rpc_async(ME, forwarded, (ME, torch.mul, product, b)).wait()
-        dist_autograd.backward(context, [nested.sum()])
+        product = torch_rpc.rpc_sync(ME, torch.mul, (a, b))
+        loss = torch_rpc.remote(ME, torch.dot, (product, b)).to_here()
+        dist_autograd.backward(context, [loss])
         gradients = dist_autograd.get_gradients(context)
     assert torch.allclose(gradients[a], (b * b).detach())
     assert torch.allclose(gradients[b], (2 * a * b).detach())
 
 
-def test_gradients_go_back_through_references() -> None:
-    weight = torch.randn(3, requires_grad=True)
-    with dist_autograd.context() as context:
-        loss = rpc_ext.remote(ME, torch.dot, (weight, weight)).to_here()
-        dist_autograd.backward(context, [loss])
-        gradients = dist_autograd.get_gradients(context)
-    assert torch.allclose(gradients[weight], (2 * weight).detach())
+def test_calls_inside_a_distributed_autograd_context_are_refused(worker: rpc_ext.Session) -> None:
+    made = worker.statistics().destinations[ME].calls
+    rref = rpc_ext.remote(ME, add, (1, 2))
+    with dist_autograd.context():
+        for call in (rpc_async, rpc_sync, rpc_ext.remote, rref.rpc_async().bit_length, rref.remote().bit_length):
+            args: Any = (ME, add, (ONES, 1)) if call in (rpc_async, rpc_sync, rpc_ext.remote) else ()
+            with pytest.raises(
+                InvalidStateError, match=r"lose gradients.*use torch\.distributed\.rpc\.rpc_async there"
+            ):
+                call(*args)
+        with pytest.raises(InvalidStateError, match=r"map_call\(\) inside a torch\.distributed\.autograd\.context"):
+            rpc_ext.map_call([ME], add, [(ONES, 1)])
+    assert worker.statistics().destinations[ME].calls == made
+    assert rpc_sync(ME, add, (1, 2)) == 3
 
 
 def test_a_function_that_raises_writes_nothing_on_the_callee(
@@ -170,38 +180,6 @@ def test_a_function_that_raises_writes_nothing_on_the_callee(
     assert "expected" in caught.value.remote_traceback  # type: ignore[attr-defined]
     assert capfd.readouterr().err == ""
     assert not caplog.records
-
-
-def test_calls_that_autograd_records_fail_as_others_do(gate: Gate) -> None:
-    with dist_autograd.context():
-        with pytest.raises(KeyError, match="expected") as caught:
-            rpc_sync(ME, raises, (KeyError("expected"),))
-        assert caught.value.worker == ME  # type: ignore[attr-defined]
-        with pytest.raises(LookupError, match="later"):
-            rpc_sync(ME, forwarded, (ME, raises, LookupError("later")))
-        with pytest.raises(TimeoutError, match=r"waits on worker 'me'"):
-            rpc_sync(ME, waits, (gate,), timeout=0.05)
-        future = rpc_async(ME, waits, (gate, 1))
-        assert future.cancel()
-
-
-def test_calls_that_autograd_records_are_counted_and_limited_as_others_are(worker: rpc_ext.Session, gate: Gate) -> None:
-    before = worker.statistics().destinations[ME]
-    with dist_autograd.context():
-        future = rpc_async(ME, waits, (gate, ONES))
-        held = worker.statistics().destinations[ME]
-        assert held.in_flight >= 1
-        assert held.bytes_in_flight >= ONES.nbytes
-        full = mock.patch.object(type(worker.destination(ME)), "try_admit", return_value=False)
-        with full, pytest.raises(BlockingIOError, match="under way"):
-            rpc_async(ME, same, (ONES,), non_blocking=True)
-        assert rpc_async(ME, raises, (KeyError("expected"),)).exception(timeout=PATIENCE) is not None
-        assert torch.equal(rpc_sync(ME, same, (ONES,)), ONES)
-        gate.open()
-        assert torch.equal(future.wait(timeout=PATIENCE), ONES)
-    after = worker.statistics().destinations[ME]
-    assert (after.calls, after.failed) == (before.calls + 3, before.failed + 1)
-    assert after.bytes_sent == before.bytes_sent + 2 * ONES.nbytes
 
 
 # ---- the future
