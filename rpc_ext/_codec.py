@@ -2,8 +2,9 @@
 
 A payload is::
 
-    magic, 4 bytes | kind, 1 | flags, 1 | [length, 4, and JSON: the target device of each tensor] | pickle
+    magic, 4 bytes | kind, 1 | flags, 1 | [length, 4, and JSON: the target device of each tensor] | [RRefs] | pickle
 
+RRefs are serialized when all else is pickled: an owner waits for each that was serialized until a worker receives it.
 Tensors of devices that the agent cannot carry travel through the host: `Encoded.targets` says where each belongs on the
 other side.
 """
@@ -49,7 +50,6 @@ class Kind:
     VALUE = 2  # what it returned
     FAILURE = 3  # what it raised
     BATCH = 4  # many calls, or their answers; see _batching
-    KEEP = 5  # a ticket, and the payload of a call whose outcome stays on the callee, for who has the ticket
 
 
 _HAS_RREFS = 1
@@ -57,7 +57,7 @@ _HAS_TARGETS = 2
 _LENGTH = struct.Struct("<I")
 _HEADER = len(_C.MAGIC) + 2
 _KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
-_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.KEEP + 1))]
+_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.BATCH + 1))]
 _LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
 
 
@@ -117,7 +117,8 @@ class _Pickler(pickle.Pickler):
         self.devices = devices
         self.tensors: list[torch.Tensor] = []
         self.targets: list[str | None] = []
-        self.staged = self.rrefs = False
+        self.rrefs: list[Any] = []
+        self.staged = False
         self.dump(value)
         return self.file.getvalue()
 
@@ -127,15 +128,15 @@ class _Pickler(pickle.Pickler):
         self.file.seek(0)
         self.file.truncate()
         self.devices = NO_DEVICES
-        self.tensors, self.targets = [], []
+        self.tensors, self.targets, self.rrefs = [], [], []
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
         if cls is torch.Tensor and obj.layout is torch.strided and not obj.is_nested:
             return self._tensor(obj)  # torch reduces others to such ones
         if cls is PyRRef or cls is RRef:
-            self.rrefs = True
-            return _rref, (obj._serialize(),)
+            self.rrefs.append(obj)
+            return _rref, (len(self.rrefs) - 1,)
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -174,6 +175,8 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
         pickler = _Pickler(io.BytesIO())
     pickled = pickler.dumped(value, devices)
     tensors, targets = pickler.tensors, pickler.targets if pickler.staged else None
+    if pickler.rrefs:
+        pickled = pickle.dumps([rref._serialize() for rref in pickler.rrefs]) + pickled
     flags = (_HAS_RREFS if pickler.rrefs else 0) | (_HAS_TARGETS if pickler.staged else 0)
     if len(pickled) <= _LARGE:
         pickler.forget()
@@ -211,6 +214,7 @@ def targets_of(payload: bytes) -> list[str | None] | None:
 
 class _Table(threading.local):
     tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
+    rrefs: Sequence[Any] = ()  # of that payload, as torch has serialized them
     owners: set[str] | None = None  # where they are wanted: of the RRefs in there that others still have to confirm
     pickler: _Pickler | None = None  # of this thread, while it is not in use
 
@@ -223,13 +227,15 @@ def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     start = _HEADER
     if payload[_FLAGS] & _HAS_TARGETS:
         start += _LENGTH.size + _LENGTH.unpack_from(payload, start)[0]
-    if not tensors:
+    if not tensors and not payload[_FLAGS] & _HAS_RREFS:
         return pickle.loads(memoryview(payload)[start:])
-    outer, _table.tensors = _table.tensors, tensors
+    outer = _table.tensors, _table.rrefs
+    file = io.BytesIO(memoryview(payload)[start:])
+    _table.tensors, _table.rrefs = tensors, pickle.load(file) if payload[_FLAGS] & _HAS_RREFS else ()
     try:
-        return pickle.loads(memoryview(payload)[start:])
+        return pickle.load(file)
     finally:
-        _table.tensors = outer
+        _table.tensors, _table.rrefs = outer
 
 
 def _tensor(index: int) -> torch.Tensor:
@@ -246,8 +252,8 @@ def decode_with_owners(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any
         _table.owners = outer
 
 
-def _rref(data: Any) -> Any:
-    rref = PyRRef._deserialize(data)
+def _rref(index: int) -> Any:
+    rref = PyRRef._deserialize(_table.rrefs[index])
     if _table.owners is not None and not rref.confirmed_by_owner():
         _table.owners.add(rref.owner_name())
     return rref

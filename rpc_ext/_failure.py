@@ -159,19 +159,13 @@ def without_frame(error: BaseException) -> BaseException:
     return error.with_traceback(None if caught is None else caught.tb_next)
 
 
-def of_torch(error: Exception, call: str, worker: str, timeout: float) -> Exception:
-    """Return the error of a call that torch has made."""
-    if type(error) is not RuntimeError:  # torch has made it again of what was raised there
+def of_torch(error: Exception, call: str, worker: str) -> Exception:
+    """Return the error of a call that torch has made without a timeout."""
+    if type(error) is not RuntimeError:  # torch has rebuilt the exception that was raised there
         return error
-    return of_engine(*kind_and_text(error), call, worker, timeout)
-
-
-def kind_and_text(error: Exception) -> tuple[int, str]:
-    """Return what torch says as the native module does: its kind, see ``of_engine``, and its message."""
     message = str(error)
-    if message.startswith("RPCErr:1:"):
-        return 1, message
-    return (2 if message.startswith("the reply was refused: ") else 0), message
+    kind = 2 if message.startswith("the reply was refused: ") else 0
+    return of_engine(kind, message, call, worker, 0)
 
 
 def of_answer(error: BaseException, call: str, worker: str) -> BaseException:

@@ -39,7 +39,6 @@ from rpc_ext._codec import (
 )
 from rpc_ext._device_order import DeviceOrder
 from rpc_ext._expiry import expire
-from rpc_ext._promises import Promises
 
 __all__ = ["Server", "expect_free_thread", "is_serving"]
 
@@ -81,7 +80,6 @@ class Server:
         self.awaited = Awaited()
         """what waits for RRefs here: for owners to confirm them, and for the values of this worker's own; it fails when
         the session ends"""
-        self.promises = Promises()
         self._num_threads = num_threads
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self.order = DeviceOrder()
@@ -109,12 +107,10 @@ class Server:
         outer, _threads.server = _threads.server, self
         try:
             kind = kind_of(payload)
-            if kind == Kind.CALL:
-                answer = self._answer(payload, tensors)
-            elif kind == Kind.BATCH:
+            if kind == Kind.BATCH:
                 answer = self._answer_batch(decode(payload, []), tensors)
             else:
-                answer = self._keep(payload, tensors)
+                answer = self._answer(payload, tensors)
         except BaseException as e:
             answer = self._failed(e)
         finally:
@@ -127,9 +123,9 @@ class Server:
     # ---- one call
 
     def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
-        """Run a call whose outcome stays here."""
+        """Run a call of ``remote``, whose outcome stays here."""
         try:
-            with self._in_this_thread(), _streams_of(payload):
+            with self._in_this_thread():
                 _, outcome, is_future = self._run(payload, tensors)
                 return outcome if is_future else CUDAFuture.completed(outcome)
         except BaseException as e:
@@ -142,11 +138,6 @@ class Server:
             yield
         finally:
             _threads.server = outer
-
-    def _keep(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer:
-        ticket, call = decode(payload, [])
-        self.promises.keep(ticket, self.evaluate(call, tensors))
-        return encode(Kind.VALUE, None).payload, []
 
     def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
         """Run a call and return what its caller gets, or a future of that."""

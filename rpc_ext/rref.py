@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +11,11 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
-from rpc_ext._call import SHORTEST_TIMEOUT, Call
-from rpc_ext._codec import Encoded, Kind, encode
+from rpc_ext._call import SHORTEST_TIMEOUT
+from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._expiry import expire
 from rpc_ext._functions import async_execution, is_async
@@ -304,6 +303,8 @@ def remote(
 
     Raises:
         WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
+        ValueError: no such worker; or a tensor on a device that the engine does not carry by itself: copy it to the
+            host first.
         InvalidStateError, TypeError: as for ``rpc_async``; inside a ``torch.distributed.autograd.context`` use
             ``torch.distributed.rpc.remote``.
 
@@ -317,64 +318,28 @@ def remote(
     expect_callable("remote", fn)
     destination = session.destination(to)
     call = (session.rank, fn, tuple(args), kwargs or {})
-    encoded = encode(Kind.CALL, call, destination.devices)
+    devices = DeviceMap(destination.name, destination.devices.native, {})  # nothing goes through the host
+    encoded = encode(Kind.CALL, call, devices)
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
-    if encoded.targets is not None:
-        return RRef._of(_made_later(destination, encoded, name_of(fn), seconds), due, is_creator=True)
-    return RRef._of(_kept(destination, name_of(fn), _make, encoded.payload, encoded.tensors), due, is_creator=True)
+    return RRef._of(_kept_there(destination, name_of(fn), encoded), due, is_creator=True)
 
 
-def _kept(destination: Destination, name: str, fn: Callable[..., _Kept], *args: Any) -> Any:
-    """Return torch's reference to what a function of this module returns on the owner; `name` is what it stands for.
+def _kept_there(destination: Destination, name: str, encoded: Encoded) -> Any:
+    """Return torch's reference to the outcome of a call, of the function called `name`, on the owner.
 
-    The engine is given no timeout: what it does when that is over, it does to the first reference of the process that
-    was ever late, which may be gone, and writes into freed memory (RRef::handleError in torch 2.13).
+    The engine is given no timeout: when one expires, torch marks the first reference of the process that was ever late,
+    which may be gone, and writes into freed memory (RRef::handleError in torch 2.13).
     """
     try:
-        return _engine.remote(destination.name, fn, args, timeout=0)
+        return _engine.remote(destination.name, _make, (encoded.payload, encoded.tensors), timeout=0)
     except RuntimeError as e:  # of an owner that is known to be lost
-        raise _failure.of_torch(e, name, destination.name, 0) from None
+        raise _failure.of_torch(e, name, destination.name) from None
 
 
 def _make(payload: bytes, tensors: list[torch.Tensor]) -> _Kept:
     """Make the value of an RRef, on its owner: torch keeps the future."""
     return _Kept(current().server.evaluate(payload, tensors))
-
-
-# ---- where arguments go through the host: the owner hears of the RRef before they have come
-
-_numbers = itertools.count()
-
-
-def _made_later(destination: Destination, call: Encoded, name: str, timeout: float) -> Any:
-    session = current()
-    ticket = session.rank, next(_numbers)
-    payload = encode(Kind.KEEP, (ticket, call.payload)).payload
-    given = Encoded(payload, call.tensors, call.targets)
-    size = given.size
-    sent = Call(session.agent, destination, name, size, timeout, 0)
-    with expect_free_thread("a call that has to wait for room"):
-        destination.admit(size, timeout)
-    sent.send(given)
-    made = _kept(destination, name, _promise, ticket)
-
-    def tell(done: CUDAFuture[list[CUDAFuture[Any]]]) -> None:
-        error = done.value()[1].exception()
-        if error is not None:
-            with contextlib.suppress(Exception):  # of an owner that cannot be reached
-                _engine.rpc_async(destination.name, _give_up, (ticket, _failure.describe(error, session.name)))
-
-    collect_all([CUDAFuture.from_torch(made._get_future()), sent.future]).add_done_callback(tell)
-    return made
-
-
-def _promise(ticket: tuple[int, int]) -> _Kept:
-    return _Kept(current().server.promises.take(ticket))
-
-
-def _give_up(ticket: tuple[int, int], failure: _failure.Failure) -> None:
-    current().server.promises.give_up(ticket, _failure.rebuild(failure))
 
 
 # ---- methods of the value

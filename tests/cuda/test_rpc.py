@@ -52,6 +52,17 @@ def test_a_signed_session_carries_the_same(
     both(ranks, tmp_path / "meeting", scenario, secret="what only these two know", seal=seal)
 
 
+def test_remote_takes_gpu_tensors_unless_the_seal_covers_contents(tmp_path: Path, cuda: Cuda) -> None:
+    with begin(tmp_path / "meeting", 0, 1):
+        assert only(remote("worker0", cuda_calls.doubled, (slow(2.0),)).to_here()) == 4.0
+        assert only(remote("worker0", cuda_calls.doubled_later, (slow(3.0),)).to_here()) == 6.0
+    with (
+        begin(tmp_path / "sealed", 0, 1, secret="what only this one knows", seal="contents"),
+        pytest.raises(ValueError, match=r"a tensor on cuda:0 cannot be sent .*copy it to the host first"),
+    ):
+        remote("worker0", cuda_calls.doubled, (slow(2.0),))
+
+
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_a_worker_calls_itself(tmp_path: Path, cuda: Cuda, scenario: Callable[[str], None]) -> None:
     with begin(tmp_path / "meeting", 0, 1):

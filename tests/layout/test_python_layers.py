@@ -42,7 +42,6 @@ RPC_EXT = (
         "_turns",
         "_histogram",
         "_listeners",
-        "_promises",
         "_receive_pool",
         "_secret",
         "_statistics",

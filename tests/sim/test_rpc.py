@@ -105,14 +105,12 @@ def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str)
 # ---- devices that fail
 
 
-@pytest.mark.parametrize("call", ["rpc_async", "batch", "remote"])
+@pytest.mark.parametrize("call", ["rpc_async", "batch"])
 def test_a_device_that_is_lost_before_its_tensors_have_left_fails_the_call(meeting: Path, call: str) -> None:
     with calling("lazy", meeting, devices=2) as me:
         x = filled(1.0)
         sim.fail("a broken bit")
-        if call == "remote":
-            future = remote(me.name, doubled, (x,)).get_future()
-        elif call == "batch":
+        if call == "batch":
             with rpc_ext.batch(me.name):
                 future = rpc_async(me.name, doubled, (x,))
         else:
@@ -136,15 +134,13 @@ def test_a_call_whose_device_does_not_finish_in_time_is_over_in_time(meeting: Pa
         assert me.statistics().destinations[me.name].in_flight == 0
 
 
-def test_an_rref_whose_arguments_are_under_way_can_be_passed_on(meeting: Path) -> None:
+def test_remote_refuses_tensors_that_go_through_the_host(meeting: Path) -> None:
     with calling("lazy", meeting) as me:
-        with sim.hold():
-            rref = remote(me.name, doubled, (filled(1.0),))
-            first = rref.rpc_async().sum()
-            with torch.Stream("sim:0"):
-                second = rpc_async(me.name, device_calls.added_later, (rref, filled(3.0)))
-            assert not first.done()
-            assert not second.done()
-        assert first.wait(timeout=LONG).item() == 2.0 * device_calls.SIZE
-        assert only(second.wait(timeout=LONG)) == 5.0
-        assert len(me.server.promises) == 0
+        register = remote(me.name, device_calls.Register, (1.0,))
+        for call in (lambda x: remote(me.name, doubled, (x,)), register.remote().add):
+            with pytest.raises(
+                ValueError, match=r"a tensor on sim:0 cannot be sent to worker 'worker0'.*copy it to the host first"
+            ):
+                call(filled(1.0))
+        assert only(register.remote().add_number(2.0).to_here()) == 3.0
+        assert only(register.rpc_sync().add(filled(2.0))) == 5.0

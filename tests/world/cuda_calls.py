@@ -44,6 +44,17 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+def doubled_there(value: float) -> Tensor:
+    """Double a tensor of the callee."""
+    return doubled(slow(value))
+
+
+@rpc_ext.async_execution
+def doubled_there_later(value: float) -> CUDAFuture[Tensor]:
+    """Return a future of a tensor of the callee, on which its GPU is still at work."""
+    return doubled_later(slow(value))  # type: ignore[no-any-return]
+
+
 def where(x: Tensor) -> str:
     return str(x.device)
 
@@ -99,12 +110,12 @@ def batched(to: str) -> None:
 
 def references(to: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        rref = remote(to, doubled, (slow(2.0),))
+        rref = remote(to, doubled_there, (2.0,))
     with torch.cuda.stream(torch.cuda.Stream()):
         assert only(rref.get_future().wait(non_blocking=True, timeout=LONG)) == 4.0
         assert only(rpc_sync(to, added_to, (rref, slow(1.0)))) == 5.0
         assert only(rref.rpc_sync().add(slow(2.0))) == 6.0
-        assert only(remote(to, doubled_later, (slow(5.0),)).to_here()) == 10.0
+        assert only(remote(to, doubled_there_later, (5.0,)).to_here()) == 10.0
 
 
 SCENARIOS: tuple[Callable[[str], None], ...] = (

@@ -99,6 +99,17 @@ def doubled_later(x: Tensor) -> CUDAFuture[Tensor]:
         return CUDAFuture.completed(doubled(came.wait(non_blocking=True)))
 
 
+def doubled_there(value: float, index: int = 0) -> Tensor:
+    """Double a tensor of the callee."""
+    return doubled(filled(value, index))
+
+
+@rpc_ext.async_execution
+def doubled_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
+    """Return a future of a tensor of the callee, on which its device is still at work."""
+    return doubled_later(filled(value, index))  # type: ignore[no-any-return]
+
+
 @rpc_ext.async_execution
 def doubled_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
     """Return a future that is done when a thread of the host has come to it."""
@@ -108,6 +119,10 @@ def doubled_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
 @rpc_ext.async_execution
 def doubled_by(to: str, x: Tensor) -> CUDAFuture[Tensor]:
     return rpc_async(to, doubled, (x,))
+
+
+def refused_there() -> Tensor:
+    return refused(filled(1.0))
 
 
 def refused(x: Tensor) -> Tensor:
@@ -149,8 +164,8 @@ def streams_with(x: Tensor) -> list[int]:
 class Register:
     """A value that lives on a device of its owner."""
 
-    def __init__(self, start: Tensor) -> None:
-        self.total = start.clone()
+    def __init__(self, start: float) -> None:
+        self.total = filled(start)
 
     def add(self, x: Tensor) -> Tensor:
         self.total = self.total + x
@@ -159,6 +174,9 @@ class Register:
     @rpc_ext.async_execution
     def add_later(self, x: Tensor) -> CUDAFuture[Tensor]:
         return CUDAFuture.completed(self.add(x)).then(lambda done: done.value() * 1)
+
+    def add_number(self, x: float) -> Tensor:
+        return self.add(filled(x))
 
     def set(self, x: Tensor) -> None:
         self.total.copy_(x)
@@ -279,7 +297,7 @@ def while_the_device_is_at_work(to: str) -> None:
         with sim.hold():
             x = filled(1.0)
             call = rpc_async(to, doubled, (x,))
-            rref = remote(to, doubled, (x,))
+            rref = remote(to, doubled_there, (1.0,))
             assert not call.done()
         assert only(call.wait(timeout=LONG)) == 2.0
         assert only(rref.to_here()) == 2.0
@@ -378,25 +396,25 @@ def messages_of_a_batch(to: str) -> None:
 def references(to: str) -> None:
     """What an RRef refers to stays on its owner's device, where all that use it are ordered after its making."""
     with torch.Stream("sim:0"):
-        rref = remote(to, doubled, (filled(2.0),))
-    later = remote(to, doubled_later, (filled(5.0, 1),))
+        rref = remote(to, doubled_there, (2.0,))
+    later = remote(to, doubled_there_later, (5.0, 1))
     with torch.Stream("sim:0"):
         assert only(rref.get_future().wait(non_blocking=True)) == 4.0
         assert only(rpc_sync(to, added_to, (rref, filled(1.0)))) == 5.0
         assert only(rpc_sync(to, added_to, (rref, filled(2.0)))) == 6.0
     assert only(later.to_here()) == 10.0
-    assert isinstance(remote(to, refused, (filled(1.0),)).get_future().exception(timeout=LONG), LookupError)
+    assert isinstance(remote(to, refused_there).get_future().exception(timeout=LONG), LookupError)
 
 
 def methods_of_references(to: str) -> None:
     """A method is ordered after its object, and after its own arguments."""
-    register = remote(to, Register, (filled(1.0),))
+    register = remote(to, Register, (1.0,))
     with torch.Stream("sim:0"):
         assert only(register.rpc_async().add(filled(2.0)).wait(non_blocking=True)) == 3.0
     with torch.Stream("sim:0"):
         assert only(register.rpc_sync().add_later(filled(3.0))) == 6.0
-        assert only(register.remote().add(filled(4.0)).to_here()) == 10.0
-    later = remote(to, doubled_later, (filled(5.0),))
+        assert only(register.remote().add_number(4.0).to_here()) == 10.0
+    later = remote(to, doubled_there_later, (5.0,))
     assert later.rpc_sync().sum().item() == 10.0 * SIZE
 
 
@@ -410,7 +428,7 @@ def state_that_calls_change(to: str) -> None:
         assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 10.0 * value + 1
     assert isinstance(rpc_async(to, fill_held_and_fail, (filled(6.0),)).exception(timeout=LONG), LookupError)
     assert only(rpc_sync(to, held)) == 6.0
-    kept = remote(to, fill_held, (filled(7.0),))
+    kept = remote(to, fill_held_by_number, (7.0,))
     assert kept.to_here() is None
     assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 8.0
     with rpc_ext.batch(to):
@@ -424,7 +442,7 @@ def state_that_calls_change(to: str) -> None:
 
 def objects_that_methods_change(to: str) -> None:
     """The methods of an object are ordered like functions, where none returns a tensor."""
-    register = remote(to, Register, (filled(1.0),))
+    register = remote(to, Register, (1.0,))
     for value in (2.0, 3.0, 4.0):
         register.rpc_sync().set(filled(value))
         assert only(register.rpc_sync().add(filled(1.0))) == value + 1

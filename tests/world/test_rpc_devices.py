@@ -77,7 +77,7 @@ def test_a_call_that_waits_for_the_owner_of_an_rref_keeps_its_streams(
     def run() -> None:
         rank = dist.get_rank()
         with calling(schedule, meeting, rank=rank, size=2), torch.Stream("sim:0"):
-            rref = remote(1 - rank, doubled, (filled(2.0),))
+            rref = remote(1 - rank, device_calls.doubled_there, (2.0,))
             assert only(rref.to_here()) == 4.0
             for _ in range(4):  # this worker becomes another holder, of which the owner has to hear first
                 assert only(rpc_sync(rank, device_calls.added_later, (rref, filled(3.0)))) == 7.0
@@ -128,7 +128,7 @@ def test_a_map_takes_tensors_to_another_device_and_back(ranks: World, meeting: P
         ]
         (back, other), _ = rpc_sync(to, echoed, (first, second))
         assert (where(back), where(other), only(back), only(other)) == ("sim:0", "sim:1", 1.0, 2.0)
-        rref = remote(to, doubled, (first,))
+        rref = remote(to, device_calls.doubled_there, (1.0, 1))
         assert where(rref.to_here()) == "sim:0"
         assert rref.rpc_sync().get_device() == 1
         assert where(rpc_sync(to, made, (3.0, 1))) == "sim:0"

@@ -130,6 +130,16 @@ def test_references_are_arguments_and_results(worker: rpc_ext.Session) -> None:
     assert remote(ME, references_to, ([1, 2],)).to_here()[1].to_here() == 2
 
 
+@pytest.mark.parametrize("call", [rpc_async, remote])
+def test_a_reference_of_a_call_that_does_not_pickle_keeps_nobody_waiting(tmp_path: Path, call: Any) -> None:
+    with alone(tmp_path / "rendezvous") as session:
+        rref = RRef(1)
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            call(ME, same, ((rref, lambda: 1),))
+        rpc_ext.shutdown(timeout=PATIENCE)  # raises TimeoutError where the owner waits for a worker to receive it
+        assert session.is_ending
+
+
 @answers("test_remote_with_exception")
 def test_what_the_function_raises_comes_out_of_the_reference(worker: rpc_ext.Session) -> None:
     for rref in (
