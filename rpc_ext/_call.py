@@ -18,13 +18,11 @@ import torch
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
+from rpc_ext._arguments import SHORTEST_TIMEOUT
 from rpc_ext._codec import Encoded, Kind, decode, kind_of, targets_of
 from rpc_ext._destination import Destination
 
-__all__ = ["LONGEST_TIMEOUT", "SHORTEST_TIMEOUT", "Call"]
-
-# The engine counts milliseconds, as a 32-bit int, of which 0 means no limit.
-SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 2e6
+__all__ = ["Call"]
 
 
 class Call:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 from torch._C import _distributed_rpc
-from torch.distributed.rpc import api, backend_registry, constants
+from torch.distributed.rpc import api, constants
 
 from rpc_ext import _C
 
@@ -28,10 +26,8 @@ __all__ = [
     "first_calls",
     "forget_users",
     "has_agent",
-    "init_agent",
     "init_distributed_autograd",
     "is_current",
-    "registered_backend",
     "remote",
     "rendezvous",
     "rpc_async",
@@ -43,7 +39,6 @@ _distributed: Any = torch.distributed
 _autograd: Any = torch.distributed.autograd
 _native: Any = _distributed_rpc
 _api: Any = api
-_registry: Any = backend_registry
 
 DEFAULT_RPC_TIMEOUT: float = constants.DEFAULT_RPC_TIMEOUT_SEC
 DEFAULT_WORKER_THREADS: int = constants.DEFAULT_NUM_WORKER_THREADS
@@ -59,20 +54,6 @@ current_agent: Any = _native._get_current_rpc_agent
 has_agent: Any = _native._is_current_rpc_agent_set
 
 
-@contextlib.contextmanager
-def registered_backend(name: str, options: Any, init_agent: Any) -> Iterator[Any]:
-    """Have an entry of that name in torch's registry of RPC backends, for this long.
-
-    A registration makes the registry another enum, and torch's init_rpc goes on with the members of the one before,
-    which it then refuses. So that one is put back.
-    """
-    before = _registry.BackendType
-    try:
-        yield _registry.register_backend(name, options, init_agent)
-    finally:
-        _registry.BackendType = before
-
-
 def is_current(agent: Any) -> bool:
     """Say whether an agent is this process's."""
     try:
@@ -86,11 +67,6 @@ def init_distributed_autograd(rank: int) -> None:
     _C.forget_autograd_rank()
     _autograd._init(rank)
     _native._set_profiler_node_id(rank)
-
-
-def init_agent(backend: Any, store: Any, name: str, rank: int, world_size: int, options: Any) -> None:
-    """Let a registered backend make this process's agent."""
-    _rpc._init_rpc_backend(backend, store, name, rank, world_size, options)
 
 
 def set_agent(agent: Any) -> None:

@@ -92,6 +92,11 @@ class Server:
         self._devices = devices
         self.order.set_devices(device for of in devices.values() for device in (*of.native, *of.staged))
 
+    def close(self) -> None:
+        """Fail the futures that wait for other workers, and order no more device work."""
+        self.awaited.close()
+        self.order.close()
+
     @property
     def served(self) -> int:
         """Calls that were begun."""

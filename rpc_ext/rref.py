@@ -14,7 +14,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
-from rpc_ext._call import SHORTEST_TIMEOUT
+from rpc_ext._arguments import SHORTEST_TIMEOUT
 from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._expiry import expire
@@ -219,7 +219,7 @@ class RRef(Generic[T]):
 
         _C.when_owned(self._rref, come)
         if not there.done():
-            current().awaited.add(there)
+            current().server.awaited.add(there)
         return there.then_async(lambda done: done.value().local_value().future)
 
 

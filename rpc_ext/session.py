@@ -5,12 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import operator
 import os
-import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -18,11 +15,12 @@ from typing import Any, Literal
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _engine, _listeners
-from rpc_ext._backend import PATIENCE, Options, backend
-from rpc_ext._call import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
+from rpc_ext import _engine, _listeners
+from rpc_ext._agent import PATIENCE, Options, Started, start
+from rpc_ext._arguments import LONGEST_TIMEOUT, expect_arguments, from_environment, limit
 from rpc_ext._destination import Destination
-from rpc_ext._devices import DeviceMaps
+from rpc_ext._devices import DeviceMaps, as_json
+from rpc_ext._end_functions import EndFunctions
 from rpc_ext._farewell import leave
 from rpc_ext._meeting import session_store
 from rpc_ext._receive_pool import DEFAULT_BYTES, received_outside
@@ -38,10 +36,7 @@ _session: Session | None = None
 _beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
 _called_at_every_end: list[Callable[[], object]] = []  # see call_at_end; not under the lock
 
-_ENDED_BY_TORCH = (
-    "torch.distributed.rpc.shutdown() has ended RPC in this process; this session ends by rpc_ext.shutdown()"
-)
-_TRANSPORTS = {"ibv", "shm", "uv"}
+_ENDED_BY_TORCH = "torch.distributed.rpc.shutdown() has ended RPC; rpc_ext.shutdown() ends what is left of the session"
 
 
 class Session:
@@ -51,20 +46,15 @@ class Session:
     """
 
     def __init__(
-        self, name: str, rank: int, agent: _C.Agent, options: Options, destinations: list[Destination]
+        self, rank: int, rpc_timeout: float, started: Started, server: Server, destinations: list[Destination]
     ) -> None:
-        assert options.exchange is not None
-        assert options.server is not None
-        self.name, self.rank = name, rank
-        self.rpc_timeout = options.rpc_timeout
-        self.agent, self.server = agent, options.server
+        self.name, self.rank, self.rpc_timeout = server.name, rank, rpc_timeout
+        self.agent, self.server = started.agent, server
         self.destinations = destinations
-        self._exchange = options.exchange
+        self._exchange = started.exchange
         self.is_of_this_process = True  # not in a child that it forks
         self.is_ending = False
-        self.awaited = options.server.awaited
-        self._called_at_end: list[Callable[[], object]] | None = []  # None: the session has ended
-        self._called_lock = threading.Lock()  # guards _called_at_end; a leaf
+        self._end_functions = EndFunctions()
         self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
 
     @property
@@ -98,7 +88,7 @@ class Session:
         Raises:
             ValueError: 0, a negative number, or nan.
         """
-        return self.rpc_timeout if timeout is None else _limit(timeout)
+        return self.rpc_timeout if timeout is None else limit(timeout)
 
     def __enter__(self) -> Session:
         return self
@@ -127,21 +117,14 @@ class Session:
         >>> ended
         ['me']
         """
-        with self._called_lock:
-            if self._called_at_end is None:
-                raise InvalidStateError("the session has ended, so nothing can be registered for its end")
-            self._called_at_end.append(fn)
+        self._end_functions.add(fn)
 
     def end(self, graceful: bool, timeout: float) -> None:
         """Leave the job; see ``shutdown``."""
         try:
             self._leave_and_stop(graceful, timeout)
         finally:
-            with self._called_lock:
-                called, self._called_at_end = self._called_at_end or [], None
-            with contextlib.ExitStack() as stack:  # calls all of them even if Ctrl-C interrupts one
-                for fn in reversed([*_called_at_every_end, *called]):
-                    stack.callback(_call_and_log, fn)
+            self._end_functions.call(_called_at_every_end)
 
     def _leave_and_stop(self, graceful: bool, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -154,8 +137,7 @@ class Session:
         finally:
             for destination in self.destinations:
                 destination.close()
-            self.awaited.close()
-            self.server.order.close()
+            self.server.close()
             if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
@@ -192,13 +174,6 @@ def call_at_end(fn: Callable[[], object]) -> None:
     ['ended']
     """
     _called_at_every_end.append(fn)
-
-
-def _call_and_log(fn: Callable[[], object]) -> None:
-    try:
-        fn()
-    except Exception:
-        _logger.exception("%r, which was registered for the end of RPC, has raised", fn)
 
 
 def current() -> Session:
@@ -303,54 +278,56 @@ def init_rpc(
     ['me']
     """
     global _session, _beginning
-    rank = _from_environment("rank", rank, "RANK")
-    world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
-    _check(rank, world_size, name, num_worker_threads, max_in_flight, max_bytes_in_flight)
-    receive_memory = _expect_bytes("receive_memory", receive_memory)
-    if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
-        raise ValueError(f"transports={transports!r}: some of {', '.join(sorted(_TRANSPORTS))} are wanted")
-    if seal not in ("descriptions", "contents"):
-        raise ValueError(f'seal is "descriptions" or "contents", not {seal!r}')
-    name = f"worker{rank}" if name is None else name
+    rank = from_environment("rank", rank, "RANK")
+    world_size = from_environment("world_size", world_size, "WORLD_SIZE")
+    expect_arguments(
+        rank,
+        world_size,
+        name,
+        seal,
+        transports,
+        receive_memory,
+        num_worker_threads=num_worker_threads,
+        max_in_flight=max_in_flight,
+        max_bytes_in_flight=max_bytes_in_flight,
+    )
+    found_secret = read_secret(secret)
+    options = Options(
+        num_worker_threads=num_worker_threads,
+        rpc_timeout=limit(rpc_timeout),
+        secret=found_secret,
+        seals_contents=found_secret is not None and seal == "contents",
+        device_maps=as_json(device_maps),
+        start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
+        transports=None if transports is None else list(transports),
+        receive_memory=receive_memory,
+    )
     with _lock:
-        if _session is not None:
-            current()
-            raise InvalidStateError("RPC has begun in this process already; rpc_ext.shutdown() ends it")
-        if _engine.has_agent():
-            raise InvalidStateError(
-                "torch's own RPC has begun in this process; torch.distributed.rpc.shutdown() ends it"
-            )
+        _expect_no_session()
         _beginning = os.getpid(), threading.get_ident()
         try:
-            start_patience = _limit(start_timeout) or LONGEST_TIMEOUT
-            options = Options(
-                num_worker_threads=num_worker_threads,
-                rpc_timeout=_limit(rpc_timeout),
-                init_method=init_method or "env://",
-                secret=read_secret(secret),
-                seal=seal,
-                device_maps=device_maps,
-                start_timeout=start_patience,
-                transports=transports,
-                receive_memory=receive_memory,
-                server=Server(name, num_worker_threads, _limit(rpc_timeout)),
-            )
-            if options.secret is None:
+            if found_secret is None:
                 _listeners.warn_unless_loopback()
-            store = session_store(options.init_method, rank, world_size, start_patience)
-            _engine.init_distributed_autograd(rank)
-            with warnings.catch_warnings(), backend() as ours:
-                warnings.simplefilter("ignore", category=FutureWarning)
-                _engine.init_agent(ours, store, name, rank, world_size, options)
-            agent: Any = _engine.current_agent()
+            store = session_store(init_method or "env://", rank, world_size, options.start_timeout)
+            server = Server(name or f"worker{rank}", num_worker_threads, options.rpc_timeout)
+            started = start(store, rank, world_size, options, server)
             destinations = [
                 Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
-                for peer, devices in enumerate(options.peers)
+                for peer, devices in enumerate(started.peers)
             ]
-            _session = Session(name, rank, agent, options, destinations)
+            _session = Session(rank, options.rpc_timeout, started, server, destinations)
             return _session
         finally:
             _beginning = None
+
+
+def _expect_no_session() -> None:
+    """Raise InvalidStateError if RPC has begun in this process. Called under the lock."""
+    if _session is not None:
+        current()
+        raise InvalidStateError("RPC has begun in this process already; rpc_ext.shutdown() ends it")
+    if _engine.has_agent():
+        raise InvalidStateError("torch's own RPC has begun in this process; torch.distributed.rpc.shutdown() ends it")
 
 
 def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
@@ -376,7 +353,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     >>> shutdown()
     """
     global _session
-    patience = _limit(timeout) or LONGEST_TIMEOUT
+    patience = limit(timeout) or LONGEST_TIMEOUT
     if is_serving():  # nobody would come back from this function to answer its caller, and so to let all go
         raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
     session = _begun()
@@ -404,55 +381,6 @@ def statistics() -> Statistics:
     0
     """
     return current().statistics()
-
-
-def _limit(timeout: float) -> float:
-    """Return the seconds of a timeout as the engine counts them: 0 for no limit."""
-    if not timeout > 0:
-        raise ValueError(f"a timeout is a positive number of seconds, or math.inf for no limit, not {timeout!r}")
-    if timeout > LONGEST_TIMEOUT:
-        return 0.0
-    return max(float(timeout), SHORTEST_TIMEOUT)
-
-
-def _from_environment(what: str, given: int | None, variable: str) -> int:
-    if given is not None:
-        return given
-    text = os.environ.get(variable)
-    if text is None:
-        raise ValueError(f"init_rpc() needs {what}: give it, or start the program with torchrun, which sets {variable}")
-    return int(text)
-
-
-def _check(
-    rank: int, world_size: int, name: str | None, num_worker_threads: int, max_calls: int, max_bytes: int
-) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not one of {world_size} workers'")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"a worker's name is a str, not {name!r}")
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
-        raise ValueError(f"a worker's name has 1 to 127 letters and digits (ASCII), '-', '_' or ':', unlike {name!r}")
-    for what, number in (
-        ("num_worker_threads", num_worker_threads),
-        ("max_in_flight", max_calls),
-        ("max_bytes_in_flight", max_bytes),
-    ):
-        if number < 1:
-            raise ValueError(f"{what} is at least 1, not {number}")
-
-
-def _expect_bytes(what: str, number: int) -> int:
-    """Return a number of bytes as an int.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is negative.
-    """
-    nbytes = operator.index(number)
-    if nbytes < 0:
-        raise ValueError(f"{what} is a number of bytes, or 0 for none, not {nbytes}")
-    return nbytes
 
 
 def _note_fork() -> None:

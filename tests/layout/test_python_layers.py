@@ -28,7 +28,9 @@ CUDAFUTURE = (
 RPC_EXT = (
     ("_C",),
     (
+        "_arguments",
         "_awaited",
+        "_end_functions",
         "_engine",
         "_exchange",
         "_failure",
@@ -62,7 +64,7 @@ RPC_EXT = (
     ("_offload_operations", "_offload_pack"),
     ("_destination", "_devices", "_staging"),
     ("_serve",),
-    ("_backend", "_call"),
+    ("_agent", "_call"),
     ("session",),
     ("_batching",),
     ("calls",),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import rpc_ext
-from rpc_ext import _backend
+from rpc_ext import _agent
 from world.attacker import MAGIC
 
 TO, FROM = 1, 2
@@ -161,7 +161,7 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
     Addresses are signed, so it is the first worker that is made to believe it here. On a network a relay can stand
     between two workers without that.
     """
-    addresses = _backend._addresses
+    addresses = _agent._addresses
 
     def told(exchange: Any, own: str) -> list[str]:
         found = addresses(exchange, own)
@@ -173,7 +173,7 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
     with (
         mock.patch.dict(os.environ, TP_SOCKET_IFNAME="lo"),
         tcp_only(),
-        mock.patch.object(_backend, "_addresses", told),
+        mock.patch.object(_agent, "_addresses", told),
     ):
         options = {"secret": SECRET, **options}
         session = rpc_ext.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{file}", **options)

@@ -17,7 +17,8 @@ import torch
 import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, wait_all
 from cudafuture.testing import World
-from rpc_ext import _engine, async_execution, remote, rpc_async, rpc_sync
+from rpc_ext import async_execution, remote, rpc_async, rpc_sync
+from rpc_ext import session as rpc_session
 from unit.parity import answers
 from world.rpc_callees import (
     ME,
@@ -265,7 +266,7 @@ def test_many_threads_are_held_by_functions_that_wait_themselves(tmp_path: Path,
 def test_a_call_that_comes_before_this_worker_is_ready_waits_until_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init_agent, found = _engine.init_agent, []
+    start, found = rpc_session.start, []
 
     def call() -> None:
         try:
@@ -275,13 +276,14 @@ def test_a_call_that_comes_before_this_worker_is_ready_waits_until_it_is(
 
     thread = threading.Thread(target=call)
 
-    def others_are_faster(*args: Any) -> None:
-        init_agent(*args)
+    def others_are_faster(*args: Any) -> Any:
+        started = start(*args)
         thread.start()
         while thread.is_alive() and not found and "_after_beginning" not in names_of_frames(thread):
             os.sched_yield()
+        return started
 
-    monkeypatch.setattr(_engine, "init_agent", others_are_faster)
+    monkeypatch.setattr(rpc_session, "start", others_are_faster)
     with alone(tmp_path / "rendezvous"):
         thread.join(PATIENCE)
     assert found == [3]

@@ -1,8 +1,8 @@
-"""How an agent comes to be: our backend in torch's registry of RPC backends.
+"""The start of an agent.
 
 ::
 
-    store ──► Exchange: who is there, with which devices; who knows the secret ──► Agent ──► first calls
+    store ──► Exchange: names, devices, proofs of the secret ──► Agent ──► addresses ──► first calls
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
@@ -19,112 +19,89 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from cudafuture.errors import AuthenticationError
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
-from rpc_ext._devices import as_json, local_devices, plan
+from rpc_ext._devices import Plan, local_devices, plan
 from rpc_ext._exchange import Exchange
-from rpc_ext._receive_pool import DEFAULT_BYTES, receive_into_pool
+from rpc_ext._receive_pool import receive_into_pool
 from rpc_ext._serve import Server
 
-__all__ = ["BACKEND", "PATIENCE", "Options", "backend"]
+__all__ = ["PATIENCE", "Options", "Started", "start"]
 
-BACKEND = "CUDAFUTURE"
-"""the name of our backend in torch's registry"""
 PATIENCE = 5.0
 """seconds that an agent, when it ends, waits for functions that it runs for others"""
 
 _logger = logging.getLogger("rpc_ext.authentication")
 
 
-class Options(TensorPipeRpcBackendOptions):
-    """What our backend is made with, beside what TensorPipe's is, and what came of it."""
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``init_rpc`` that an agent is made with, checked."""
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = _engine.DEFAULT_WORKER_THREADS,
-        rpc_timeout: float = _engine.DEFAULT_RPC_TIMEOUT,
-        init_method: str = "env://",
-        secret: bytes | None = None,
-        seal: str = "descriptions",
-        device_maps: Any = "auto",
-        start_timeout: float = 300.0,
-        transports: Sequence[str] | None = None,
-        receive_memory: int = DEFAULT_BYTES,
-        server: Server | None = None,
-    ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout=rpc_timeout,
-            init_method=init_method,
-            _transports=None if transports is None else list(transports),
-        )
-        self.secret, self.wanted_maps, self.start_timeout = secret, as_json(device_maps), start_timeout
-        self.seals_contents = secret is not None and seal == "contents"
-        self.receive_memory = receive_memory
-        self.server = server
-        self.exchange: Exchange | None = None
-        self.peers: list[DeviceMap] = []
+    num_worker_threads: int
+    rpc_timeout: float
+    secret: bytes | None
+    seals_contents: bool
+    device_maps: Any
+    """as JSON"""
+    start_timeout: float
+    transports: list[str] | None
+    receive_memory: int
 
 
-def backend() -> contextlib.AbstractContextManager[Any]:
-    """Have our entry in torch's registry, while an agent is made."""
-    return _engine.registered_backend(BACKEND, _options, _init_agent)
+class Started(NamedTuple):
+    """An agent that runs, and what its session needs."""
+
+    agent: _C.Agent
+    exchange: Exchange
+    peers: list[DeviceMap]
+    """where tensors of calls go, by rank"""
 
 
-def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Options:
-    return Options(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
-
-
-def _init_agent(store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Options) -> Any:
-    """Find the others, prove and have proven who knows the secret, and start the agent. Called by torch."""
-    options = rpc_backend_options
-    server = options.server if options.server is not None else Server(name, options.num_worker_threads)
-    exchange = Exchange(
-        _engine.PrefixStore("exchange", store),
-        rank,
-        world_size,
-        options.secret,
-        options.start_timeout,
-    )
-    mine = {"name": name, "devices": local_devices(), "maps": options.wanted_maps, "seal": options.seals_contents}
+def start(store: Any, rank: int, world_size: int, options: Options, server: Server) -> Started:
+    """Find the other workers, exchange proofs of the secret, and start the agent, whose calls `server` answers."""
+    exchange = Exchange(_engine.PrefixStore("exchange", store), rank, world_size, options.secret, options.start_timeout)
+    mine = {
+        "name": server.name,
+        "devices": local_devices(),
+        "maps": options.device_maps,
+        "seal": options.seals_contents,
+    }
     workers, key = exchange.begin(mine)
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
     _expect_one_seal(names, [worker["seal"] for worker in workers])
     exchange.names = names
-    found = plan(
+    devices = plan(
         rank,
         names,
-        [w["devices"] for w in workers],
-        [w["maps"] for w in workers],
+        [worker["devices"] for worker in workers],
+        [worker["maps"] for worker in workers],
         carries_devices=not options.seals_contents,
     )
-    for worker, device_map in found.native.items():
-        options._set_device_map(worker, device_map)
-    if found.native_devices:
+    if devices.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
-    server.set_devices(dict(enumerate(found.answers)))
+    server.set_devices(dict(enumerate(devices.answers)))
     receive_into_pool(options.receive_memory)
+    _engine.init_distributed_autograd(rank)
     agent = _C.Agent(
         names,
         rank,
         lambda address: _addresses(exchange, address),
-        options,
-        found.native_reverse,
-        found.native_devices,
+        _engine_options(options, devices),
+        devices.native_reverse,
+        devices.native_devices,
         key=key,
         contents=options.seals_contents,
         serve=server.serve,
         tell=_Teller(names),
     )
     try:
-        _start(agent, names, exchange, options)
+        _connect(agent, names, exchange, options)
     except BaseException:
         with contextlib.suppress(Exception):
             _engine.finish(agent, PATIENCE)
         raise
-    options.exchange, options.peers = exchange, found.calls
-    return agent
+    return Started(agent, exchange, devices.calls)
 
 
 def _expect_one_seal(names: list[str], seals_contents: list[bool]) -> None:
@@ -137,6 +114,18 @@ def _expect_one_seal(names: list[str], seals_contents: list[bool]) -> None:
         raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
 
 
+def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOptions:
+    """Return the options as torch's agent takes them."""
+    made = TensorPipeRpcBackendOptions(
+        num_worker_threads=options.num_worker_threads,
+        rpc_timeout=options.rpc_timeout,
+        _transports=options.transports,
+    )
+    for worker, device_map in devices.native.items():
+        made._set_device_map(worker, device_map)
+    return made
+
+
 def _addresses(exchange: Exchange, own: str) -> list[str]:
     """Show the address of this worker's agent to the other workers; return the addresses of all, by rank.
 
@@ -145,7 +134,7 @@ def _addresses(exchange: Exchange, own: str) -> list[str]:
     return exchange.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
 
 
-def _start(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
+def _connect(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
     """Start the agent and wait until all have; with a secret, no process can connect to it after that.
 
     Raises:
