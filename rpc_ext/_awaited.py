@@ -1,4 +1,4 @@
-"""What waits in a session for other workers, so that it ends with the session."""
+"""Futures of a session that wait for other workers, and fail when the session ends."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class batch:  # a context manager
         self.flush()
 
     def takes_calls_to(self, destination: Destination) -> bool:
-        """Say whether a call that this thread makes to a worker belongs in here. Callbacks carry the context along."""
+        """Return whether this thread's calls to a worker belong in here. Callbacks carry the context along."""
         return destination is self._destination and self._thread == threading.get_ident()
 
     # ---- calls come in
@@ -248,7 +248,7 @@ class batch:  # a context manager
 
 
 def _is_plain_function(fn: Any) -> bool:
-    """Say whether a function is found by its name: a method of an object brings that along."""
+    """Return whether a function is found by its name: a method of an object brings that along."""
     if type(fn) is BuiltinFunctionType:
         return fn.__self__ is None or isinstance(fn.__self__, ModuleType)
     return type(fn) is FunctionType

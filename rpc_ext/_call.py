@@ -122,7 +122,7 @@ class Call:
     # ---- the future
 
     def is_over(self) -> bool:
-        """Say whether there is no use in sending it any more: it has failed, or was cancelled."""
+        """Return whether there is no use in sending it any more: it has failed, or was cancelled."""
         if self.future.done():
             self._destination.finish(self, 0, False)
         return self.settled

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class Kind:
-    """What a payload is."""
+    """The kinds of payloads."""
 
     CALL = 1  # caller's rank, function, arguments
     VALUE = 2  # what it returned
@@ -63,7 +63,7 @@ _LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """Where tensors go: `native` are the devices that the agent carries, `staged` those that go through the host."""
+    """The targets of tensors: the agent carries those of `native` devices, those of `staged` go through the host."""
 
     peer: str
     native: Mapping[torch.device, torch.device]
@@ -194,12 +194,12 @@ def kind_of(payload: bytes) -> int:
 
 
 def is_plain(payload: bytes) -> bool:
-    """Say whether it has neither RRefs nor tensors for devices."""
+    """Return whether it has neither RRefs nor tensors for devices."""
     return not payload[_FLAGS]
 
 
 def has_rrefs(payload: bytes) -> bool:
-    """Say whether owners have to confirm what `decode` makes before anybody uses it."""
+    """Return whether owners have to confirm what `decode` makes before anybody uses it."""
     return bool(payload[_FLAGS] & _HAS_RREFS)
 
 

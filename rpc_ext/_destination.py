@@ -1,4 +1,4 @@
-"""Where calls go: one object for each worker, which limits how much is under way there and counts what was."""
+"""Destinations of calls: one object for each worker, which limits the calls in flight to it and counts all calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Destination"]
 
 
 class Admitted(Protocol):
-    """What is known here of a call."""
+    """A call, as far as this module uses it."""
 
     size: int
     started: float
@@ -27,8 +27,8 @@ class Admitted(Protocol):
 
 
 class _Waiter:
-    def __init__(self, calls: int, size: int) -> None:
-        self.calls, self.size = calls, size
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.admitted = threading.Event()
         self.refused = False
 
@@ -56,7 +56,7 @@ class Destination:
     def try_admit(self, size: int) -> bool:
         """Admit a call of `size` bytes if there is room now and nobody waits."""
         with self._lock:
-            if self._waiters or not self._fits(1, size):
+            if self._waiters or not self._fits(size):
                 return False
             self._take(1, size)
             return True
@@ -68,9 +68,9 @@ class Destination:
             TimeoutError: there was none for `timeout` seconds (0: for ever).
             InvalidStateError: RPC was shut down meanwhile.
         """
-        waiter = _Waiter(1, size)
+        waiter = _Waiter(size)
         with self._lock:
-            if not self._waiters and self._fits(1, size):
+            if not self._waiters and self._fits(size):
                 self._take(1, size)
                 return
             if self._closed:  # nobody would admit it any more
@@ -101,10 +101,8 @@ class Destination:
     def _ended(self) -> InvalidStateError:
         return InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
 
-    def _fits(self, calls: int, size: int) -> bool:
-        if self._calls == 0:
-            return True
-        return self._calls + calls <= self._max_calls and self._bytes + size <= self._max_bytes
+    def _fits(self, size: int) -> bool:
+        return self._calls == 0 or (self._calls < self._max_calls and self._bytes + size <= self._max_bytes)
 
     def _take(self, calls: int, size: int) -> None:
         self._calls += calls
@@ -130,9 +128,9 @@ class Destination:
                 self._idle.notify_all()
 
     def _admit_waiters(self) -> None:
-        while self._waiters and self._fits(self._waiters[0].calls, self._waiters[0].size):
+        while self._waiters and self._fits(self._waiters[0].size):
             waiter = self._waiters.popleft()
-            self._take(waiter.calls, waiter.size)
+            self._take(1, waiter.size)
             waiter.admitted.set()
 
     # ---- what came of a call

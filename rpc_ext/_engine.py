@@ -1,4 +1,4 @@
-"""What is used of torch.distributed beyond what torch types or documents, in one place."""
+"""The parts of torch.distributed in use that torch does not type or document."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ has_agent: Any = _native._is_current_rpc_agent_set
 
 
 def is_current(agent: Any) -> bool:
-    """Say whether an agent is this process's."""
+    """Return whether an agent is this process's."""
     try:
         return current_agent() is agent
     except RuntimeError:  # there is none

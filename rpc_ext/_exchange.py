@@ -1,4 +1,4 @@
-"""What workers tell each other before there is RPC: JSON through the job's store, signed where there is a secret.
+"""The exchange between workers before RPC begins: JSON through the job's store, signed where there is a secret.
 
 The store itself takes whatever anybody writes, so a record that is not as it should be is passed over, and one's own is
 put back where somebody has written over it. Nothing is unpickled.
@@ -26,7 +26,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two looks, of which
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed.Store."""
+    """The methods of a torch.distributed.Store that are in use."""
 
     def set(self, key: str, value: Any, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -101,7 +101,7 @@ class Exchange:
         return self.round(step, value)
 
     def leave(self, deadline: float) -> None:
-        """Say that this worker needs the store no more. The first, which may hold it, waits for the others."""
+        """Show that this worker needs the store no more. The first, which may hold it, waits for the others."""
         self._timeout = max(0.0, deadline - time.monotonic())
         self._show("left", True)
         if self._rank == 0:
@@ -243,7 +243,7 @@ class Exchange:
 
 
 class _Seen:
-    """What one worker has seen of the others in one round."""
+    """The records that one worker has seen of the others in one round."""
 
     def __init__(self, step: str, world_size: int, found: dict[int, Any]) -> None:
         self.step, self._world_size, self.found = step, world_size, found

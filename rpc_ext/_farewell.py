@@ -1,4 +1,4 @@
-"""How workers leave a job together: nobody goes while another may still need an answer, or the store.
+"""The shutdown of all workers together: none leaves while another may still need an answer, or the store.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What is called: functions that return a value, and those that return a future of it."""
+"""The functions that workers call: those that return a value, and those that return a future of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def async_execution(fn: F) -> F:
 
 
 def is_async(fn: Any) -> bool:
-    """Say whether the function returns a future, by our decorator or torch's."""
+    """Return whether the function returns a future, by our decorator or torch's."""
     return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
 
 

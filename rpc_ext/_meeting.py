@@ -1,4 +1,4 @@
-"""How workers agree on the session that they begin, however often each of them has tried before.
+"""The rendezvous: workers agree on the session that they begin, however often each of them has tried before.
 
 ::
 

@@ -45,7 +45,7 @@ def read_secret(secret: str | bytes | None) -> bytes | None:
 
 
 def _expect_unchanged() -> None:
-    """Who names a file must not get a job without a secret, or with another."""
+    """Raise ValueError if the variable names another file than at import: the job would have no secret, or another."""
     named = read(os.environ).rpc_secret_file
     if named is not None and named != config.rpc_secret_file:
         raise ValueError(

@@ -88,7 +88,7 @@ class Server:
         self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
 
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
-        """Say which of the callers' devices the tensors of answers go to."""
+        """Set which of the callers' devices the tensors of answers go to."""
         self._devices = devices
         self.order.set_devices(device for of in devices.values() for device in (*of.native, *of.staged))
 
@@ -340,7 +340,7 @@ def _streams_of(payload: bytes) -> contextlib.AbstractContextManager[None]:
 
 
 def is_serving() -> bool:
-    """Say whether this thread runs a function that a worker has called."""
+    """Return whether this thread runs a function that a worker has called."""
     return _threads.server is not None
 
 

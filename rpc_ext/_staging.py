@@ -24,7 +24,7 @@ Targets = list[str | None]
 """the device that each tensor belongs on; None: it stays where it is"""
 
 Staged = Callable[[list[torch.Tensor] | None, BaseException | None], None]
-"""What is done with the copies; or with the error, where there are none."""
+"""a function that gets the copies; or None, and the error"""
 
 # Not the library's callback thread: a callback of somebody's that waits there for this very call would hold it up.
 _thread = ThreadPoolExecutor(1, thread_name_prefix="rpc_ext-staging")

@@ -1,4 +1,4 @@
-"""What the calls of this process have come to."""
+"""Statistics of the calls of this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DestinationStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What ``rpc_ext.statistics()`` returns."""
+    """The statistics of this process, from ``rpc_ext.statistics()``."""
 
     worker: str
     """the name of this worker"""

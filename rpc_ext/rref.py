@@ -94,7 +94,7 @@ class RRef(Generic[T]):
         return self._rref.owner_name()  # type: ignore[no-any-return]
 
     def is_owner(self) -> bool:
-        """Say whether the value lives in this process.
+        """Return whether the value lives in this process.
 
         >>> RRef(1).is_owner()
         True
@@ -103,7 +103,7 @@ class RRef(Generic[T]):
         return self._rref.is_owner()  # type: ignore[no-any-return]
 
     def confirmed_by_owner(self) -> bool:
-        """Say whether the owner is known to have this reference.
+        """Return whether the owner is known to have this reference.
 
         >>> RRef(1).confirmed_by_owner()
         True
@@ -224,7 +224,7 @@ class RRef(Generic[T]):
 
 
 class _Kept:
-    """What torch holds on the owner. Its agent looks for tensors in there by pickling, and is to find none."""
+    """The object that torch holds on the owner. torch pickles it to look for tensors, and must find none."""
 
     __slots__ = ("future",)
 

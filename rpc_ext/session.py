@@ -98,7 +98,7 @@ class Session:
             shutdown(graceful=error is None)
 
     def has_agent(self) -> bool:
-        """Say whether the agent is this process's still: torch's own ``shutdown`` takes it away."""
+        """Return whether the agent is this process's still: torch's own ``shutdown`` takes it away."""
         return _engine.is_current(self.agent)
 
     def call_at_end(self, fn: Callable[[], object]) -> None:
