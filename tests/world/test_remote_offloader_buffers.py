@@ -243,18 +243,16 @@ def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> Non
 
 EXHAUSTED = """
 import sys, torch, rpc_ext
-from rpc_ext import _memory
 from world.rpc_callees import ME, PATIENCE, alone
 
 size = 1 << 20
-_memory._RECEIVED = 2 * size
 tensor = torch.full((size,), 7, dtype=torch.uint8)
 outside = lambda: rpc_ext.statistics().received_outside
 
 def fetched():
     return rpc_ext.rpc_sync(ME, torch.clone, (tensor,), timeout=PATIENCE)
 
-with alone(sys.argv[1] + "/rendezvous"), rpc_ext.serve_offload(sys.argv[1] + "/served"):
+with alone(sys.argv[1] + "/rendezvous", receive_memory=2 * size), rpc_ext.serve_offload(sys.argv[1] + "/served"):
     kept = [fetched() for _ in range(8)]
     assert outside() >= 6 * size, outside()
     assert all(torch.equal(each, tensor) and each.data_ptr() % 4096 == 0 for each in kept)
