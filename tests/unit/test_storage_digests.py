@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError
 from cudafuture.storage import Digest, Engine, Offloader, digest, digests
 from unit.child import Child
 from unit.storing import LARGE, PATIENCE, contents, get, numbered
@@ -150,13 +150,6 @@ def test_what_takes_no_digests_needs_no_library_for_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_has_the_digest_that_it_must_have_is_written(store: Offloader, size: int) -> None:
-    tensor = numbered(size)
-    assert store.writev({"x": tensor}, digests={"x": digest(tensor)}).wait(timeout=PATIENCE) == tensor.nbytes
-    assert torch.equal(get(store, "x"), tensor)
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_what_has_another_is_not(store: Offloader, size: int) -> None:
     tensor = numbered(size)
     store.write("old", tensor).wait(timeout=PATIENCE)
@@ -172,19 +165,6 @@ def test_what_has_another_is_not(store: Offloader, size: int) -> None:
     assert store.statistics().checksum_errors == 0  # of the disk
 
 
-def test_the_others_of_a_call_are_written(store: Offloader) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([*SIZES, 100, 200, 300])}
-    expected = {key: digest(tensor) for key, tensor in tensors.items()}
-    wrong = ["0", "3", "8"]
-    store.writev(tensors, digests=expected).wait(timeout=PATIENCE)
-    changed = {key: tensor.neg().sub(1) if tensor.numel() else tensor for key, tensor in tensors.items()}
-    expected = {key: digest(tensor) ^ (key in wrong) for key, tensor in changed.items() if key != "1"}
-    with pytest.raises(ChecksumError):
-        store.writev(changed, digests=expected).wait(timeout=PATIENCE)
-    for key in tensors:
-        assert torch.equal(get(store, key), tensors[key] if key in wrong else changed[key]), key
-
-
 def test_a_durable_store_has_nothing_of_what_it_has_refused(engine: Engine, tmp_path: Path) -> None:
     with Offloader(tmp_path, engine=engine, durable=True) as store:
         store.write("old", numbered(1000)).wait(timeout=PATIENCE)
@@ -196,31 +176,6 @@ def test_a_durable_store_has_nothing_of_what_it_has_refused(engine: Engine, tmp_
         assert torch.equal(get(store, "old"), numbered(1000))
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 64, "7", 1.5])
-def test_a_digest_is_a_number_of_64_bits(store: Offloader, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"key 'x': a digest is a number of 64 bits, not {wrong!r}")):
-        store.writev({"x": numbered(3)}, digests={"x": wrong})
-    assert store.keys() == []
-
-
-def test_a_digest_is_of_something_that_is_written(store: Offloader) -> None:
-    with pytest.raises(ValueError, match="keys that are not written: 'X', 'y'"):
-        store.writev({"x": numbered(3)}, digests={"X": 7, "y": 8, "x": 9})
-    assert store.keys() == []
-
-
-def test_who_has_written_many_is_told_which_were(store: Offloader) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([*SIZES, 100, 200, 300])}
-    wrong = ["0", "3", "8"]
-    told = torch.ones(len(tensors), dtype=torch.bool)
-    written = store.writev(tensors, digests=dict.fromkeys(wrong, 7), written=told)
-    assert isinstance(written.exception(timeout=PATIENCE), ChecksumError)
-    assert [key for key, was_written in zip(tensors, told.tolist(), strict=True) if not was_written] == wrong
-    assert {*store.keys()} == tensors.keys() - {*wrong}
-    store.writev(tensors, written=told).wait(timeout=PATIENCE)
-    assert told.all()
-
-
 def test_what_has_no_room_was_not_written(engine: Engine, tmp_path: Path) -> None:
     with Offloader(tmp_path, engine=engine, capacity=1 << 20) as store:
         told = torch.ones(2, dtype=torch.bool)
@@ -230,23 +185,6 @@ def test_what_has_no_room_was_not_written(engine: Engine, tmp_path: Path) -> Non
 
 
 # ---- reading
-
-
-def test_reads_tell_the_digests_of_what_they_have_read(store: Offloader) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([*SIZES, 100, 200, 300])}
-    store.writev(tensors).wait(timeout=PATIENCE)
-    keys = [*tensors, "2"]
-    told = places(len(keys))
-    got = store.readv(keys, digests=told).wait(timeout=PATIENCE)
-    assert told.tolist() == [digest(tensor) for tensor in got] == [digest(tensors[key]) for key in keys]
-
-
-def test_they_are_those_of_the_elements_in_order(store: Offloader) -> None:
-    tensor = numbered(6000).reshape(60, 100)
-    store.write("x", tensor.T).wait(timeout=PATIENCE)
-    told, out = places(1), torch.zeros(60, 100).T
-    store.readv(["x"], [out], digests=told).wait(timeout=PATIENCE)
-    assert told.tolist() == [digest(tensor.T)] == [digest(out)]
 
 
 WRONG: dict[str, Callable[[torch.dtype], Any]] = {
@@ -285,13 +223,6 @@ def test_what_is_told_has_memory_until_the_end(engine: Engine, tmp_path: Path) -
         read = store.readv(tensors, digests=found)
         found.set_(places(1))  # type: ignore[call-overload]
         assert len(read.wait(timeout=PATIENCE)) == len(tensors)
-
-
-def test_a_key_that_is_not_there_has_none(store: Offloader) -> None:
-    told = places(1)
-    with pytest.raises(NotFoundError):
-        store.readv(["x"], digests=told).wait(timeout=PATIENCE)
-    assert told.tolist() == [0]
 
 
 def test_bytes_are_added_to_a_digest_once() -> None:

@@ -59,14 +59,6 @@ def test_a_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
 # ---- versions
 
 
-def test_a_key_is_replaced(store: Offloader) -> None:
-    for size in (SMALL, LARGE, 0, LARGE + 5, SMALL, 1):
-        tensor = numbered(size, size)
-        store.write("tensor", tensor).wait(timeout=PATIENCE)
-        assert torch.equal(get(store, "tensor"), tensor)
-    assert (len(store), store.statistics().bytes, store.statistics().used) == (1, 4, 4)
-
-
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(tmp_path: Path, size: int) -> None:
     engine, store = held(tmp_path)
@@ -103,17 +95,6 @@ def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) 
 
 
 # ---- keys
-
-
-@pytest.mark.parametrize(
-    "key", ["k", "a/../b", "/etc/passwd", "key with spaces", "クダ", "\n", "x" * 1024, "é" * 512, "%"]
-)
-def test_any_name_will_do(store: Offloader, key: str, tmp_path: Path) -> None:
-    store.write(key, numbered(3)).wait(timeout=PATIENCE)
-    assert torch.equal(get(store, key), numbered(3))
-    assert store.keys() == [key]
-    assert key in store
-    assert [p.name for p in tmp_path.iterdir()] == ["store"]
 
 
 def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:

@@ -239,24 +239,6 @@ def test_shards_that_cannot_be_told_apart_are_refused(near: Offloader, far: Far,
 # ---- the interface
 
 
-def test_what_goes_in_comes_out(store: ShardedOffloader) -> None:
-    for key, tensor in TENSORS.items():
-        assert store.write(key, tensor).wait(timeout=PATIENCE) == tensor.nbytes
-        assert torch.equal(store.read(key).wait(timeout=PATIENCE), tensor)
-        out = torch.zeros_like(tensor)
-        assert store.read(key, out).wait(timeout=PATIENCE) is out
-        assert torch.equal(out, tensor)
-        assert key in store
-        assert store.stat(key) == Entry(key, tensor.dtype, tensor.shape, tensor.nbytes)
-        assert key in store.shards[store.where(key)]
-    assert len(store) == len(TENSORS)
-    assert store.keys() == [*of(store, "far"), *of(store, "near"), *of(store, "other")]
-    for key in TENSORS:
-        store.delete(key).wait(timeout=PATIENCE)
-        assert key not in store
-    assert store.keys() == []
-
-
 def test_many_keys_are_one_call_of_each_shard(store: ShardedOffloader, far: Far, other: Far) -> None:
     fill(store)
     backwards = list(TENSORS)[::-1]
@@ -272,12 +254,6 @@ def test_many_keys_are_one_call_of_each_shard(store: ShardedOffloader, far: Far,
         count = len(of(store, name))
         assert count > 1
         assert shard.calls == [("writev", count), ("readv", count), ("readv", count), ("deletev", count)]
-
-
-def test_a_key_asked_for_twice_comes_twice(store: ShardedOffloader) -> None:
-    fill(store)
-    keys = [*TENSORS, *TENSORS]
-    assert [t.numel() for t in store.readv(keys).wait(timeout=PATIENCE)] == [*range(60), *range(60)]
 
 
 def test_no_keys_are_no_call(store: ShardedOffloader, far: Far) -> None:

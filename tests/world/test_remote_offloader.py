@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import CUDAFuture, gather, wait_all
+from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine, digest
 from cudafuture.storage.engine import PAGE
@@ -61,29 +61,6 @@ def test_what_does_not_fit_into_one_answer_comes_with_the_next(remote: RemoteOff
     tensors = {f"{i}": numbered(PIECE // 4 // 3, i) for i in range(8)}
     remote.writev(tensors).wait(timeout=PATIENCE)
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
-
-
-def test_a_key_is_replaced_by_what_was_asked_for_last(remote: RemoteOffloader) -> None:
-    sizes = [10, PIECE // 4 + 10, 300_000, 20, PIECE // 4 + 5, 5]
-    writes = [remote.write("x", numbered(size, size)) for size in sizes]
-    wait_all(writes, timeout=PATIENCE)
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(5, 5))
-    gather(remote.write("x", numbered(7)), remote.delete("x")).wait(timeout=PATIENCE)
-    assert "x" not in remote
-
-
-def test_operations_of_one_client_take_effect_in_the_order_of_the_calls(remote: RemoteOffloader) -> None:
-    sizes = [10, PIECE // 4 + 10, 300_000, 20]
-    for turn in range(soak_count(100)):
-        reads = []
-        for i, size in enumerate(sizes):
-            remote.write("x", torch.full((size,), float(turn * len(sizes) + i)))
-            reads.append(remote.read("x"))
-        remote.delete("x")
-        error = remote.read("x")
-        for i, (size, read) in enumerate(zip(sizes, reads, strict=True)):
-            assert torch.equal(read.wait(timeout=PATIENCE), torch.full((size,), float(turn * len(sizes) + i)))
-        assert isinstance(error.exception(timeout=PATIENCE), NotFoundError)
 
 
 def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_new_tensor(
@@ -327,16 +304,6 @@ def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> Non
         assert notes == [f"write {i} on worker '{ME}'"]
 
 
-def test_a_closed_one_takes_nothing_more(remote: RemoteOffloader) -> None:
-    write = remote.write("x", numbered(PIECE))
-    remote.close()
-    assert write.done()
-    for call in (lambda: remote.write("x", numbered(1)), lambda: remote.read("x"), remote.flush):
-        with pytest.raises(InvalidStateError, match="closed"):
-            call()
-    remote.close()
-
-
 def test_what_is_under_way_keeps_within_the_window(tmp_path: Path) -> None:
     with serve_offload(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteOffloader(ME) as remote:
         wait_all([remote.write(f"{i}", numbered(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
@@ -417,15 +384,6 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
         assert files_in(tmp_path) == before
         mine.write("x", numbered(3)).wait(timeout=PATIENCE)
         assert "x" in mine
-
-
-@pytest.mark.parametrize("key", ["../../x", "/x", "a/b", ".", "ü", "k" * LONGEST_KEY])
-def test_any_name_is_just_a_name(remote: RemoteOffloader, tmp_path: Path, key: str) -> None:
-    before = files_in(tmp_path)
-    remote.write(key, numbered(3)).wait(timeout=PATIENCE)
-    assert remote.keys() == [key]
-    assert remote.read(key).wait(timeout=PATIENCE).tolist() == [0, 1, 2]
-    assert files_in(tmp_path) == before
 
 
 def test_keys_are_found_and_files_trimmed_for_clients_only(remote: RemoteOffloader, service: OffloadService) -> None:
