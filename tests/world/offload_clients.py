@@ -10,7 +10,6 @@ import math
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,18 +23,18 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, QuotaError, WorkerLostError
+from offload.history import Journal, Version, now
 from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
 from rpc_ext._offload_order import Stamp, Stamps
 from rpc_ext.offload_service import OffloadService, serve_offload
 from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_history import KEYS, MIB, SIZES, Journal, Version, content_of, now, size_of, version_of
+from world.offload_history import KEYS, MIB, SIZES, content_of, size_of, version_of
 from world.rpc_workers import LONG, SECRET
 
 SERVERS = ("server0", "server1")
 CAPACITY = 512 * MIB  # of a namespace
 MEMORY = 1024 * MIB  # of a service
-BRIEF = 1.0  # seconds that operations have where processes stall
 SESSIONS = 2  # of each client with each server
 WEIGHTS = {"zero": 2, "small": 8, "page": 4, "meg": 3, "large": 0.5, "any": 3}
 
@@ -62,18 +61,10 @@ class Plan:
     """by their numbers: the half of the run in which they are killed, and when so much of that is done"""
     operations: int
     """of each other client, in each half"""
-    stalls: int = 0
-    """of each client: how often in each half it stops itself or a server for a while; operations have a timeout then"""
-    killer: int | None = None
-    """the client that kills the last server amid the second half"""
 
     def alive(self, half: int) -> int:
         """Return how many clients are there at the end of a half."""
         return self.clients - sum(when <= half for when, _ in self.victims.values())
-
-    def servers(self, half: int) -> int:
-        """Return how many servers are there at the end of a half."""
-        return len(SERVERS) - (self.killer is not None and half == 1)
 
 
 def be_one_of_all(rank: int, store: str, folder: str, plan: Plan) -> dict[str, int]:
@@ -121,7 +112,7 @@ def _arrive(moment: str, expected: int) -> CUDAFuture[None]:
 
 def meet(moment: str, plan: Plan, half: int = -1) -> None:
     """Wait until all are here that are alive at the end of a half."""
-    rpc_sync(SERVERS[0], _arrive, (moment, plan.servers(half) + plan.alive(half)), timeout=math.inf)
+    rpc_sync(SERVERS[0], _arrive, (moment, len(SERVERS) + plan.alive(half)), timeout=math.inf)
 
 
 # ---- a client
@@ -147,11 +138,6 @@ class Client:
         self._first = (number + 1) << 20  # versions of its own
         self._stores = {f"{server}/": RemoteOffloader(server, namespace="shared") for server in SERVERS}
         self._stores |= {f"{server}/{number}/": RemoteOffloader(server) for server in SERVERS}
-        self._servers = {server: int(rpc_sync(server, os.getpid)) for server in SERVERS}
-        self._stalls: list[subprocess.Popen[bytes]] = []
-        if plan.stalls:
-            for store in self._stores.values():
-                store._timeout = BRIEF
         self._under_way: collections.deque[Batch] = collections.deque()
         self._lock = threading.Lock()
         self._left: int | None = None  # until it is killed
@@ -159,26 +145,12 @@ class Client:
 
     def work(self, operations: int, window: int) -> None:
         """Do so much, some of it at a time, and wait for the end of all."""
-        stalls = {*self._numbers.sample(range(operations), self._plan.stalls)}
-        for i in range(operations):
-            if i in stalls:
-                self._stall(self._numbers.choice([os.getpid(), *self._servers.values()]))
+        for _ in range(operations):
             self._begin()
             while len(self._under_way) >= window:
                 self._look(self._under_way.popleft())
         while self._under_way:
             self._look(self._under_way.popleft())
-        for stall in self._stalls:
-            stall.wait()
-
-    def _stall(self, process: int) -> None:
-        """Stop a process for a while, which may be this one or dead."""
-        seconds = self._numbers.uniform(BRIEF / 3, 2 * BRIEF)
-        script = f"kill -STOP {process} && sleep {seconds:.3f} && kill -CONT {process}"
-        self._stalls.append(subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL))
-
-    def kill_the_last_server(self) -> None:
-        os.kill(self._servers[SERVERS[-1]], signal.SIGKILL)
 
     def die_after(self, operations: int, window: int) -> None:
         """Work until so much has ended, and be killed then."""
@@ -191,7 +163,7 @@ class Client:
             store.close()
 
     def _begin(self) -> None:
-        place = self._numbers.choice([place for place in self._stores if place.split("/")[0] in self._servers])
+        place = self._numbers.choice([*self._stores])
         store = self._stores[place]
         (kind,) = self._numbers.choices([self._write, self._read, self._delete], weights=[9, 8, 2])
         count = self._numbers.choice([1, 1, 1, 2, 5])
@@ -232,8 +204,6 @@ class Client:
 
     def _follow(self, number: int, place: str, keys: list[str], future: CUDAFuture[Any], begin: int = 0) -> None:
         future.add_done_callback(partial(self._ended, number))
-        if self._plan.stalls:
-            self._journal.limit(number, BRIEF)
         self._under_way.append(Batch(number, begin or now(), place, keys, future))
 
     def _ended(self, number: int, future: CUDAFuture[Any]) -> None:
@@ -254,11 +224,6 @@ class Client:
         if isinstance(error, NotFoundError):
             seen = {batch.place + key: None for key in batch.keys if repr(key) in str(error)}
             assert seen, error
-        elif isinstance(error, TimeoutError) and self._plan.stalls:
-            pass
-        elif isinstance(error, WorkerLostError) and self._plan.killer is not None:
-            assert error.worker == SERVERS[-1]
-            self._servers.pop(error.worker, None)
         elif error is not None:
             raise error
         elif isinstance(batch.future.value(), list):
@@ -277,9 +242,6 @@ def be_client(number: int, folder: Path, plan: Plan) -> None:
     for half in range(2):
         if half == when:
             client.die_after(count, window)
-        if half == 1 and number == plan.killer:
-            client.work(plan.operations // 2, window)
-            client.kill_the_last_server()
         client.work(plan.operations, window)
         if half == 0:
             meet("half", plan, 0)
@@ -297,7 +259,6 @@ def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
         namespace_capacity=CAPACITY,
         memory=MEMORY,
         clients=SESSIONS * plan.clients + 1,
-        durable=plan.killer is not None,
     ) as service:
         meet("served", plan)
         meet("half", plan, 0)
@@ -305,8 +266,6 @@ def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
         at_half = resident_bytes()
         written = service.statistics().bytes_written
         meet("looked", plan, 0)
-        if plan.servers(1) < len(SERVERS) and name == SERVERS[-1]:
-            threading.Event().wait()  # until it is killed
         meet("over", plan, 1)
         wait_for(service, lambda: service.statistics().clients == 0)
         at_end = resident_bytes()
