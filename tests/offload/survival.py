@@ -71,12 +71,12 @@ class Plan:
         victims = numbers.sample(ranks[len(SERVERS) :], kills)
         survivors = clients - kills
         last = operations * survivors // clients  # the survivors alone do so many, and more
-        made = [Disturbance(numbers.randrange(last * 9 // 10), "kill", rank) for rank in victims]
+        made = [Disturbance(numbers.randrange(1, last * 9 // 10), "kill", rank) for rank in victims]
         made.append(Disturbance(last * numbers.randrange(60, 90) // 100, "kill", len(SERVERS) - 1))
         for i in range(stops):
             rank = numbers.choice(ranks[: len(SERVERS)] if i % 2 else ranks[len(SERVERS) :])
             length = numbers.randrange(10, 60)
-            made.append(Disturbance(numbers.randrange(last * 9 // 10), "stop", rank, length))
+            made.append(Disturbance(numbers.randrange(1, last * 9 // 10), "stop", rank, length))
         return Plan(seed, clients, -(-operations // clients), tuple(sorted(made)))
 
 
