@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-# Special methods that every class has, or that only the collector calls: a stub does not speak of them.
-UNSAID = {"__del__", "__dict__", "__doc__", "__module__", "__new__", "__repr__", "__weakref__"}
+# Special methods that every class has, or that only the collector calls, and what copyreg leaves on a class when an
+# object of it is copied or pickled: a stub does not list them.
+UNSAID = {"__del__", "__dict__", "__doc__", "__module__", "__new__", "__repr__", "__slotnames__", "__weakref__"}
 
 ABSENT = object()  # a parameter without a default
 UNREADABLE = object()  # a default that is not a literal
