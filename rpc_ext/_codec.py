@@ -28,11 +28,13 @@ from rpc_ext._engine import PyRRef, RRef
 
 __all__ = [
     "ATOMS",
+    "CHANNEL_HEADER",
     "NO_DEVICES",
     "DeviceMap",
     "Direct",
     "Encoded",
     "Kind",
+    "channel_header",
     "decode",
     "decode_with_owners",
     "encode",
@@ -50,6 +52,7 @@ class Kind:
     VALUE = 2  # what it returned
     FAILURE = 3  # what it raised
     BATCH = 4  # many calls, or their answers; see _batching
+    CHANNEL = 5  # a message for a handler, or its answer; the flags are the number of the channel
 
 
 _HAS_RREFS = 1
@@ -58,6 +61,7 @@ _LENGTH = struct.Struct("<I")
 _HEADER = len(_C.MAGIC) + 2
 _KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
 _HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.BATCH + 1))]
+CHANNEL_HEADER = _HEADER
 _LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
 
 
@@ -186,6 +190,11 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
         return Encoded(head + pickled, tensors, None)
     places = json.dumps(targets).encode()
     return Encoded(b"".join((head, _LENGTH.pack(len(places)), places, pickled)), tensors, targets)
+
+
+def channel_header(number: int) -> bytes:
+    """Return the beginning of a message of a channel. An answer has number 0."""
+    return _C.MAGIC + bytes((Kind.CHANNEL, number))
 
 
 def kind_of(payload: bytes) -> int:

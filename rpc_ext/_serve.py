@@ -22,7 +22,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _failure, _staging
+from rpc_ext import _C, _failure, _handlers, _staging
 from rpc_ext._awaited import Awaited
 from rpc_ext._codec import (
     ATOMS,
@@ -112,6 +112,9 @@ class Server:
         outer, _threads.server = _threads.server, self
         try:
             kind = kind_of(payload)
+            if kind == Kind.CHANNEL:
+                _handlers.serve(payload, tensors, reply)
+                return
             if kind == Kind.BATCH:
                 answer = self._answer_batch(decode(payload, []), tensors)
             else:

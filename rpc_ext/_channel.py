@@ -1,0 +1,115 @@
+"""Messages of bytes and tensors to a handler on another worker: nothing of them is pickled.
+
+::
+
+    Channel.send ──► Destination.try_admit ──► Agent.call ════► Server.serve ──► handler(body, tensors, reply)
+    listener     ◄── Destination.finish    ◄── on_reply   ◄═══════════════════── reply.send(body, tensors)
+
+Messages count as calls: they take room at their destination, are sealed, and a graceful shutdown waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Protocol
+
+import torch
+
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _failure
+from rpc_ext._codec import CHANNEL_HEADER, Kind, channel_header, decode, kind_of
+from rpc_ext._destination import Destination
+from rpc_ext._handlers import Handler, Reply, handle
+from rpc_ext.session import Session, current
+
+__all__ = ["Channel", "Handler", "Listener", "Reply", "handle"]
+
+
+class Listener(Protocol):
+    """The receiver of an answer. One of its methods is called once, by a thread of the agent, and must not block."""
+
+    def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+        """Take the answer."""
+
+    def failed(self, error: BaseException) -> None:
+        """Take the error of the handler, or of the connection: TimeoutError, WorkerLostError, AuthenticationError."""
+
+
+class Channel:
+    """Sends messages to the handler of one worker.
+
+    Args:
+        session: whose workers these are. Once it has ended, ``send`` raises InvalidStateError.
+        to: the worker.
+        number: of the handler there.
+        name: of what is called, for error messages.
+    """
+
+    def __init__(self, session: Session, to: Destination, number: int, name: str) -> None:
+        self._session, self._agent = weakref.ref(session), weakref.ref(session.agent)
+        self._to, self._header, self._name = to, channel_header(number), name
+
+    def send(self, body: bytes, tensors: list[torch.Tensor], seconds: float, listener: Listener) -> None:
+        """Send a message; return at once. Its tensors are dense, on the host, and stay unchanged until the answer.
+
+        Args:
+            seconds: that the answer may take; 0: no limit.
+
+        Raises:
+            BlockingIOError: as many calls or bytes are in flight to that worker as ``init_rpc`` allows.
+            InvalidStateError: RPC has ended.
+        """
+        session = current()
+        if session is not self._session():
+            raise InvalidStateError("the RPC session of this channel has ended")
+        size = len(body) + sum(tensor.nbytes for tensor in tensors)
+        if not self._to.try_admit(size):
+            self._to.flush()
+            raise self._to.would_block()
+        message = _Message(self._to, self._name, size, seconds, listener)
+        try:
+            session.agent.call(self._to.rank, self._header + body, tensors, seconds, message)
+        except Exception as e:  # the engine's: a dead pipe
+            message.on_error(0, str(e))
+
+
+class _Message:
+    """A message in flight: what a destination knows of it, and who hears of its end."""
+
+    __slots__ = ("_listener", "_name", "_seconds", "_to", "settled", "size", "started")
+
+    def __init__(self, to: Destination, name: str, size: int, seconds: float, listener: Listener) -> None:
+        self._to, self._name, self._seconds, self._listener = to, name, seconds, listener
+        self.size, self.started, self.settled = size, time.perf_counter(), False
+
+    def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
+        """Take the answer; called by the agent."""
+        received = len(payload)
+        for tensor in tensors:
+            received += tensor.nbytes
+        is_answer = kind_of(payload) == Kind.CHANNEL
+        if not self._to.finish(self, received, not is_answer):
+            return
+        if is_answer:
+            self._listener.answered(payload[CHANNEL_HEADER:], tensors)
+        else:
+            self._listener.failed(self._error_of(payload))
+
+    def _error_of(self, payload: bytes) -> BaseException:
+        try:
+            return _failure.rebuild(_failure.Failure(*decode(payload, [])))
+        except BaseException as e:
+            return _failure.of_answer(e, self._name, self._to.name)
+
+    def on_error(self, kind: int, message: str) -> None:
+        """Take the error of the engine; called by the agent."""
+        if not self._to.finish(self, 0, True):
+            return
+        if self._to.is_closed:
+            error: Exception = InvalidStateError(
+                f"RPC was shut down before worker '{self._to.name}' had answered {self._name}"
+            )
+        else:
+            error = _failure.of_engine(kind, message, self._name, self._to.name, self._seconds)
+        self._listener.failed(error)

@@ -1,0 +1,65 @@
+"""The handlers of this process: the receiving end of the messages of a ``Channel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _C
+from rpc_ext._codec import CHANNEL_HEADER, channel_header
+
+__all__ = ["Handler", "Reply", "handle", "serve"]
+
+_ANSWER = channel_header(0)
+
+
+class Reply:
+    """The reply to one message. It is sent once, by any thread; a reply that is dropped fails at the sender."""
+
+    __slots__ = ("_reply",)
+
+    def __init__(self, reply: _C.Reply) -> None:
+        self._reply = reply
+
+    def send(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+        """Send the answer: bytes, and dense tensors on the host."""
+        self._reply.send(_ANSWER + body, tensors)
+
+
+Handler = Callable[[bytes, list[torch.Tensor], Reply], None]
+"""Receives the body of a message, its tensors and the reply. It must not block; an exception becomes the answer."""
+
+
+def handle(number: int, name: str, handler: Handler) -> None:
+    """Register the handler of all messages of this process with a channel's number.
+
+    Args:
+        number: 1 to 255.
+        name: of the service, for error messages.
+        handler: see ``Handler``.
+
+    Raises:
+        ValueError: the number is taken, or out of range.
+    """
+    if not 1 <= number <= 255 or number in handlers:
+        raise ValueError(f"channel {number} cannot be given to {name}")
+    handlers[number] = handler
+
+
+handlers: dict[int, Handler] = {}
+
+
+def serve(payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
+    """Pass a message to its handler.
+
+    Raises:
+        InvalidStateError: this process has no handler for the channel.
+        Exception: the handler's.
+    """
+    number = payload[CHANNEL_HEADER - 1]
+    handler = handlers.get(number)
+    if handler is None:
+        raise InvalidStateError(f"this worker has no handler for channel {number}")
+    handler(payload[CHANNEL_HEADER:], tensors, Reply(reply))
