@@ -5,8 +5,13 @@ from rpc_ext._functions import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
 from rpc_ext.barrier import barrier
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
-from rpc_ext.offload_service import OffloadService, OffloadServiceStatistics, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader, RemoteOffloaderStatistics
+from rpc_ext.offload import (
+    OffloadService,
+    OffloadServiceStatistics,
+    RemoteOffloader,
+    RemoteOffloaderStatistics,
+    serve_offload,
+)
 from rpc_ext.rref import RRef, remote
 from rpc_ext.session import Session, init_rpc, shutdown, statistics
 from rpc_ext.watch import watch

@@ -333,7 +333,7 @@ def _close_all() -> None:
 
 def _not_both(out: object, device: object) -> None:
     if out is not None and device is not None:
-        raise ValueError("a tensor to be filled is where it is: give it, or a device")
+        raise ValueError("pass either out or device, not both: out already has a device")
 
 
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:

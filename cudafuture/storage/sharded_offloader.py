@@ -188,7 +188,7 @@ class ShardedOffloader(ShardedKeys):
         """
         names = list(keys)
         if outs is not None and device is not None:
-            raise ValueError("a tensor to be filled is where it is: give it, or a device")
+            raise ValueError("pass either out or device, not both: out already has a device")
         if outs is not None and len(outs) != len(names):
             raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
         expect_one_for_each(digests, torch.uint64, len(names), "digests")

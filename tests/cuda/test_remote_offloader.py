@@ -15,7 +15,7 @@ from world.cuda_calls import LONG, begin, only, slow
 
 pytest.importorskip("xxhash")
 
-SIZES = [1000, (16 << 20) // 4 + 100]  # float32s: in a pack; in two pieces
+SIZES = [1000, (16 << 20) // 4 + 100]  # float32s: in a batch; in two parts
 
 
 @pytest.fixture

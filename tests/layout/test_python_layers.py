@@ -37,42 +37,21 @@ RPC_EXT = (
         "_functions",
         "_minder",
         "_naps",
-        "_offload_order",
-        "_offload_statistics",
-        "_offload_thread",
-        "_offload_wire",
-        "_turns",
         "_histogram",
         "_listeners",
         "_receive_pool",
         "_secret",
         "_statistics",
     ),
-    (
-        "_codec",
-        "_device_order",
-        "_expiry",
-        "_farewell",
-        "_meeting",
-        "_offload_errors",
-        "_offload_index",
-        "_offload_source",
-        "_offload_tally",
-    ),
-    ("_memory", "_offload_space"),
-    ("_offload_calls", "_offload_flow", "_offload_target", "_offload_uploads"),
-    ("_offload_operations", "_offload_pack"),
-    ("_destination", "_devices", "_staging"),
+    ("_codec", "_device_order", "_expiry", "_farewell", "_meeting"),
+    ("_destination", "_devices", "_handlers", "_staging"),
     ("_serve",),
     ("_agent", "_call"),
     ("session",),
-    ("_batching",),
+    ("_batching", "_channel"),
     ("calls",),
-    ("barrier", "rref", "watch", "_offload_ends", "_offload_keys", "_offload_transport", "_offload_requests"),
-    ("_offload_sessions",),
-    ("_offload_desk",),
-    ("offload_service",),
-    ("remote_offloader",),
+    ("barrier", "rref", "watch"),
+    ("offload",),
 )
 PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
@@ -133,14 +112,8 @@ def test_nothing_below_knows_rpc_ext(file: Path) -> None:
 
 
 def is_of_offload(module: str) -> bool:
-    """Return whether a module of rpc_ext belongs to remote offload, which is built on the calls."""
-    part = room(module)
-    return part.startswith("rpc_ext._offload_") or part in {
-        "rpc_ext.offload",
-        "rpc_ext._memory",
-        "rpc_ext.offload_service",
-        "rpc_ext.remote_offloader",
-    }
+    """Return whether a module belongs to remote offload, which is built on remote calls."""
+    return room(module) == "rpc_ext.offload"
 
 
 def chain_to_offload(file: Path) -> list[str]:

@@ -368,10 +368,10 @@ def test_reading_a_missing_key_returns_no_digest(store: Store) -> None:
 
 # ---- keys
 
-NAMES = ["k", "a/../b", "../../x", "/etc/passwd", "key with spaces", "クダ", "\n", "x" * 1024, "é" * 512, "%", "."]
+NAMES = ["k", "a/../b", "../../x", "/etc/passwd", "key with spaces", "クダ", "\n", "x" * 1000, "é" * 500, "%", "."]
 
 
-def test_any_text_of_1_to_1024_bytes_is_a_key(store: Store, tmp_path: Path) -> None:
+def test_any_text_of_1_to_1000_bytes_is_a_key(store: Store, tmp_path: Path) -> None:
     def files() -> list[str]:
         return sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-"))
 
@@ -514,7 +514,7 @@ def test_tensors_to_fill_need_the_dtype_and_shape_of_the_stored_tensor(store: St
         lambda: store.read("tensor", torch.zeros(6), "cpu"),
         lambda: store.readv(["tensor"], [torch.zeros(6)], "cpu"),
     ):
-        with pytest.raises(ValueError, match="give it, or a device"):
+        with pytest.raises(ValueError, match="either out or device"):
             call()
     assert same(get(store, "tensor"), numbered(6))
 

@@ -421,7 +421,7 @@ def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: Sharded
     assert sorted(store.keys()) == sorted([*of(store, "far"), *of(store, "other")])
     with pytest.raises(ValueError, match="60 keys, and 1 tensors"):
         store.readv(TENSORS, [numbered(1)])
-    with pytest.raises(ValueError, match="give it, or a device"):
+    with pytest.raises(ValueError, match="either out or device"):
         store.readv(TENSORS, list(TENSORS.values()), "cpu")
 
 

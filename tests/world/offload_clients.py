@@ -24,11 +24,7 @@ import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, QuotaError, WorkerLostError
 from offload.history import Journal, Version, now
-from rpc_ext import _offload_calls as calls
-from rpc_ext import rpc_sync
-from rpc_ext._offload_order import Stamp, Stamps
-from rpc_ext.offload_service import OffloadService, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext import OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from world.offload_history import KEYS, MIB, SIZES, content_of, size_of, version_of
 from world.rpc_workers import LONG, SECRET
 
@@ -37,18 +33,6 @@ CAPACITY = 512 * MIB  # of a namespace
 MEMORY = 1024 * MIB  # of a service
 SESSIONS = 2  # of each client with each server
 WEIGHTS = {"zero": 2, "small": 8, "page": 4, "meg": 3, "large": 0.5, "any": 3}
-
-
-def stamp(remote: RemoteOffloader | None = None, seconds: float = 60.0, *, sequence: int = 0) -> Stamp:
-    """Return a stamp for a request that a test makes itself: the next of a client, or one with that number."""
-    stamps = Stamps() if remote is None else remote._transport._stamps
-    return stamps.stamp(sequence if remote is None else stamps.next(), time.monotonic() + seconds)
-
-
-def late_requests() -> int:
-    """Return how many requests and changes the service of this process has dropped."""
-    service: Any = calls.services["offload"]
-    return int(service.statistics().late)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,33 @@
-"""What holds an offload up until a test lets it go on: its disk, or a service that keeps requests to itself."""
+"""Controls of offload tests: a disk that gives no results, a service that keeps requests, requests of a test's own."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import pytest
+import torch
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Engine
-from rpc_ext._offload_desk import Desk
-from rpc_ext.remote_offloader import RemoteOffloader
+from cudafuture.storage import Engine, digest
+from rpc_ext import OffloadService, RemoteOffloader
+from rpc_ext._channel import Channel, Listener, Reply
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _parser as parser
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._handler import RequestHandler
 from world.rpc_callees import PATIENCE, wait_for
+
+VERBS = {"put": wire.PUT, "get": wire.GET, "delete": wire.DELETE, "fetch": wire.FETCH, "abandon": wire.ABANDON}
+_sequences = itertools.count(1 << 40)  # of requests that a test makes itself
 
 
 def held() -> Engine:
@@ -27,7 +37,7 @@ def held() -> Engine:
 
 @contextlib.contextmanager
 def let_go_at_the_end(engine: Engine) -> Iterator[None]:
-    """Let the disk go also when the test fails: whoever is closed waits for it."""
+    """Release the disk also when the test fails: ``close()`` waits for it."""
     try:
         yield
     finally:
@@ -35,7 +45,7 @@ def let_go_at_the_end(engine: Engine) -> Iterator[None]:
 
 
 def expect_idle(remote: RemoteOffloader) -> None:
-    """See that nothing is under way any more: else ``close()`` would wait for ever."""
+    """Wait until nothing is in flight any more: else ``close()`` would wait for ever."""
 
     def is_idle() -> bool:
         found = remote.statistics()
@@ -44,18 +54,168 @@ def expect_idle(remote: RemoteOffloader) -> None:
     wait_for(is_idle)
 
 
+def handler_of(service: OffloadService) -> RequestHandler:
+    """Return the request handler of a service."""
+    return service._handler
+
+
+def late_requests(name: str = "offload") -> int:
+    """Return the number of operations that a service of this process has dropped."""
+    return services.find_service(name).statistics().late
+
+
+class _Outcome:
+    def __init__(self, verb: int, count: int) -> None:
+        self._verb, self._count = verb, count
+        self.future: CUDAFuture[wire.Answer] = CUDAFuture(executor=executors.inline)
+
+    def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+        self.future.set_result(parser.unpack_answer(self._verb, self._count, body, tensors))
+
+    def failed(self, error: BaseException) -> None:
+        self.future.set_exception(error)
+
+
+def send(
+    remote: RemoteOffloader,
+    verb: int,
+    entries: Sequence[Any],
+    data: torch.Tensor | None = None,
+    *,
+    token: bytes | None = None,
+    service: str | None = None,
+    oldest: int = 0,
+) -> CUDAFuture[wire.Answer]:
+    """Send a request of a test's own in the session of a client, past its window."""
+    outcome = _Outcome(verb, len(entries))
+    body, tensors = wire.pack_request(
+        verb,
+        remote._token if token is None else token,
+        time.perf_counter(),
+        oldest,
+        remote._name if service is None else service,
+        entries,
+        torch.empty(0, dtype=torch.uint8) if data is None else data,
+    )
+    remote._window._channel.send(body, tensors, PATIENCE, outcome)
+    return outcome.future
+
+
+def send_body(remote: RemoteOffloader, body: bytes, tensors: list[torch.Tensor] | None = None) -> CUDAFuture[bytes]:
+    """Send any bytes as a request; the future has the bytes of the answer."""
+    future: CUDAFuture[bytes] = CUDAFuture(executor=executors.inline)
+
+    class Listener:
+        def answered(self, body: bytes, _: list[torch.Tensor]) -> None:
+            future.set_result(body)
+
+        def failed(self, error: BaseException) -> None:
+            future.set_exception(error)
+
+    remote._window._channel.send(body, tensors or [], PATIENCE, Listener())
+    return future
+
+
+def in_time(seconds: float = PATIENCE) -> float:
+    """Return the expiry of a request of a test's own."""
+    return time.perf_counter() + seconds
+
+
+def change_of(key: str, *, sequence: int | None = None, after: int = 0, expires: float | None = None) -> wire.Operation:
+    """Return the entry of a deletion, or of an operation that is abandoned."""
+    return wire.Operation(
+        next(_sequences) if sequence is None else sequence, after, in_time() if expires is None else expires, key
+    )
+
+
+def put_of(
+    key: str,
+    tensor: torch.Tensor,
+    *,
+    part: int = 0,
+    at: int = 0,
+    sequence: int | None = None,
+    after: int = 0,
+    expires: float | None = None,
+) -> tuple[wire.Put, torch.Tensor]:
+    """Return the entry of a tensor on the host, or of one part of it, and the bytes of that."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)[part * wire.PIECE : (part + 1) * wire.PIECE].clone()
+    change = change_of(key, sequence=sequence, after=after, expires=expires)
+    entry = wire.Put(*change, tensor.dtype, tuple(tensor.shape), tensor.nbytes, part, at, data.numel(), digest(data))
+    return entry, data
+
+
+def set_timeout(remote: RemoteOffloader, seconds: float) -> None:
+    """Give a client another timeout, for requests that it submits from now on and that no earlier one outlives."""
+    remote._timeout = remote._window._seconds = seconds
+    remote._window._timer_runs = False  # the next request starts it, with the earlier deadline
+
+
+class Arrivals:
+    """Counts the requests that the services of this process have handled, until the end of the block."""
+
+    handled = 0
+
+    def __enter__(self) -> Arrivals:
+        self._patch = pytest.MonkeyPatch()
+        real = RequestHandler.handle
+        lock = threading.Lock()
+        Arrivals.handled = 0
+
+        def count(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+            try:
+                real(handler, body, tensors, reply)
+            finally:
+                with lock:
+                    Arrivals.handled += 1
+
+        self._patch.setattr(RequestHandler, "handle", count)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._patch.undo()
+
+
+def handled_requests() -> int:
+    """Return the number of requests that ``Arrivals`` has counted in this process."""
+    return Arrivals.handled
+
+
+class Departures:
+    """Counts the requests that the clients of this process have sent, until the end of the block."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __enter__(self) -> Departures:
+        self._patch = pytest.MonkeyPatch()
+        real = Channel.send
+        lock = threading.Lock()
+
+        def count(channel: Channel, body: bytes, tensors: list[torch.Tensor], seconds: float, to: Listener) -> None:
+            real(channel, body, tensors, seconds, to)
+            with lock:
+                self.sent += 1
+
+        self._patch.setattr(Channel, "send", count)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._patch.undo()
+
+
 class Lost:
-    """Requests of a kind that get no answer while this lasts, as where a connection has stalled; they are made later.
+    """Calls of a service that get no answer while this lasts, as where a connection has stalled; they are made later.
 
     Args:
-        kind: begin, end, keys or stat: a function of a service that returns at once.
+        kind: begin, end, keys or stat: a method of the request handler that returns at once.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._goes_on = threading.Event()
-        self.made: collections.deque[None] = collections.deque()
-        """one entry for each request that has been made in the end"""
+        self.made: deque[None] = deque()
+        """one entry for each call that has been made in the end"""
 
     def let_go(self) -> None:
         """Have all of them made now."""
@@ -63,16 +223,16 @@ class Lost:
 
     def __enter__(self) -> Lost:
         self._patch = pytest.MonkeyPatch()
-        real: Callable[..., Any] = getattr(Desk, self._kind)
+        real: Callable[..., Any] = getattr(RequestHandler, self._kind)
 
-        def wait(desk: Desk, *args: object) -> Any:
+        def wait(handler: RequestHandler, *args: object) -> Any:
             assert self._goes_on.wait(PATIENCE)
             try:
-                return real(desk, *args)
+                return real(handler, *args)
             finally:
                 self.made.append(None)
 
-        self._patch.setattr(Desk, self._kind, wait)
+        self._patch.setattr(RequestHandler, self._kind, wait)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -81,36 +241,39 @@ class Lost:
 
 
 class Kept:
-    """Requests of a kind, which the services of this process keep until the test lets them go on, or fails.
+    """Requests that the services of this process keep until the test lets them go on, or fails.
 
     Args:
-        kind: put, get, or delete.
+        kind: put, get, delete, fetch or abandon.
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self._verb = VERBS[kind]
         self._come: queue.Queue[CUDAFuture[None]] = queue.Queue()
         self._kept: list[CUDAFuture[None]] = []
 
     def next(self) -> CUDAFuture[None]:
-        """Wait for the next request, and return what is to be completed for it to go on."""
+        """Wait for the next request, and return the future to be completed for it to go on."""
         return self._come.get(timeout=PATIENCE)
 
     def has_more(self) -> bool:
-        """Say whether another one has come."""
+        """Return whether another one has come."""
         return not self._come.empty()
 
     def __enter__(self) -> Kept:
         self._patch = pytest.MonkeyPatch()
-        real: Callable[..., CUDAFuture[Any]] = getattr(Desk, self._kind)
+        real = RequestHandler.handle
 
-        def keep(desk: Desk, *args: object) -> CUDAFuture[Any]:
+        def keep(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+            if body[1] != self._verb:
+                real(handler, body, tensors, reply)
+                return
             goes_on: CUDAFuture[None] = CUDAFuture()
             self._kept.append(goes_on)
             self._come.put(goes_on)
-            return goes_on.then_async(lambda _: real(desk, *args))
+            goes_on.add_done_callback(lambda _: real(handler, body, tensors, reply), executor=executors.inline)
 
-        self._patch.setattr(Desk, self._kind, keep)
+        self._patch.setattr(RequestHandler, "handle", keep)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
-from cudafuture.storage import Engine, digest
+from cudafuture.storage import Engine
 from cudafuture.storage.engine import PAGE
-from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
-from rpc_ext._offload_wire import LONGEST_KEY, PIECE, Header, Wanted, pack, pack_wanted
-from rpc_ext.offload_service import OffloadService, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext._channel import Reply
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _parser as parser
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._wire import LONGEST_KEY, PIECE
+from rpc_ext.offload.client import RemoteOffloader
+from rpc_ext.offload.service import OffloadService, serve_offload
 from soak import soak_count
-from world.offload_clients import stamp
+from world.offload_seams import change_of, expect_idle, put_of, send, send_body
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
@@ -78,64 +83,82 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
             assert value in (turn - 1, turn)
 
 
-@pytest.mark.parametrize("size", [PIECE // 4 + 1000, 1000], ids=["pieces", "small"])
-@pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500], ids=["by pieces", "by a small one"])
-def test_a_tensor_that_is_replaced_while_it_is_looked_for_is_read_anew(
+def change_before_the_read(
+    service: OffloadService, monkeypatch: pytest.MonkeyPatch, change: Callable[[], CUDAFuture[Any]]
+) -> None:
+    """Have the next read of the store begin when a change that another client asks for then is done, and flushed."""
+    read_parts = service.store.read_parts
+
+    def read_too_late(*args: Any, **kwargs: Any) -> CUDAFuture[None]:
+        monkeypatch.undo()
+        flushed = change().then_async(lambda done: (done.value() and None) or service.store.flush())
+        return flushed.then_async(lambda done: done.value() or read_parts(*args, **kwargs))
+
+    monkeypatch.setattr(service.store, "read_parts", read_too_late)
+
+
+@pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000, 1000], ids=["parts", "two parts", "small"])
+@pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
+def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was(
     service: OffloadService,
     clients: tuple[RemoteOffloader, RemoteOffloader],
     monkeypatch: pytest.MonkeyPatch,
     size: int,
-    other: int,
+    other: int | None,
 ) -> None:
+    """Also its later parts, which the client asks for when the key has another tensor."""
     remote, another = clients
-    remote.write("x", torch.zeros(size)).wait(timeout=PATIENCE)
-    readv = service.store.readv
+    remote.write("x", numbered(size)).wait(timeout=PATIENCE)
+    changes: list[CUDAFuture[Any]] = []
 
-    def readv_too_late(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        another.write("x", torch.ones(other)).wait(timeout=PATIENCE)
-        service.store.flush().wait(timeout=PATIENCE)  # the old pieces are gone
-        return readv(*args, **kwargs)
+    def change() -> CUDAFuture[Any]:
+        changes.append(another.delete("x") if other is None else another.write("x", torch.ones(other)))
+        return changes[0]
 
-    monkeypatch.setattr(service.store, "readv", readv_too_late)
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(other))
-
-
-def test_a_key_that_is_deleted_while_it_is_looked_for_is_named(
-    service: OffloadService, clients: tuple[RemoteOffloader, RemoteOffloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote, another = clients
-    remote.write("x", torch.zeros(3)).wait(timeout=PATIENCE)
-    readv = service.store.readv
-
-    def readv_too_late(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        another.delete("x").wait(timeout=PATIENCE)
-        return readv(*args, **kwargs)
-
-    monkeypatch.setattr(service.store, "readv", readv_too_late)
-    error = remote.read("x").exception(timeout=PATIENCE)
-    assert isinstance(error, NotFoundError)
-    assert str(error) == "there is no key 'x'"
+    change_before_the_read(service, monkeypatch, change)
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
+    assert changes[0].done()
+    if other is None:
+        error = remote.read("x").exception(timeout=PATIENCE)
+        assert isinstance(error, NotFoundError)
+        assert str(error) == "there is no key 'x'"
+    else:
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), torch.ones(other))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        calls.Answer([]),
-        calls.Answer([], b"no headers", b"12"),
-        calls.Answer([(0, KeyError("x"))]),
-        calls.Answer([], b"", b"", [0, 7]),
-        ("no", "answer"),
-    ],
-    ids=["nothing", "no headers", "too few", "of others", "none"],
-)
+FOUND = wire.Found(torch.uint8, (64,), 64, 0, 64, 0, None)
+ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
+    "nothing": (b"", []),
+    "no entries": wire.pack_answer(3, [], [], None),
+    "of another version": (b"\0" + wire.pack_answer(3, [], [FOUND] * 3, None)[0][1:], []),
+    "too few": wire.pack_answer(3, [], [FOUND], torch.zeros(64, dtype=torch.uint8)),
+    "to others": wire.pack_answer(2, [], [FOUND] * 2, torch.zeros(64, dtype=torch.uint8)),
+    "errors of others": wire.pack_answer(3, [(i, KeyError("x")) for i in (7, 8, 9)], [], None),
+    "more errors": wire.pack_answer(3, [(i, KeyError("x")) for i in range(9)], [], None),
+    "no errors": (struct.pack("<BHI", 3, 3, 4) + b"none", []),
+    "no bytes": wire.pack_answer(3, [], [FOUND] * 3, None),
+    "bytes of others": wire.pack_answer(3, [], [FOUND] * 3, torch.zeros(64, dtype=torch.uint8)),
+    "other bytes": wire.pack_answer(
+        3, [], [FOUND._replace(at=64 * i) for i in range(3)], torch.ones(192, dtype=torch.uint8)
+    ),
+    "numbers": (wire.pack_answer(3, [], [FOUND] * 3, None)[0], [torch.ones(64)]),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=list(ANSWERS))
 def test_every_read_ends_whatever_is_answered(
-    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: Any
+    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: tuple[bytes, list[torch.Tensor]]
 ) -> None:
-    monkeypatch.setattr("rpc_ext._offload_desk.Desk.get", lambda *_: CUDAFuture.completed(answer))
-    reads = [remote.read(f"{i}") for i in range(3)]
-    assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
+    def give(_: RequestHandler, __: bytes, ___: list[torch.Tensor], reply: Reply) -> None:
+        reply.send(*answer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestHandler, "handle", give)
+        reads = remote.readv([f"{i}" for i in range(3)]), remote.read("a"), remote.read("b", torch.empty(1 << 20))
+        assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
+    remote.write("a", numbered(3)).wait(timeout=PATIENCE)
+    assert torch.equal(remote.read("a").wait(timeout=PATIENCE), numbered(3))
+    expect_idle(remote)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (6 << 20) + 100, PIECE])
@@ -178,7 +201,7 @@ def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
         assert remote.keys() == ["small", "large"]
         assert torch.equal(remote.read("large").wait(timeout=PATIENCE), large)
         service.store.flush().wait(timeout=PATIENCE)
-        assert len(service.store) == 4
+        assert len(service.store) == 2
 
 
 def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
@@ -191,10 +214,10 @@ def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
             other.write("a", numbered(200)).wait(timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("key", ["x", "k" * 1020])
-@pytest.mark.parametrize("nbytes", [12 << 20, 50 << 20], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("key", ["x", "k" * LONGEST_KEY])
+@pytest.mark.parametrize("nbytes", [12 << 20, 50 << 20], ids=["whole", "in parts"])
 def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nbytes: int) -> None:
-    """The store behind the service has other names for its keys, and the last piece that fits no more is smaller."""
+    """The store behind the service has other names for its keys, and none of the parts alone is too large."""
     with serve_offload(tmp_path / "full", name="full", capacity=10 << 20), RemoteOffloader(ME, name="full") as remote:
         error = remote.write(key, torch.zeros(nbytes, dtype=torch.uint8)).exception(timeout=PATIENCE)
         assert isinstance(error, QuotaError)
@@ -202,6 +225,25 @@ def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nb
         assert str(10 << 20) in str(error)
         if sys.version_info >= (3, 11):  # exceptions have notes
             assert error.__notes__ == [f"write {key} on worker 'me'", f"in CUDAFuture 'write {key}'"]
+
+
+def test_a_key_has_1_to_1000_bytes(remote: RemoteOffloader) -> None:
+    longest = "\u00e4" * (LONGEST_KEY // 2)
+    remote.write(longest, numbered(3)).wait(timeout=PATIENCE)
+    assert remote.keys() == [longest]
+    assert torch.equal(remote.read(longest).wait(timeout=PATIENCE), numbered(3))
+    remote.delete(longest).wait(timeout=PATIENCE)
+    for key in ("", longest + "k", "k" * 1001):
+        for ask in (
+            lambda: remote.write(key, numbered(3)),  # noqa: B023
+            lambda: remote.read(key),  # noqa: B023
+            lambda: remote.delete(key),  # noqa: B023
+            lambda: remote.stat(key),  # noqa: B023
+            lambda: remote.find([key]),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=f"1 to 1000 bytes of UTF-8, not {len(key.encode())}"):
+                ask()
+    assert remote.keys() == []
 
 
 def test_a_service_takes_so_many_clients(tmp_path: Path) -> None:
@@ -237,7 +279,7 @@ def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(serv
 
 
 def test_a_write_that_fails_releases_its_memory(service: OffloadService, remote: RemoteOffloader) -> None:
-    remote._transport._token = b"wrong"
+    remote._window._token = b"wrong"
     write = remote.write("x", numbered(PIECE))
     assert write.released is not None
     write.released.wait(timeout=PATIENCE)
@@ -267,7 +309,7 @@ def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path
     with serve_offload(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1) as service:
         try:
             with RemoteOffloader(ME, name="slow") as remote:
-                remote._transport.flow.window = 1 << 40
+                remote._window.size = 1 << 40
                 data = numbered(PIECE // 4)
                 writes = [remote.write(f"{i}", data) for i in range(6)]
                 while (statistics := service.statistics()).under_way + statistics.refused * PIECE < 6 * PIECE:
@@ -296,7 +338,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
 
 
 def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> None:
-    remote._transport._token = b"wrong"
+    remote._window._token = b"wrong"
     errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", numbered(1)) for i in range(50)]]
     assert all(isinstance(error, AuthenticationError) for error in errors)
     for i, error in enumerate(errors):
@@ -319,69 +361,137 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if not path.name.startswith("slab-"))
 
 
-def hostile(numbers: random.Random, token: bytes, other: bytes) -> tuple[Any, tuple[Any, ...]]:
-    """Return a request that must be refused."""
-    data = torch.zeros(64, dtype=torch.uint8)
-    header = Header("x", torch.uint8, (64,), 64, length=64)
-    large = Header("x", torch.uint8, (PIECE + 64,), PIECE + 64, b"u" * 16, piece=1, pieces=2, length=64)
+def corrupted(good: bytes, at: int, form: str, *values: Any) -> bytes:
+    """Return a message with other numbers at one place."""
+    found = bytearray(good)
+    struct.pack_into(f"<{form}", found, at, *values)
+    return bytes(found)
 
-    headers = [
-        header._replace(shape=(-64,)),
-        header._replace(shape=(-8, -8)),
-        header._replace(nbytes=1 << 60, shape=(1 << 60,)),
-        header._replace(length=numbers.randrange(65, 1 << 60)),
-        header._replace(at=64 * numbers.randrange(1, 1 << 50)),
-        header._replace(piece=numbers.randrange(1, 1 << 30)),
-        header._replace(pieces=numbers.randrange(2, 1 << 30)),
-        header._replace(checksum=numbers.randrange(1, 1 << 60)),
-        large._replace(piece=2),
-        large._replace(upload=bytes(16)),
-    ]
-    good = pack([header])
-    blocks = [pack([h]) for h in headers] + [
-        good[: numbers.randrange(len(good))],
-        good + b"x",
-        pack([large, large]),
-        pack([header, header]),
-    ]
-    longest = (LONGEST_KEY + 1 + numbers.randrange(60_000)).to_bytes(2, "little")
-    blocks += [good[:10] + longest + good[12:], good.replace(b"x", b"\0"), good.replace(b"x", b"\xff")]
+
+HEAD = 39 + len("offload")  # bytes of a request before its first entry
+KEY = HEAD + 26  # before the first key
+TENSOR = KEY + 1  # before what an entry of the key "x" says of its tensor
+
+
+def hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a request that must be refused.
+
+    Args:
+        token: of the session that asks.
+        other: token of another session.
+        kept: number of a read of the other session, whose parts the service keeps.
+    """
+    entry, data = put_of("x", torch.zeros(64, dtype=torch.uint8))
+
+    def request(
+        *entries: Any, verb: int = wire.PUT, sent: float = 0.0, token: bytes = token, data: torch.Tensor = data
+    ) -> tuple[bytes, list[torch.Tensor]]:
+        return wire.pack_request(verb, token, sent, 0, "offload", entries, data)
+
+    none = data[:0]
+    large, _ = put_of("x", torch.zeros(PIECE + 64, dtype=torch.uint8), part=1)
+    good, _ = request(entry)
+    get, _ = request(change_of("x"), verb=wire.GET, data=none)
     kind = numbers.randrange(6)
-    if kind == 0:
-        return calls.put, (numbers.choice([b"", b"x" * 16, other[::-1], None, 3]), stamp(), good, data)
-    if kind == 1:
-        return calls.get, (token, stamp(), numbers.choice([b"", None, good, b"x" * numbers.randrange(100)]))
-    if kind == 2:
-        wrong = [None, "text", data.float(), data.reshape(8, 8), torch.zeros(PIECE + 1, dtype=torch.uint8)]
-        return calls.put, (token, stamp(), good, numbers.choice(wrong))
-    if kind == 3:
-        return calls.get, (
-            token,
-            stamp(),
-            pack_wanted([Wanted("secret", numbers.randbytes(16), numbers.randrange(1 << 32))]),
+    if kind == 0:  # of no session
+        wrong = numbers.choice([b"", b"x" * 16, other[::-1], numbers.randbytes(16)])
+        verb = numbers.choice([wire.GET, wire.DELETE, wire.ABANDON, wire.FETCH])
+        return numbers.choice(
+            [
+                request(entry, token=wrong),
+                request(
+                    wire.Fetch(kept, 1) if verb == wire.FETCH else change_of("x"), verb=verb, token=wrong, data=none
+                ),
+            ]
         )
-    return calls.put, (token, stamp(), numbers.choice(blocks), data)
+    if kind == 1:  # cut off, or with something behind it
+        return numbers.choice([good[: numbers.randrange(HEAD, len(good))], get[:-1], get + b"x"]), []
+    if kind == 2:  # other data
+        big = torch.zeros(PIECE + 1, dtype=torch.uint8)
+        tensors = numbers.choice(
+            [[], [data.float()], [data.reshape(8, 8)], [big], [data, data], [data[:63]], [torch.tensor(1)]]
+        )
+        return good[: -data.numel()], tensors
+    if kind == 3:  # of other sessions
+        fetch = wire.Fetch(numbers.choice([kept, numbers.randrange(1 << 64)]), numbers.choice([0, 1, 2, 1 << 31]))
+        return numbers.choice(
+            [
+                request(fetch, verb=wire.FETCH, data=none),
+                request(change_of("secret"), verb=wire.GET, data=none),
+                request(change_of("secret"), verb=wire.DELETE, data=none),
+            ]
+        )
+    if kind == 4:  # numbers that are none
+        bad = numbers.choice([math.nan, math.inf, -math.inf])
+        length = LONGEST_KEY + 1 + numbers.randrange(60_000)
+        bodies = [
+            corrupted(good, 0, "B", numbers.choice([0, 1, 2, 4, 255])),  # version
+            corrupted(good, 1, "B", numbers.choice([0, 6, 255])),  # verb
+            corrupted(good, 18, "d", bad),  # time of sending
+            corrupted(good, 34, "H", numbers.choice([0, 2, 1025, 65535])),  # entries
+            corrupted(good, HEAD, "Q", 0),  # sequence
+            corrupted(good, HEAD + 16, "d", bad),  # expiry
+            corrupted(good, HEAD + 24, "H", numbers.choice([0, 2, length])),  # length of the key
+            corrupted(good, KEY, "s", numbers.choice([b"\0", b"\xff"])),  # key
+            corrupted(good, TENSOR, "B", numbers.randrange(20, 256)),  # dtype
+            corrupted(good, TENSOR + 1, "B", numbers.choice([0, 2, 65, 255])),  # dimensions
+            wire.pack_request(wire.GET, token, 0.0, 0, "offload", [change_of(f"{i}") for i in range(1025)], none)[0],
+        ]
+        return numbers.choice(bodies), []
+    wrong_entries = [
+        [entry._replace(shape=(-64,))],
+        [entry._replace(shape=(-8, -8))],
+        [entry._replace(shape=(1,) * 65)],
+        [entry._replace(nbytes=1 << 60, shape=(1 << 60,))],
+        [entry._replace(nbytes=1 << 47, shape=(1 << 47,))],
+        [entry._replace(dtype=torch.float32)],
+        [entry._replace(length=numbers.randrange(65, 1 << 31))],
+        [entry._replace(length=63)],
+        [entry._replace(at=64 * numbers.randrange(1, 1 << 25))],
+        [entry._replace(at=numbers.randrange(1, 64))],
+        [entry._replace(part=numbers.randrange(1, 1 << 30))],
+        [entry._replace(digest=numbers.randrange(1, 1 << 60))],
+        [large._replace(part=2)],
+        [large._replace(part=0)],
+        [large._replace(length=63)],
+        [large._replace(digest=large.digest ^ 1)],
+        [large, put_of("y", torch.zeros(PIECE + 64, dtype=torch.uint8), part=1)[0]],
+        [entry, entry],
+        [entry, put_of("y", data)[0]],
+    ]
+    return request(*numbers.choice(wrong_entries))
 
 
 def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService, tmp_path: Path) -> None:
     numbers = random.Random(1)
+    large = numbered(PIECE // 2)
     with RemoteOffloader(ME, namespace="mine") as mine, RemoteOffloader(ME, namespace="other") as other:
-        other.write("secret", numbered(100)).wait(timeout=PATIENCE)
+        other.writev({"secret": numbered(100), "large": large}).wait(timeout=PATIENCE)
+        looked_up = change_of("large")
+        (found,) = send(other, wire.GET, [looked_up]).wait(timeout=PATIENCE).entries
+        assert isinstance(found, wire.Found)
+        assert (found.nbytes, found.length) == (2 * PIECE, PIECE)
+        send(mine, wire.ABANDON, [change_of("large", sequence=looked_up.sequence)]).wait(timeout=PATIENCE)
         token, others = (remote._token for remote in (mine, other))
         refused = service.statistics().refused
         before = files_in(tmp_path)
         for _ in range(soak_count(500)):
-            fn, args = hostile(numbers, token, others)
+            body, tensors = hostile(numbers, token, others, looked_up.sequence)
             try:
-                answer = rpc_sync(ME, fn, ("offload", *args), timeout=PATIENCE)
-            except (ValueError, TypeError, AuthenticationError, ChecksumError):
+                answer = send_body(mine, body, tensors).wait(timeout=PATIENCE)
+            except (ValueError, TypeError, AuthenticationError):
                 continue
-            assert answer.failures, (fn, args)
-            assert not answer.block
-        assert service.statistics().refused > refused
+            assert parser.unpack_answer(body[1], 1, answer, []).errors.keys() == {0}, body
+        assert service.statistics().refused > refused + soak_count(500) // 2
+        assert service.statistics().under_way == 0
         assert mine.keys() == []
+        (part,) = send(other, wire.FETCH, [wire.Fetch(looked_up.sequence, 1)]).wait(timeout=PATIENCE).entries
+        assert isinstance(part, wire.Part)
+        assert part.length == PIECE
+        assert torch.equal(other.read("large").wait(timeout=PATIENCE), large)
         assert other.read("secret").wait(timeout=PATIENCE).tolist() == numbered(100).tolist()
         assert files_in(tmp_path) == before
+    with RemoteOffloader(ME, namespace="mine") as mine:
         mine.write("x", numbered(3)).wait(timeout=PATIENCE)
         assert "x" in mine
 
@@ -389,24 +499,22 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
 def test_keys_are_found_and_files_trimmed_for_clients_only(remote: RemoteOffloader, service: OffloadService) -> None:
     token = remote._token
     refused = service.statistics().refused
-    block = pack_wanted([Wanted("x")])
-    for arguments in (("offload", b"x" * len(token), block), ("offload", None, block)):
+    for stranger in (b"x" * len(token), b"", None):
         with pytest.raises(AuthenticationError):
-            rpc_sync(ME, calls.find_keys, arguments)
+            rpc_sync(ME, services.find, ("offload", stranger, ["x"]))
         with pytest.raises(AuthenticationError):
-            rpc_sync(ME, calls.trim, arguments[:2])
-    for wrong in (b"", block[:-1], block + b"x", "x", None):
-        with pytest.raises(ValueError, match=r"block|headers|cut off"):
-            rpc_sync(ME, calls.find_keys, ("offload", token, wrong))
-    assert service.statistics().refused == refused + 9
-    assert rpc_sync(ME, calls.find_keys, ("offload", token, block)) == [None]
+            rpc_sync(ME, services.trim, ("offload", stranger))
+    for wrong in ([""], ["x", "k" * (LONGEST_KEY + 1)], ["\0"], ["\ud800"], [b"x"], [None], "x", None):
+        with pytest.raises((ValueError, TypeError), match=r"key|surrogates"):
+            rpc_sync(ME, services.find, ("offload", token, wrong))
+    assert service.statistics().refused == refused + 14
+    assert rpc_sync(ME, services.find, ("offload", token, ["x"])) == [None]
 
 
 def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteOffloader, service: OffloadService) -> None:
-    data = torch.ones(64, dtype=torch.uint8)
-    header = Header("x", torch.uint8, (64,), 64, length=64, checksum=digest(torch.zeros(64, dtype=torch.uint8)))
-    answer = rpc_sync(ME, calls.put, ("offload", remote._token, stamp(remote), pack([header]), data))
+    entry, data = put_of("x", torch.zeros(64, dtype=torch.uint8))
+    answer = send(remote, wire.PUT, [entry], data + 1).wait(timeout=PATIENCE)
     with pytest.raises(ChecksumError, match=r"key 'x': the 64 bytes .* are not those that were sent"):
-        answer.expect_success()
+        raise answer.errors[0]
     assert remote.keys() == []
     assert service.statistics().refused == 1

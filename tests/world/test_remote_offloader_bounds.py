@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,33 +21,40 @@ from cudafuture.errors import (
     StorageError,
 )
 from cudafuture.storage import Offloader, digest
-from rpc_ext import _offload_calls as calls
 from rpc_ext import rpc_sync
-from rpc_ext._offload_wire import PIECE, Header, pack
-from rpc_ext.offload_service import serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_clients import stamp
-from world.offload_seams import held, let_go_at_the_end
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
+from rpc_ext.offload.client import RemoteOffloader
+from rpc_ext.offload.service import serve_offload
+from world.offload_seams import change_of, held, let_go_at_the_end, put_of, send
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 CAPACITY = PIECE + 64  # of a namespace
-UPLOAD = b"u" * 16
-LAST = Header("last", torch.uint8, (CAPACITY,), CAPACITY, UPLOAD, piece=1, pieces=2, length=64)
-SMALL = Header("small", torch.uint8, (64,), 64, length=64)
-LONG = "long " + "k" * 1016
+LONG = "long " + "k" * (LONGEST_KEY - 5)
 
 needs_a_worker = pytest.mark.usefixtures("worker")
 
 
-def put(remote: RemoteOffloader, headers: list[Header], data: object) -> Any:
-    """Write as a client could that minds no rules."""
-    return rpc_sync(ME, calls.put, ("offload", remote._token, stamp(remote), pack(headers), data), timeout=PATIENCE)
-
-
 def zeros(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def small(key: str = "small", *, at: int = 0) -> Put:
+    """Return the entry of 64 zeros."""
+    return put_of(key, zeros(64), at=at)[0]
+
+
+def last(key: str = "last", *, at: int = 0) -> Put:
+    """Return the entry of the last 64 of zeros that travel in two parts."""
+    return put_of(key, zeros(CAPACITY), part=1, at=at)[0]
+
+
+def put(remote: RemoteOffloader, entries: list[Put], data: torch.Tensor) -> wire.Answer:
+    """Write as a client could that minds no rules."""
+    return send(remote, wire.PUT, entries, data).wait(timeout=PATIENCE)
 
 
 # ---- the calls of RPC
@@ -94,17 +99,23 @@ def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limit
 
 @needs_a_worker
 @pytest.mark.parametrize("end", ["given up", "closed"])
-def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, end: str) -> None:
-    pieces = 1 << 22
-    nbytes = (pieces - 1) * PIECE + 1  # about 64 TiB
-    last = Header("x", torch.uint8, (nbytes,), nbytes, UPLOAD, piece=pieces - 1, pieces=pieces, length=1)
-    with serve_offload(tmp_path / "served") as service, RemoteOffloader(ME, namespace="kept") as remote:
+@pytest.mark.parametrize("parts", [2, 1 << 22], ids=["32 MiB", "64 TiB"])
+def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, parts: int, end: str) -> None:
+    nbytes = (parts - 1) * PIECE + 1
+    entry, data = put_of("x", zeros(1))
+    entry = entry._replace(shape=(nbytes,), nbytes=nbytes, part=parts - 1)
+    with (
+        serve_offload(tmp_path / "served", namespace_capacity=1 << 47) as service,
+        RemoteOffloader(ME, namespace="kept") as remote,
+    ):
         tracemalloc.start()
         try:
             with RemoteOffloader(ME, namespace="kept") as hostile:
-                put(hostile, [last], b"\1")
+                answer = put(hostile, [entry], data)
+                assert [*answer.errors] == ([] if parts == 2 else [0])
+                assert all(isinstance(error, StorageError) for error in answer.errors.values())  # the disk is smaller
                 if end == "given up":
-                    rpc_sync(ME, calls.give_up, ("offload", hostile._token, UPLOAD), timeout=PATIENCE)
+                    send(hostile, wire.ABANDON, [change_of("x", sequence=entry.sequence)]).wait(timeout=PATIENCE)
             wait_for(lambda: service.statistics().clients == 1 and not len(service.store))
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -112,13 +123,14 @@ def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, end: str) 
         assert peak < 100 << 20
         remote.write("x", torch.ones(3)).wait(timeout=PATIENCE)
         assert remote.keys() == ["x"]
+        assert service.store.statistics().used == 12
 
 
 @needs_a_worker
 def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) -> None:
     with serve_offload(tmp_path / "served") as service, RemoteOffloader(ME) as remote:
-        with pytest.raises(ValueError, match="more than"):
-            put(remote, [SMALL], bytes(5 * PIECE))
+        with pytest.raises(ValueError, match=f"up to {PIECE} bytes"):
+            put(remote, [small()], zeros(5 * PIECE))
         found = service.statistics()
         assert (found.refused, found.most_under_way) == (1, 0)
         assert remote.keys() == []
@@ -131,11 +143,11 @@ def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) 
     ids=["the same", "one in the other", "the other way round", "a byte", "many"],
 )
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple[int, int]]) -> None:
-    """As many tensors as a block has headers would make a lot of what has come."""
-    headers = [SMALL._replace(key=f"{i}", at=at, length=n, nbytes=n, shape=(n,)) for i, (at, n) in enumerate(places)]
+    """As many tensors as a request has entries would make a lot of what has come."""
+    entries = [put_of(f"{i}", zeros(n), at=at)[0] for i, (at, n) in enumerate(places)]
     with serve_offload(tmp_path / "served") as service, RemoteOffloader(ME) as remote:
         with pytest.raises(ValueError, match="another"):
-            put(remote, headers, zeros(256))
+            put(remote, entries, zeros(256))
         assert service.statistics().refused == 1
         assert remote.keys() == []
         remote.writev({"a": zeros(64), "none": zeros(0), "nothing": zeros(0), "b": zeros(1)}).wait(timeout=PATIENCE)
@@ -148,21 +160,41 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
     """Nobody would notice when another one is gone."""
     with serve_offload(tmp_path / "served", clients=1) as service:
         with pytest.raises(AuthenticationError):
-            rpc_sync(ME, calls.begin, ("offload", bytes(16), None, name, 0.0), timeout=PATIENCE)
+            rpc_sync(ME, services.begin, ("offload", bytes(16), None, name, 0.0), timeout=PATIENCE)
         assert service.statistics().clients == 0
         RemoteOffloader(ME).close()
+
+
+@needs_a_worker
+@pytest.mark.parametrize("verb", [wire.PUT, wire.DELETE], ids=["put", "delete"])
+def test_a_request_that_waits_for_another_takes_no_memory_when_its_session_has_ended(tmp_path: Path, verb: int) -> None:
+    """The other one never comes."""
+    with serve_offload(tmp_path / "served", memory=2 * PIECE, clients=1) as service:
+        with RemoteOffloader(ME, namespace="kept") as remote:
+            data = torch.ones(1 << 20, dtype=torch.uint8)
+            entry, _ = put_of("x", data, after=1 << 50)
+            if verb == wire.PUT:
+                waiting = send(remote, verb, [entry], data)
+            else:
+                waiting = send(remote, verb, [change_of("x", after=1 << 50)])
+            assert remote.keys() == []
+            assert service.statistics().under_way == (data.nbytes if verb == wire.PUT else 0)
+            assert not waiting.done()
+        waiting.exception(timeout=PATIENCE)
+        wait_for(lambda: service.statistics().clients == service.statistics().under_way == 0)
 
 
 # ---- quotas
 
 
-MALFORMED: dict[str, tuple[list[Header], Callable[[], object]]] = {
-    "a whole and a piece": ([SMALL, LAST._replace(at=64)], lambda: zeros(128)),
-    "a piece and a whole": ([LAST, SMALL._replace(at=64)], lambda: zeros(128)),
-    "two pieces": ([LAST, LAST._replace(key="b", at=64)], lambda: zeros(128)),
-    "sparse": ([SMALL], lambda: zeros(64).to_sparse()),
-    "shared": ([SMALL, SMALL._replace(key="b")], lambda: zeros(64)),
-    "cut off": ([SMALL, SMALL._replace(key="b", at=64)], lambda: zeros(127)),
+MALFORMED: dict[str, tuple[list[Put], torch.Tensor]] = {
+    "a whole and a part": ([small(), last(at=64)], zeros(128)),
+    "a part and a whole": ([last(), small(at=64)], zeros(128)),
+    "two parts": ([last(), last("b", at=64)], zeros(128)),
+    "twice the same key": ([small(), small(at=64)], zeros(128)),
+    "numbers": ([small()], torch.zeros(1 << 14)),
+    "shared": ([small(), small("b")], zeros(64)),
+    "cut off": ([small(), small("b", at=64)], zeros(127)),
 }
 
 
@@ -175,7 +207,7 @@ def expect_whole_quota(remote: RemoteOffloader) -> None:
 @needs_a_worker
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_what_is_refused_takes_no_quota(tmp_path: Path, kind: str) -> None:
-    headers, data = MALFORMED[kind]
+    entries, data = MALFORMED[kind]
     with (
         serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteOffloader(ME, namespace="kept") as hostile,
@@ -183,53 +215,56 @@ def test_what_is_refused_takes_no_quota(tmp_path: Path, kind: str) -> None:
     ):
         for i in range(3):
             with pytest.raises((ValueError, TypeError)):
-                put(hostile, headers, data())
+                put(hostile, entries, data)
             assert service.statistics().refused == i + 1
         assert other.keys() == []
         expect_whole_quota(other)
 
 
-CHANGED: dict[str, tuple[list[Header], int]] = {  # headers of 64 zeros each, and which of them has another checksum
-    "alone": ([SMALL], 0),
-    "of two": ([SMALL, SMALL._replace(key="other", at=64)], 1),
-    "of a long key": ([SMALL._replace(key=LONG)], 0),
-    "of a long key and another": ([SMALL, SMALL._replace(key=LONG, at=64)], 1),
-    "empty": ([SMALL, Header("empty", torch.uint8, (0,), at=64)], 1),
+CHANGED: dict[str, tuple[list[Put], int]] = {  # entries of zeros, and which of them has another digest
+    "alone": ([small()], 0),
+    "of two": ([small(), small("other", at=64)], 1),
+    "of a long key": ([small(LONG)], 0),
+    "of a long key and another": ([small(), small(LONG, at=64)], 1),
+    "empty": ([small(), put_of("empty", zeros(0), at=64)[0]], 1),
 }
 
 
 @needs_a_worker
-@pytest.mark.parametrize(("headers", "changed"), CHANGED.values(), ids=list(CHANGED))
-def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, headers: list[Header], changed: int) -> None:
-    headers = [h._replace(checksum=digest(zeros(h.length)) ^ (i == changed)) for i, h in enumerate(headers)]
+@pytest.mark.parametrize(("entries", "changed"), CHANGED.values(), ids=list(CHANGED))
+def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, entries: list[Put], changed: int) -> None:
+    entries = [e._replace(digest=digest(zeros(e.length)) ^ (i == changed)) for i, e in enumerate(entries)]
     with (
         serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
+        RemoteOffloader(ME, namespace="kept") as other,
     ):
-        answer = put(remote, headers, zeros(128))
-        assert [i for i, _ in answer.failures] == [changed]
-        assert isinstance(answer.failures[0][1], ChecksumError)
-        assert repr(headers[changed].key) in str(answer.failures[0][1])
-        assert remote.keys() == [h.key for i, h in enumerate(headers) if i != changed]
+        answer = put(remote, entries, zeros(128))
+        assert [*answer.errors] == [changed]
+        assert isinstance(answer.errors[changed], ChecksumError)
+        assert repr(entries[changed].key) in str(answer.errors[changed])
+        assert remote.keys() == [e.key for i, e in enumerate(entries) if i != changed]
         assert service.statistics().refused == 1
-        remote.deletev(remote.keys()).wait(timeout=PATIENCE)
-        expect_whole_quota(remote)
+        other.deletev(other.keys()).wait(timeout=PATIENCE)
+        expect_whole_quota(other)
 
 
 @needs_a_worker
-@pytest.mark.parametrize("piece", [0, 1])
-def test_a_piece_that_was_changed_on_the_way_gives_up_all(tmp_path: Path, piece: int) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_that_was_changed_on_the_way_aborts_the_write(tmp_path: Path, part: int) -> None:
     with (
         serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
     ):
-        for i, length in enumerate((PIECE, 64)):
-            header = LAST._replace(piece=i, length=length, checksum=digest(zeros(length)) ^ (i == piece))
-            if i > piece:
-                with pytest.raises(InvalidStateError, match="was given up"):
-                    put(remote, [header], zeros(length))
-            else:
-                assert bool(put(remote, [header], zeros(length)).failures) == (i == piece)
+        sequence = last().sequence
+        for i in range(2):
+            entry, data = put_of("last", zeros(CAPACITY), part=i, sequence=sequence)
+            answer = put(remote, [entry._replace(digest=entry.digest ^ (i == part))], data)
+            assert [*answer.errors] == ([0] if i >= part else [])
+            if i >= part:
+                assert isinstance(answer.errors[0], ChecksumError)
+        entry, data = put_of("last", zeros(CAPACITY), part=part, sequence=sequence)
+        assert isinstance(put(remote, [entry], data).errors[0], ChecksumError)  # it comes too late
         assert remote.keys() == []
         assert service.statistics().refused == 1
         expect_whole_quota(remote)
@@ -238,32 +273,37 @@ def test_a_piece_that_was_changed_on_the_way_gives_up_all(tmp_path: Path, piece:
 @needs_a_worker
 def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -> None:
     """They are not written again: there would be no room for each of them alone, on a page of its own."""
-    count, wrong = 3000, 17
-    good = digest(zeros(64))
+    count, wrong = MOST_ENTRIES, 17
+
+    def entries(changed: int | None) -> list[Put]:
+        found = [small(f"{i}", at=64 * i) for i in range(count)]
+        return [entry._replace(digest=entry.digest ^ (i == changed)) for i, entry in enumerate(found)]
+
     with (
         serve_offload(tmp_path / "served", capacity=2 << 20, namespace_capacity=64 * count) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
+        RemoteOffloader(ME, namespace="kept") as other,
     ):
         for _ in range(3):
-            headers = [SMALL._replace(key=f"{i}", at=64 * i, checksum=good ^ (i == wrong)) for i in range(count)]
-            answer = put(remote, headers, zeros(64 * count))
-            assert [i for i, _ in answer.failures] == [wrong]
+            answer = put(remote, entries(wrong), zeros(64 * count))
+            assert [*answer.errors] == [wrong]
             assert len(remote.keys()) == count - 1
-            remote.deletev(remote.keys()).wait(timeout=PATIENCE)
+            other.deletev(other.keys()).wait(timeout=PATIENCE)
         assert service.store.statistics().writes <= 3 * (count + 1)
-        headers = [SMALL._replace(key=f"{i}", at=64 * i, checksum=good) for i in range(count)]
-        assert put(remote, headers, zeros(64 * count)).failures == []
+        assert put(remote, entries(None), zeros(64 * count)).errors == {}
         with pytest.raises(QuotaError):
-            remote.write("one more", zeros(1)).wait(timeout=PATIENCE)
+            other.write("one more", zeros(1)).wait(timeout=PATIENCE)
 
 
 @needs_a_worker
-def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path) -> None:
-    numbers = torch.arange(65, dtype=torch.uint8)
-    four = Header("x", torch.float32, (16,), 64, length=64)
+@pytest.mark.parametrize("size", [16, 1 << 16], ids=["in the message", "beside it"])
+def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path, size: int) -> None:
+    data = torch.randint(256, (4 * size + 1,), dtype=torch.uint8)[1:]
+    numbers = data.clone().view(torch.int32)
+    entry, _ = put_of("x", numbers)
     with serve_offload(tmp_path / "served") as service, RemoteOffloader(ME) as remote:
-        assert put(remote, [four], numbers[1:]).failures == []
-        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbers[1:].clone().view(torch.float32))
+        assert put(remote, [entry], data).errors == {}
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbers)
         assert service.statistics().refused == 0
 
 
@@ -271,7 +311,7 @@ def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "size"),
     [(["a"], 100), (["a", "b"], 100), ([LONG], 100), (["a", LONG], 100), (["a"], 2 << 20), (["a"], CAPACITY)],
-    ids=["small", "two", "of a long key", "one of a long key", "alone", "pieces"],
+    ids=["small", "two", "of a long key", "one of a long key", "alone", "parts"],
 )
 def test_a_store_that_refuses_at_once_takes_no_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], size: int
@@ -284,7 +324,7 @@ def test_a_store_that_refuses_at_once_takes_no_quota(
         RemoteOffloader(ME, namespace="kept") as one,
         RemoteOffloader(ME, namespace="kept") as other,
     ):
-        for name in ("write", "writev"):
+        for name in ("write", "writev", "begin_write"):
             monkeypatch.setattr(service.store, name, refuse)
         for _ in range(3):
             error = one.writev({key: zeros(size) for key in keys}).exception(timeout=PATIENCE)
@@ -301,8 +341,8 @@ def test_a_store_that_refuses_at_once_takes_no_quota(
 @needs_a_worker
 @pytest.mark.parametrize(
     "keys",
-    [["weights"], ["l"], ["learning rates of all layers"], ["keys_of_layer_017~"], ["k", "p0/1", "exp_avg 1"]],
-    ids=["one", "of one letter", "as of a list", "as of a private one", "several"],
+    [["weights"], ["k"], ["k0123456789abcdef"], ["keys_of_layer_017~"], ["k" + "0" * 16 + "/x", "p0/1", "exp_avg 1"]],
+    ids=["one", "of one letter", "as of a namespace", "as of a private one", "several, and one of a service"],
 )
 def test_a_folder_of_somebody_elses_is_refused_and_keeps_its_keys(tmp_path: Path, keys: list[str]) -> None:
     tensors = {key: torch.arange(100) + i for i, key in enumerate(keys)}
@@ -317,30 +357,9 @@ def test_a_folder_of_somebody_elses_is_refused_and_keeps_its_keys(tmp_path: Path
 
 
 @needs_a_worker
-@pytest.mark.parametrize(
-    "damage",
-    [lambda _: zeros(10), lambda record: record[:-3], lambda _: zeros(0), lambda _: torch.ones(5)],
-    ids=["zeros", "cut off", "empty", "of numbers"],
-)
-def test_a_damaged_list_of_pieces_is_named_and_nothing_is_removed(
-    tmp_path: Path, damage: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    with serve_offload(tmp_path, durable=True), RemoteOffloader(ME, namespace="kept") as remote:
-        remote.writev({"small": torch.ones(3), "large": zeros(CAPACITY)}).wait(timeout=PATIENCE)
-    with Offloader(tmp_path, durable=True) as store:
-        (listed,) = (name for name in store.keys() if name.startswith("l"))  # noqa: SIM118
-        store.write(listed, damage(store.read(listed).wait(timeout=PATIENCE))).wait(timeout=PATIENCE)
-        names = store.keys()
-    with pytest.raises(ChecksumError, match=re.escape(listed)):
-        serve_offload(tmp_path, durable=True)
-    with Offloader(tmp_path, durable=True) as store:
-        assert store.keys() == names
-
-
-@needs_a_worker
-@pytest.mark.parametrize("sizes", [(100, CAPACITY), (CAPACITY, 100)], ids=["by a large one", "by a small one"])
-def test_a_key_whose_old_name_the_disk_kept_is_deleted_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+@pytest.mark.parametrize("size", [100, CAPACITY], ids=["small", "parts"])
+def test_a_key_that_the_disk_kept_is_there_until_it_is_deleted_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     def expect_none(remote: RemoteOffloader) -> None:
         assert remote.keys() == []
@@ -352,12 +371,17 @@ def test_a_key_whose_old_name_the_disk_kept_is_deleted_for_good(
         serve_offload(tmp_path, durable=True, namespace_capacity=2 * CAPACITY) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
     ):
-        remote.write("x", zeros(sizes[0])).wait(timeout=PATIENCE)
+        remote.write("x", zeros(size)).wait(timeout=PATIENCE)
         for name in ("delete", "deletev"):
             monkeypatch.setattr(service.store, name, lambda *_: CUDAFuture.failed(StorageError("the disk", errno=5)))
-        remote.write("x", zeros(sizes[1])).wait(timeout=PATIENCE)
+        error = remote.delete("x").exception(timeout=PATIENCE)
+        assert isinstance(error, StorageError)
+        assert error.errno == 5
         monkeypatch.undo()
-        assert remote.read("x").wait(timeout=PATIENCE).nbytes == sizes[1]
+        assert remote.keys() == ["x"]
+        assert remote.read("x").wait(timeout=PATIENCE).nbytes == size
+        with pytest.raises(QuotaError):
+            remote.write("all", zeros(2 * CAPACITY)).wait(timeout=PATIENCE)
         remote.delete("x").wait(timeout=PATIENCE)
         expect_none(remote)
         remote.write("all", zeros(2 * CAPACITY)).wait(timeout=PATIENCE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,13 +14,13 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, wait_all
-from cudafuture.errors import NotFoundError
-from cudafuture.storage import Engine
+from cudafuture.errors import NotFoundError, StorageError
+from cudafuture.storage import Engine, Snapshot
 from rpc_ext import Session, rpc_sync, serve_offload, statistics
-from rpc_ext._offload_wire import PACK, PIECE
-from rpc_ext.offload_service import OffloadService
-from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_seams import Kept
+from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
+from rpc_ext.offload.client import RemoteOffloader
+from rpc_ext.offload.service import OffloadService
+from world.offload_seams import Kept, handler_of
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
@@ -81,22 +82,24 @@ def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteOffloade
     assert all(map(torch.equal, read, expected.values()))
 
 
-def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(remote: RemoteOffloader) -> None:
+def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: OffloadService) -> None:
     """Also where it waits together with one that has more time, and is written in the end."""
     tensors = list(pack_of("x").items())
-    with NoBuffers(remote) as held:
-        patience, remote._timeout = remote._timeout, 0.1
+    with RemoteOffloader(ME, namespace="kept", timeout=4) as remote:
+        unsent = [remote._window.buffers.take(PACK + LINE * MOST_ENTRIES) for _ in range(BUFFERS)]
+        assert all(buffer.done() for buffer in unsent)
         brief = remote.writev(pack_of("brief"))
         first = remote.writev(dict(tensors[: IN_PACK // 2]))
-        remote._timeout = patience
+        time.sleep(2)
         second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
-        assert isinstance(brief.exception(timeout=PATIENCE), TimeoutError)
-        assert isinstance(first.exception(timeout=PATIENCE), TimeoutError)
-        assert not any(write.done() for write in (*held.writes, second))
-    assert second.wait(timeout=PATIENCE) == PACK // 2
-    wait_all(held.writes, timeout=PATIENCE)
-    assert "x/0" not in remote
-    assert f"x/{IN_PACK - 1}" in remote
+        assert remote.statistics().under_way == 2 * PACK
+        for late in (brief, first):
+            assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+        assert not second.done()
+        unsent.clear()
+        assert second.wait(timeout=PATIENCE) == PACK // 2
+        assert sorted(remote.keys()) == sorted(key for key, _ in tensors[IN_PACK // 2 :])
+        wait_all([remote.writev(pack_of(f"{i}")) for i in range(BUFFERS)], timeout=PATIENCE)
 
 
 def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,7 @@ def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteOffloader, mon
         raise RuntimeError("not sent")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rpc_ext._offload_transport.rpc_async", fail)
+        patch.setattr("rpc_ext._channel.Channel.send", fail)
         writes = [remote.writev(pack_of(f"{i}")) for i in range(2 * BUFFERS)]
         errors = [write.exception(timeout=PATIENCE) for write in writes]
     assert all(isinstance(error, RuntimeError) for error in errors)
@@ -129,7 +132,7 @@ def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(
     remote.write("x", small(1)).wait(timeout=PATIENCE)
     with RemoteOffloader(ME, namespace="other") as other:
         other.write("x", small(2)).wait(timeout=PATIENCE)
-        buffers = service._desk.session(remote._token).buffers
+        buffers = handler_of(service).session(remote._token).buffers
         unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
         assert all(buffer.done() for buffer in unsent)
         mine = remote.read("x")
@@ -142,12 +145,12 @@ def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(
 def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: OffloadService) -> None:
     remote = RemoteOffloader(ME, namespace="kept")
     remote.write("x", small(1)).wait(timeout=PATIENCE)
-    buffers = service._desk.session(remote._token).buffers
+    buffers = handler_of(service).session(remote._token).buffers
     unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
     mine = remote.read("x")
     while not service.statistics().under_way:
         assert not mine.done()
-    service._desk.end(remote._token)
+    handler_of(service).end(remote._token)
     assert mine.exception(timeout=PATIENCE) is not None
     del unsent
     remote.close()
@@ -201,29 +204,38 @@ def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_replies_to_reads_of_replaced_keys_return_their_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["raises", "fails"])
+def test_replies_with_a_tensor_that_the_disk_refuses_return_their_buffers(
+    worker: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """In each turn the store refuses the second tensor of a reply, because its shape has changed since the lookup."""
+    """The session has buffers for four replies. Each read is of two tensors together, then of each alone."""
     with (
-        alone(tmp_path / "rendezvous", num_worker_threads=2),
-        serve_offload(tmp_path / "served", memory=4 * PIECE, clients=2) as service,
-        RemoteOffloader(ME, namespace="shared", timeout=10) as one,
-        RemoteOffloader(ME, namespace="shared") as other,
+        serve_offload(tmp_path / "served", memory=2 * PIECE, clients=1) as service,
+        RemoteOffloader(ME, timeout=10) as remote,
     ):
         half = PIECE // 2
-        one.writev({key: torch.zeros(half, dtype=torch.uint8) for key in "xy"}).wait(timeout=PATIENCE)
-        readv = service.store.readv
-        for turn in range(1, 6):
+        remote.writev({key: torch.zeros(half, dtype=torch.uint8) for key in "xy"}).wait(timeout=PATIENCE)
+        read_parts = service.store.read_parts
 
-            def readv_too_late(*args: Any, shape: tuple[int, int] = (turn, half // turn), **kwargs: Any) -> Any:
-                monkeypatch.undo()
-                other.write("y", torch.ones(shape, dtype=torch.uint8)).wait(timeout=PATIENCE)
-                return readv(*args, **kwargs)
+        def refuse_y(parts: list[tuple[Snapshot, int, torch.Tensor]], **kwargs: Any) -> CUDAFuture[None]:
+            if not any(str(snapshot).count("/y'") or str(snapshot).count("~y'") for snapshot, _, _ in parts):
+                return read_parts(parts, **kwargs)
+            if kind == "raises":
+                raise StorageError("refused", errno=5)
+            return read_parts(parts, **kwargs).then(refuse_result)
 
-            monkeypatch.setattr(service.store, "readv", readv_too_late)
-            _, replaced = one.readv(["x", "y"]).wait(timeout=PATIENCE)
-            assert replaced.shape == (turn, half // turn)
+        def refuse_result(_: CUDAFuture[None]) -> NoReturn:
+            raise StorageError("refused", errno=5)
+
+        monkeypatch.setattr(service.store, "read_parts", refuse_y)
+        for _ in range(6):
+            good, bad = remote.read("x"), remote.read("y")
+            many = remote.readv(["x", "y"])
+            assert good.wait(timeout=PATIENCE).nbytes == half
+            for failed in (bad, many):
+                assert isinstance(failed.exception(timeout=PATIENCE), StorageError)
+        monkeypatch.undo()
+        assert remote.read("y").wait(timeout=PATIENCE).nbytes == half
 
 
 def refuse(tensor: torch.Tensor) -> NoReturn:

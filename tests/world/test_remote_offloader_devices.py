@@ -16,15 +16,17 @@ from cudafuture.errors import ChecksumError
 from cudafuture.storage import digest
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
-from rpc_ext import RemoteOffloader, _offload_source, _offload_target, serve_offload
-from rpc_ext._offload_wire import PIECE
+from rpc_ext import RemoteOffloader, serve_offload
+from rpc_ext.offload import _source as source
+from rpc_ext.offload import _target as target
+from rpc_ext.offload._wire import PIECE
 from world.device_calls import LONG, calling, filled, only
 from world.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-devices")]
 
 ME = "worker0"
-SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a pack; in two pieces
+SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts
 
 
 def comes_back_to_the_host(remote: RemoteOffloader, size: int) -> None:
@@ -202,8 +204,8 @@ def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
             return copied
 
         with (
-            mock.patch.object(_offload_source, "copy", seen),
-            mock.patch.object(_offload_target, "copy", seen),
+            mock.patch.object(source, "copy", seen),
+            mock.patch.object(target, "copy", seen),
             offloading("lazy", tmp_path) as remote,
         ):
             remote.write("x", filled(1.0, size=size), priority=-1).wait(timeout=LONG)

@@ -16,13 +16,12 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, collect_all, wait_all
 from cudafuture.storage import Engine
-from rpc_ext import _offload_calls as calls
-from rpc_ext import rpc_async
-from rpc_ext._offload_wire import PIECE, Header, pack
-from rpc_ext.offload_service import serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_clients import stamp
-from world.offload_seams import let_go_at_the_end
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._wire import PIECE
+from rpc_ext.offload.client import RemoteOffloader
+from rpc_ext.offload.service import serve_offload
+from world.offload_seams import let_go_at_the_end, put_of, send
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
@@ -120,10 +119,10 @@ def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> No
         let_go_at_the_end(engine),
     ):
         served = rpc_ext.statistics().served
-        blocks = [pack([Header(f"{i}", torch.uint8, (PIECE,), PIECE, length=PIECE)]) for i in range(count)]
-        puts = [rpc_async(ME, calls.put, ("offload", remote._token, stamp(remote), block, data)) for block in blocks]
+        entries = [put_of(f"{i}", data)[0] for i in range(count)]
+        puts = [send(remote, wire.PUT, [entry], data) for entry in entries]
         wait_for(lambda: rpc_ext.statistics().served >= served + count)
-        rpc_ext.rpc_sync(ME, calls.keys, ("offload", remote._token), timeout=PATIENCE)
+        rpc_ext.rpc_sync(ME, services.keys, ("offload", remote._token), timeout=PATIENCE)
         under_way = service.statistics().under_way
         engine._native.let_go()
         collect_all(puts).wait(timeout=PATIENCE)

@@ -15,19 +15,21 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture, collect_all, gather, wait_all
-from rpc_ext import _minder, rpc_async
-from rpc_ext import _offload_calls as calls
+from cudafuture.errors import InvalidStateError
+from rpc_ext import OffloadService, RemoteOffloader, _minder, rpc_async, serve_offload
 from rpc_ext import session as sessions
+from rpc_ext._channel import Channel, Reply
 from rpc_ext._destination import Destination
-from rpc_ext._offload_wire import PIECE
-from rpc_ext.offload_service import OffloadService, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_seams import Kept, expect_idle
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._wire import PIECE
+from world.offload_seams import Kept, expect_idle, handler_of, set_timeout
 from world.rpc_callees import ME, PATIENCE, Gate, alone, pending, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
-SIZES = {"small": 100, "alone": 1 << 19, "pieces": PIECE // 4 + 10}  # elements
+SIZES = {"small": 100, "alone": 1 << 19, "parts": PIECE // 4 + 10}  # elements
 
 
 @pytest.fixture
@@ -79,16 +81,21 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        ("small", "_offload_pack.alone"),
-        ("small", "_offload_pack.digests"),
-        ("small", "_offload_transport.pack"),
-        ("small", "_offload_transport.carried"),
-        ("small", "_offload_transport.rpc_async"),
-        ("alone", "_offload_transport.digest"),
-        ("alone", "_offload_transport.rpc_async"),
-        ("pieces", "_offload_transport.digest"),
-        ("pieces", "_offload_transport.pack"),
-        ("pieces", "_offload_transport.rpc_async"),
+        ("small", "offload._buffers.SendBuffers.take"),
+        ("small", "offload._changes.alone"),
+        ("small", "offload._changes.digests"),
+        ("small", "offload._wire.pack_request"),
+        ("small", "_channel.Channel.send"),
+        ("small", "_destination.Destination.try_admit"),
+        ("alone", "offload._changes.digest"),
+        ("alone", "offload._wire.pack_request"),
+        ("alone", "_channel.Channel.send"),
+        ("alone", "_destination.Destination.try_admit"),
+        ("parts", "offload._source.alone"),
+        ("parts", "offload._changes.digest"),
+        ("parts", "offload._wire.pack_request"),
+        ("parts", "_channel.Channel.send"),
+        ("parts", "_destination.Destination.try_admit"),
     ],
 )
 def test_ctrl_c_amid_a_write_leaves_nothing_behind(
@@ -105,16 +112,16 @@ def test_ctrl_c_amid_a_write_leaves_nothing_behind(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("filled", [False, True], ids=["new", "filled"])
-@pytest.mark.parametrize("name", ["pack_wanted", "rpc_async"])
+@pytest.mark.parametrize("name", ["offload._wire.pack_request", "_channel.Channel.send"])
 def test_ctrl_c_amid_a_read_leaves_nothing_behind(
     remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool, name: str
 ) -> None:
     tensor = numbered(SIZES[size])
     remote.write("x", tensor).wait(timeout=PATIENCE)
-    interrupt_once(monkeypatch, f"_offload_transport.{name}")
+    interrupt_once(monkeypatch, name)
     expect_interrupted(lambda: remote.read("x", torch.empty_like(tensor) if filled else None))
     expect_idle(remote)
-    interrupt_once(monkeypatch, f"_offload_transport.{name}")
+    interrupt_once(monkeypatch, name)
     expect_interrupted(
         lambda: remote.readv(["x"] * 3, [torch.empty_like(tensor) for _ in range(3)] if filled else None)
     )
@@ -124,7 +131,7 @@ def test_ctrl_c_amid_a_read_leaves_nothing_behind(
 
 def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     remote.write("x", numbered(3)).wait(timeout=PATIENCE)
-    interrupt_once(monkeypatch, "_offload_transport.rpc_async")
+    interrupt_once(monkeypatch, "_channel.Channel.send")
     expect_interrupted(lambda: remote.delete("x"))
     expect_works(remote, "x", "y")
 
@@ -133,7 +140,7 @@ def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteOffloader, m
 def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
     remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Those that wait to travel together are packed by whoever comes along."""
+    """Requests that wait to travel together are sent by any thread that has made room for them."""
     keys = [f"{i}" for i in range(5)]
     remote.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
 
@@ -143,7 +150,7 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
     with Kept(kind) as kept:
         asked = [ask(key) for key in keys]
         first = kept.next()
-    interrupt_once(monkeypatch, "_offload_transport.rpc_async")
+    interrupt_once(monkeypatch, "_channel.Channel.send")
     first.set_result(None)
     asked[0].wait(timeout=PATIENCE)
     for future in asked[1:]:
@@ -152,17 +159,41 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
     expect_works(remote, *keys)
 
 
+def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail one after the other in one thread, which has room for no call of a thousand others."""
+    tensor = numbered(1 << 18)
+
+    def refuse(*_: object) -> NoReturn:
+        raise InvalidStateError("of the test")
+
+    with Kept("put") as kept:
+        first = remote.write("first", numbered(1 << 23))  # and others, up to the window
+        writes = [remote.write(f"{i}", tensor) for i in range(2000)]
+        monkeypatch.setattr(Channel, "send", refuse)
+        while not all(write.done() for write in writes) and kept.has_more():
+            kept.next().set_result(None)
+        first.wait(timeout=PATIENCE)
+    errors = [write.exception(timeout=PATIENCE) for write in writes]
+    assert isinstance(errors[-1], InvalidStateError)
+    assert {type(error) for error in errors} <= {InvalidStateError, type(None)}
+    monkeypatch.undo()
+    expect_works(remote, "x", "y")
+
+
 # ---- deadlines
 
 
 @pytest.mark.parametrize("kind", ["put", "get"])
-@pytest.mark.parametrize("order", [["short", "long"], ["long", "short"], ["long", "short", "longer"]], ids="-".join)
-def test_what_travels_together_has_each_its_own_time(remote: RemoteOffloader, kind: str, order: list[str]) -> None:
+@pytest.mark.parametrize("order", [["short", "long"], ["short", "long", "longer"]], ids="-".join)
+def test_requests_that_travel_together_have_each_their_own_deadline(
+    remote: RemoteOffloader, kind: str, order: list[str]
+) -> None:
+    """They have the same timeout; here it stands for the time that passes between the calls."""
     remote.writev({key: numbered(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
     times = {"first": 0.0, "short": 1.0, "long": 10.0 * PATIENCE, "longer": 0.0}  # 0: no limit
 
     def ask(key: str) -> CUDAFuture[Any]:
-        remote._timeout = times[key]
+        set_timeout(remote, times[key])
         return remote.write(key, numbered(4)) if kind == "put" else remote.read(key)
 
     with Kept(kind) as kept:
@@ -179,7 +210,7 @@ def test_what_travels_together_has_each_its_own_time(remote: RemoteOffloader, ki
         assert not kept.has_more()
     goes_on.set_result(None)
     wait_all(list(asked.values()), timeout=PATIENCE)
-    remote._timeout = PATIENCE
+    set_timeout(remote, PATIENCE)
     expect_works(remote, "first", *order)
 
 
@@ -259,14 +290,14 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bytes] = []
-    end = calls.end
+    end = services.end
 
     @functools.wraps(end)
     def noted(service: str, token: bytes) -> None:
         ended.append(token)
         end(service, token)
 
-    monkeypatch.setattr(calls, "end", noted)
+    monkeypatch.setattr(services, "end", noted)
     outlived = []
     with alone(tmp_path / "first"), serve_offload(tmp_path / "served"):
         outlived += [RemoteOffloader(ME), RemoteOffloader(ME)]
@@ -279,15 +310,21 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
         assert len(ended) == 1
 
 
-@pytest.mark.parametrize("kind", ["destination", "services", "desk", "session", "minder"])
+@pytest.mark.parametrize(
+    "kind", ["destination", "services", "handler", "sessions", "session", "minder", "window", "operations"]
+)
 def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: OffloadService, kind: str) -> None:
     """A client that is dropped takes no lock that the thread may hold which collects it."""
+    other = RemoteOffloader(ME)
     locks: dict[str, Any] = {
         "destination": worker.destination(ME)._lock,
-        "services": calls.lock,
-        "desk": service._desk._lock,
+        "services": services._lock,
+        "handler": handler_of(service)._lock,
+        "sessions": handler_of(service)._sessions._lock,
         "session": sessions._lock,
         "minder": _minder._minder._changed,
+        "window": other._window._lock,
+        "operations": other._operations._lock,
     }
     lock = locks[kind]
 
@@ -310,23 +347,44 @@ def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: Of
     finally:
         gc.enable()
     assert has_come_back
+    other.close()
     wait_for(lambda: service.statistics().clients == 0)
 
 
 # ---- answers that are none
 
 
-@pytest.mark.parametrize("answer", ["no answer", None, ("no", "answer"), 7])
-def test_every_write_and_deletion_ends_whatever_is_answered(
-    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: Any
+ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
+    "no bytes": (b"", []),
+    "other bytes": (b"no answer", []),
+    "an answer to more entries": wire.pack_answer(1 << 15, [], [], None),
+    "errors that are none": (
+        wire.pack_answer(1, [(0, ValueError())], [], None)[0].replace(b"ValueError", b"NoSuchType"),
+        [],
+    ),
+    "an answer with a tensor": (wire.pack_answer(1, [], [], None)[0], [torch.zeros(3)]),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_every_request_ends_whatever_is_answered(
+    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    for kind in ("put", "delete"):
-        monkeypatch.setattr(f"rpc_ext._offload_desk.Desk.{kind}", lambda *_: CUDAFuture.completed(answer))
+    for size, count in SIZES.items():
+        remote.write(f"old {size}", numbered(count)).wait(timeout=PATIENCE)
+    expect_idle(remote)
+
+    def handle(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+        reply.send(*ANSWERS[answer])
+
+    monkeypatch.setattr(RequestHandler, "handle", handle)
     writes = [remote.write(f"{size} {i}", numbered(SIZES[size])) for i in range(3) for size in SIZES]
     many = remote.writev({f"{i}": numbered(3) for i in range(3)})
-    changes: list[CUDAFuture[Any]] = [*writes, many, remote.delete("x")]
-    for change in changes:
-        assert isinstance(change.exception(timeout=PATIENCE), Exception)
+    asked: list[CUDAFuture[Any]] = [*writes, many, remote.delete("x"), remote.deletev(["y", "z"])]
+    asked += [remote.read(f"old {size}") for size in SIZES]
+    asked += [remote.read(f"old {size}", torch.empty(count)) for size, count in SIZES.items()]
+    for future in asked:
+        assert isinstance(future.exception(timeout=PATIENCE), Exception)
     for write in writes:
         assert write.released is not None
         write.released.wait(timeout=PATIENCE)

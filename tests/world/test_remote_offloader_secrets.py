@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +16,15 @@ import torch.distributed as dist
 
 import rpc_ext
 from cudafuture.errors import AuthenticationError, ChecksumError
-from cudafuture.storage import digest
 from cudafuture.testing import World
-from rpc_ext import _codec, _listeners
-from rpc_ext import _offload_calls as calls
-from rpc_ext._offload_wire import PIECE, Header, Wanted, pack, pack_wanted
-from rpc_ext.offload_service import OffloadService, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext import OffloadService, RemoteOffloader, _codec, _listeners, serve_offload
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._wire import PIECE
 from world.attacker import SEAL_SIZE, Stranger, key_of
 from world.middleman import FROM, TO, joined, relayed
-from world.offload_clients import stamp
 from world.offload_history import content_of, version_of
+from world.offload_seams import change_of, put_of
 from world.rpc_callees import PATIENCE, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
@@ -39,35 +38,48 @@ KEYS = ["small a", "large a"]
 
 # ---- requests that are not a client's
 
+Message = tuple[bytes, list[torch.Tensor]]
 
-def request(fn: Callable[..., Any], *args: object) -> tuple[bytes, tuple[torch.Tensor, ...]]:
-    """Return what a call of the second worker to the service of the first looks like, and its tensors."""
+
+def call(fn: Callable[..., Any], *args: object) -> Message:
+    """Return the payload and the tensors of a call that the second worker makes to the service of the first."""
     encoded = _codec.encode(_codec.Kind.CALL, (1, fn, ("offload", *args), {}))
-    return encoded.payload, tuple(encoded.tensors)
+    return encoded.payload, encoded.tensors
 
 
-def put(token: bytes, key: str, content: torch.Tensor) -> tuple[bytes, tuple[torch.Tensor, ...]]:
-    header = Header(key, torch.uint8, tuple(content.shape), content.nbytes, length=content.nbytes)
-    return request(calls.put, token, stamp(), pack([header._replace(checksum=digest(content))]), content)
+def message(token: bytes, verb: int, entries: Sequence[Any], data: torch.Tensor | None = None) -> Message:
+    """Return the payload and the tensors of a message to the service."""
+    data = torch.empty(0, dtype=torch.uint8) if data is None else data
+    body, tensors = wire.pack_request(verb, token, time.perf_counter(), 0, "offload", entries, data)
+    return _codec.channel_header(services.CHANNEL) + body, tensors
 
 
-def requests(token: bytes) -> dict[str, tuple[bytes, tuple[torch.Tensor, ...]]]:
+def put(token: bytes, key: str, content: torch.Tensor) -> Message:
+    entry, data = put_of(key, content)
+    return message(token, wire.PUT, [entry], data)
+
+
+def requests(token: bytes) -> dict[str, Message]:
     """Return one of each kind, with the token of a session."""
-    wanted = pack_wanted([Wanted(key) for key in KEYS])
-    piece = torch.zeros(PIECE, dtype=torch.uint8)
-    of_two = Header("large a", torch.uint8, (PIECE + 1,), PIECE + 1, b"u" * 16, pieces=2, length=PIECE)
+    changes = [change_of(key) for key in KEYS]
     return {
-        "begin": request(calls.begin, b"t" * 16, NAMESPACE, "w1", 0.0),
+        "begin": call(services.begin, b"t" * 16, NAMESPACE, "w1", 0.0),
         "put": put(token, "small a", torch.zeros(8, dtype=torch.uint8)),
         "put a new one": put(token, "new", torch.zeros(8, dtype=torch.uint8)),
-        "put a piece": request(calls.put, token, stamp(), pack([of_two]), piece),
-        "get": request(calls.get, token, stamp(), wanted),
-        "delete": request(calls.delete, token, stamp(), wanted),
-        "give up": request(calls.give_up, token, b"u" * 16),
-        "keys": request(calls.keys, token),
-        "stat": request(calls.stat, token, "small a"),
-        "end": request(calls.end, token),
+        "put a part": put(token, "large a", torch.zeros(PIECE + 1, dtype=torch.uint8)),
+        "get": message(token, wire.GET, changes),
+        "fetch": message(token, wire.FETCH, [wire.Fetch(1, 0)]),
+        "delete": message(token, wire.DELETE, changes),
+        "abandon": message(token, wire.ABANDON, changes),
+        "keys": call(services.keys, token),
+        "stat": call(services.stat, token, "small a"),
+        "find": call(services.find, token, KEYS),
+        "trim": call(services.trim, token),
+        "end": call(services.end, token),
     }
+
+
+REQUESTS = 13
 
 
 def everything_of(service: OffloadService) -> list[Any]:
@@ -142,7 +154,7 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
             for what, (payload, tensors) in requests(token).items():
                 with Stranger(addresses, **imposter) as stranger:  # type: ignore[arg-type]
                     said = stranger.send(0, payload, tensors)
-                    assert "was refused" in said or what == "put a piece", (what, said)  # of which nothing is read
+                    assert "was refused" in said or what == "put a part", (what, said)  # of which nothing is read
                     assert said
                 count += 1
         return count
@@ -150,8 +162,8 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
     arguments = (str(tmp_path / "file"), str(tmp_path / "served"), attack)
     (before, after, refused), found, count = world.run(be_attacked, *arguments)
     assert before == after
-    assert count == sum(refused.values()) == 3 * 10
-    assert refused == {"": 10, "w1": 20}
+    assert count == sum(refused.values()) == 3 * REQUESTS
+    assert refused == {"": REQUESTS, "w1": 2 * REQUESTS}
     assert found == {"small a": 1, "large a": 1}
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,19 +23,16 @@ from cudafuture.errors import (
     QuotaError,
     StorageError,
 )
-from cudafuture.storage import Offloader
-from rpc_ext import _offload_calls as calls
-from rpc_ext import rpc_sync
-from rpc_ext._memory import arrived
-from rpc_ext._offload_calls import Answer
-from rpc_ext._offload_desk import Desk
-from rpc_ext._offload_order import Stamp
-from rpc_ext._offload_wire import PIECE, WHOLE, Header, Wanted, pack, pack_wanted, pieces_of, unpack, view_of
-from rpc_ext.offload_service import OffloadService, serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
-from world.offload_clients import stamp
+from cudafuture.storage import Offloader, Snapshot
+from rpc_ext import OffloadService, RemoteOffloader, rpc_sync, serve_offload
+from rpc_ext._channel import Reply
+from rpc_ext.offload import _calls as services
+from rpc_ext.offload import _parser as parser
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Fetch, Found, Part, Put, data_of
 from world.offload_history import content_of
-from world.offload_seams import Kept, Lost
+from world.offload_seams import Kept, Lost, change_of, put_of, send
 from world.ranks import run_ranks
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 from world.rpc_workers import begin
@@ -44,9 +40,9 @@ from world.rpc_workers import begin
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 
 CAPACITY = 100 << 20
-LONG = "any " + "k" * 1016
-LARGE = Header("large a", torch.uint8, (PIECE + 100,), PIECE + 100, b"u" * 16, pieces=2, length=PIECE)
-FIRST, LAST = (torch.zeros(size, dtype=torch.uint8) for size in (PIECE, 100))
+LONG = "any " + "k" * (LONGEST_KEY - 4)
+LARGE = torch.zeros(PIECE + 100, dtype=torch.uint8)  # in two parts
+UPLOAD = 1 << 50  # sequence number of an upload of a test's own
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,6 +63,23 @@ def call(fn: Callable[..., Any], remote: RemoteOffloader | bytes, *args: object)
     return rpc_sync(ME, fn, ("offload", token, *args), timeout=PATIENCE)
 
 
+def ask(remote: RemoteOffloader, verb: int, entries: Sequence[Any], data: torch.Tensor | None = None) -> wire.Answer:
+    """Send a request and return the answer."""
+    answer: wire.Answer = send(remote, verb, entries, data).wait(timeout=PATIENCE)
+    return answer
+
+
+def put_part(remote: RemoteOffloader, part: int, sequence: int = UPLOAD, key: str = "large a") -> BaseException | None:
+    """Put one part of ``LARGE``, and return the error."""
+    entry, data = put_of(key, LARGE, part=part, sequence=sequence)
+    return ask(remote, wire.PUT, [entry], data).errors.get(0)
+
+
+def abandon(remote: RemoteOffloader, sequence: int, key: str = "large a") -> None:
+    """Abandon an operation."""
+    assert not ask(remote, wire.ABANDON, [change_of(key, sequence=sequence)]).errors
+
+
 def everything_of(service: OffloadService) -> list[Any]:
     service.store.flush().exception(timeout=PATIENCE)
     found = service.store.statistics()
@@ -74,42 +87,59 @@ def everything_of(service: OffloadService) -> list[Any]:
 
 
 def expect_names(service: OffloadService, names: int) -> None:
-    """See that the store has so many; what is removed, nobody waits for."""
+    """Wait until the store has this number of names: removed names have no future."""
     end = time.monotonic() + PATIENCE
     while len(service.store) != names:
         assert time.monotonic() < end, service.store.keys()
         service.store.flush().exception(timeout=PATIENCE)
 
 
+def expect_unused_quota(remote: RemoteOffloader) -> None:
+    """Raise AssertionError unless the client's namespace has no bytes in use."""
+    error = remote.write("too much", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=PATIENCE)
+    assert isinstance(error, QuotaError)
+    assert f": 0 of {CAPACITY} are in use" in str(error)
+
+
 # ---- tokens
 
 
 def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: OffloadService) -> None:
-    wanted = pack_wanted([Wanted("small a")])
-    block = pack([Header("small a", torch.uint8, (100,), 100, length=100)])
-    requests: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
-        (calls.put, (stamp(), block, LAST)),
-        (calls.put, (stamp(), pack([LARGE]), FIRST)),
-        (calls.get, (stamp(), wanted)),
-        (calls.delete, (stamp(), wanted)),
-        (calls.give_up, (LARGE.upload,)),
-        (calls.keys, ()),
-        (calls.stat, ("small a",)),
+    small, small_data = put_of("small a", torch.zeros(100, dtype=torch.uint8))
+    part, part_data = put_of("large a", LARGE)
+    messages: list[tuple[int, Any, torch.Tensor | None]] = [
+        (wire.PUT, small, small_data),
+        (wire.PUT, part, part_data),
+        (wire.GET, change_of("small a"), None),
+        (wire.DELETE, change_of("small a"), None),
+        (wire.FETCH, Fetch(1, 0), None),
+        (wire.ABANDON, change_of("large a"), None),
+    ]
+    calls: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
+        (services.keys, ()),
+        (services.stat, ("small a",)),
+        (services.find, (["small a"],)),
+        (services.trim, ()),
     ]
     with RemoteOffloader(ME, namespace="kept") as remote:
         content = content_of("small a", 1)
         remote.write("small a", content).wait(timeout=PATIENCE)
         gone = RemoteOffloader(ME, namespace="kept")
-        call(calls.end, gone)
-        numbers = random.Random(1)
-        guessed = [numbers.randbytes(16), b"", remote._token[:-1], remote._token + b"\0", remote._token[::-1]]
+        call(services.end, gone)
+        whole = [gone._token, random.Random(1).randbytes(TOKEN), remote._token[::-1], bytes(TOKEN)]
+        others = [b"", remote._token[:-1], remote._token + b"\0"]  # a message has no room for them
         before = everything_of(service)
-        for token in (gone._token, *guessed):
-            for fn, args in requests:
+        for token in whole:
+            for verb, entry, data in messages:
+                with pytest.raises(AuthenticationError, match="knows no such session"):
+                    send(remote, verb, [entry], data, token=token).wait(timeout=PATIENCE)
+        for token in (*whole, *others):
+            for fn, args in calls:
                 with pytest.raises(AuthenticationError, match="knows no such session"):
                     call(fn, token, *args)
-        assert service.statistics().refused == len(requests) * 6
-        call(calls.end, guessed[0])  # nobody's
+        refused = len(messages) * len(whole) + len(calls) * len([*whole, *others])
+        assert service.statistics().refused == refused
+        call(services.end, whole[1])  # nobody's
         assert everything_of(service) == before
         assert service.statistics().clients == 1
         assert torch.equal(remote.read("small a").wait(timeout=PATIENCE), content)
@@ -127,24 +157,21 @@ def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -
     ):
         for theirs in (shared, private):
             theirs.writev(tensors).wait(timeout=PATIENCE)
-        uploads = {uploads_of(theirs, "large a") for theirs in (shared, private)}
         names = service.store.keys()  # more than anybody sees
         guesses = {*tensors, *names, *(name[1:] for name in names), *(f"../{name}" for name in names)}
         guesses |= {name.partition("/")[2] or "/" for name in names} | {"kept/small a", "../kept/small a"}
-        guesses = {guess for guess in guesses if 1 <= len(guess.encode()) <= 1024}
+        guesses = {guess for guess in guesses if 1 <= len(guess.encode()) <= LONGEST_KEY}
         before = everything_of(service)
-        for upload in (bytes(16), *uploads):
-            wanted = [Wanted(guess, upload, piece) for guess in guesses for piece in (0, 1)]
-            answer = call(calls.get, other, stamp(other), pack_wanted(wanted))
-            assert len(answer.failures) == len(wanted)
-            assert all(isinstance(error, NotFoundError) for _, error in answer.failures)
-            assert not answer.block
-        answer = call(calls.delete, other, stamp(other), pack_wanted([Wanted(guess) for guess in guesses]))
-        assert len(answer.failures) == len(guesses)
-        for upload in uploads:
-            for piece, data in enumerate((FIRST, LAST)):
-                header = LARGE._replace(upload=upload, piece=piece, length=data.nbytes)
-                call(calls.put, other, stamp(other), pack([header]), data)
+        for verb in (wire.GET, wire.DELETE):
+            answer = ask(other, verb, [change_of(guess, expires=0.0) for guess in guesses])
+            assert len(answer.errors) == len(guesses)
+            assert all(isinstance(error, NotFoundError) for error in answer.errors.values())
+            assert not answer.data.numel()
+        for guess in guesses:
+            with pytest.raises(NotFoundError):
+                call(services.stat, other, guess)
+        assert call(services.find, other, list(guesses)) == [None] * len(guesses)
+        assert call(services.keys, other) == []
         other.writev({guess: torch.zeros(3) for guess in guesses}).wait(timeout=PATIENCE)
         assert {*other.keys()} == guesses
         for theirs in (shared, private):
@@ -156,62 +183,97 @@ def test_a_client_reaches_no_key_of_another_namespace(service: OffloadService) -
         assert everything_of(service) == before
 
 
-def uploads_of(remote: RemoteOffloader, key: str) -> bytes:
-    """Return how the pieces of a tensor are called."""
-    answer = call(calls.get, remote, stamp(remote), pack_wanted([Wanted(key)]))
-    (header,) = unpack(answer.block, arrived(answer.data).numel())
-    return header.upload
+def test_a_client_reaches_no_upload_and_no_kept_read_of_another(service: OffloadService) -> None:
+    """All clients count their operations from 1, so the numbers of others are no secret."""
+    content = content_of("large a", 1)
+    with (
+        RemoteOffloader(ME, namespace="kept") as shared,
+        RemoteOffloader(ME) as private,
+        RemoteOffloader(ME, namespace="kept") as near,
+        RemoteOffloader(ME, namespace="Kept") as far,
+    ):
+        for theirs in (shared, private):
+            theirs.write("large a", content).wait(timeout=PATIENCE)
+            ask(theirs, wire.GET, [change_of("large a", sequence=UPLOAD + 1)])
+            assert put_part(theirs, 0) is None
+        for other in (near, far):
+            answer = ask(other, wire.FETCH, [Fetch(UPLOAD + 1, part) for part in (0, 1)])
+            assert [type(error) for error in answer.errors.values()] == [InvalidStateError] * 2
+            assert not answer.data.numel()
+            for sequence in (UPLOAD, UPLOAD + 1):
+                abandon(other, sequence)
+            other_key = change_of("other", sequence=UPLOAD)
+            assert isinstance(ask(other, wire.DELETE, [other_key]).errors[0], NotFoundError)
+        for theirs in (shared, private):
+            answer = ask(theirs, wire.FETCH, [Fetch(UPLOAD + 1, 1)])
+            (found,) = answer.entries
+            assert isinstance(found, Part)
+            assert torch.equal(data_of(answer.data, found), content[PIECE:])
+            assert put_part(theirs, 1) is None
+            assert torch.equal(theirs.read("large a").wait(timeout=PATIENCE), LARGE)
+        assert far.keys() == []
 
 
 # ---- uploads
 
 
-def test_pieces_of_a_tensor_that_is_there_are_not_written_over(service: OffloadService) -> None:
-    """Neither by who has written it nor by another one of its namespace: its bytes would be those of two."""
-    content = torch.full((LARGE.nbytes,), 7, dtype=torch.uint8)
+def test_parts_of_a_tensor_that_is_there_are_not_written_over(service: OffloadService) -> None:
+    """Neither by the client that has written it nor by another one of its namespace."""
+    content = torch.full_like(LARGE, 7)
     with RemoteOffloader(ME, namespace="kept") as one, RemoteOffloader(ME, namespace="kept") as other:
-        one.write("large a", content).wait(timeout=PATIENCE)
-        upload = uploads_of(one, "large a")
+        one.write("large a", content).wait(timeout=PATIENCE)  # its first operation
         for remote in (one, other):
-            for piece, data in enumerate((FIRST, LAST)):
-                header = LARGE._replace(upload=upload, piece=piece, length=data.nbytes)
-                with contextlib.suppress(
-                    ValueError, InvalidStateError
-                ):  # it may be refused, or become another tensor's
-                    call(calls.put, remote, stamp(remote), pack([header]), data)
-                call(calls.give_up, remote, upload)
+            for part in (0, 1):
+                error = put_part(remote, part, sequence=1)
+                assert error is None or isinstance(error, (ValueError, InvalidStateError, TimeoutError))
+                abandon(remote, 1)
                 service.store.flush().exception(timeout=PATIENCE)
                 assert torch.equal(one.read("large a").wait(timeout=PATIENCE), content)
 
 
-def test_a_piece_that_comes_after_its_tensor_was_given_up_leaves_nothing(service: OffloadService) -> None:
-    """As when a client gives up after a timeout, and what it has sent arrives all the same."""
+def test_parts_of_two_clients_are_not_put_together(service: OffloadService) -> None:
+    content = torch.full_like(LARGE, 7)
+    with RemoteOffloader(ME, namespace="kept") as one, RemoteOffloader(ME, namespace="kept") as other:
+        one.write("large a", content).wait(timeout=PATIENCE)
+        for remote, part in ((one, 0), (other, 1)):
+            assert put_part(remote, part) is None
+            service.store.flush().exception(timeout=PATIENCE)
+        for remote in (one, other):
+            abandon(remote, UPLOAD)
+        assert torch.equal(one.read("large a").wait(timeout=PATIENCE), content)
+        expect_names(service, 1)
+
+
+def test_a_part_that_comes_after_its_tensor_was_abandoned_leaves_nothing(service: OffloadService) -> None:
+    """As when a client gives up after a timeout, and its requests arrive all the same."""
     with RemoteOffloader(ME, namespace="kept") as remote:
-        call(calls.put, remote, stamp(remote), pack([LARGE]), FIRST)
-        call(calls.give_up, remote, LARGE.upload)
-        late = pack([LARGE._replace(piece=1, length=100)])
-        with contextlib.suppress(ValueError, InvalidStateError):
-            call(calls.put, remote, stamp(remote), late, LAST)
+        assert put_part(remote, 0) is None
+        abandon(remote, UPLOAD)
+        for part in (1, 0):
+            error = put_part(remote, part)
+            assert isinstance(error, TimeoutError)
+            assert "gave up" in str(error)
+        abandon(remote, UPLOAD + 1)  # before any part of it has come
+        for part in (1, 0):
+            assert isinstance(put_part(remote, part, sequence=UPLOAD + 1), TimeoutError)
         expect_names(service, 0)
-        error = remote.write("too much", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=PATIENCE)
-        assert isinstance(error, QuotaError)
-        assert f": 0 of {CAPACITY} are in use" in str(error)
+        expect_unused_quota(remote)
 
 
-def test_an_upload_whose_client_says_no_more_gives_its_quota_back_at_its_deadline(service: OffloadService) -> None:
-    """As when the request to give it up is lost."""
+def test_an_upload_whose_client_sends_no_more_frees_its_quota_at_its_deadline(service: OffloadService) -> None:
+    """As when the message that abandons it is lost."""
     with RemoteOffloader(ME, namespace="kept") as remote:
-        for seconds in (0.2, 2.0, 20.0):  # a busy machine may deliver the request after the shorter ones
-            large = LARGE._replace(upload=secrets.token_bytes(16))  # the service remembers one that was late
-            with contextlib.suppress(TimeoutError):
-                call(calls.put, remote, stamp(remote, seconds), pack([large]), FIRST)
+        for i, seconds in enumerate((0.2, 2.0, 20.0)):  # a busy machine may deliver the request after the shorter ones
+            sequence = UPLOAD + i  # the service remembers one that was late
+            entry, data = put_of("large a", LARGE, sequence=sequence, expires=time.perf_counter() + seconds)
+            if not ask(remote, wire.PUT, [entry], data).errors:
                 break
         probe = torch.empty(CAPACITY + 1, dtype=torch.uint8)
         wait_for(lambda: f": 0 of {CAPACITY} are in use" in str(remote.write("x", probe).exception(timeout=PATIENCE)))
         expect_names(service, 0)
-        late = pack([large._replace(piece=1, length=100)])
-        with pytest.raises(InvalidStateError, match="was given up"):
-            call(calls.put, remote, stamp(remote), late, LAST)
+        error = put_part(remote, 1, sequence=sequence)
+        assert isinstance(error, TimeoutError)
+        assert "was not complete before its deadline" in str(error)
 
 
 # ---- what a service keeps and looks through
@@ -221,12 +283,20 @@ def test_namespaces_without_tensors_are_forgotten(service: OffloadService) -> No
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.write("empty", torch.empty(0)).wait(timeout=PATIENCE)
     for i in range(300):
-        token = secrets.token_bytes(calls.TOKEN)
-        rpc_sync(ME, calls.begin, ("offload", token, f"{i}", ME, time.monotonic()), timeout=PATIENCE)
-        rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+        token = secrets.token_bytes(TOKEN)
+        begin_session(token, f"{i}")
+        end_session(token)
     assert service.statistics().namespaces < 200
     with RemoteOffloader(ME, namespace="kept") as remote:
         assert remote.keys() == ["empty"]
+
+
+def begin_session(token: bytes, namespace: str | None = None) -> Any:
+    return rpc_sync(ME, services.begin, ("offload", token, namespace, ME, time.perf_counter()), timeout=PATIENCE)
+
+
+def end_session(token: bytes) -> None:
+    rpc_sync(ME, services.end, ("offload", token), timeout=PATIENCE)
 
 
 def test_a_client_makes_the_service_look_through_its_own_keys_only(service: OffloadService) -> None:
@@ -249,46 +319,62 @@ def test_what_cannot_be_read_is_not_sent(service: OffloadService, bad: str) -> N
     """Neither its bytes nor zeros in their place."""
     keys = ["bad"] if bad == "the only one" else ["a", "bad", "b"]
     tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), float(i)) for i, key in enumerate(keys)}
-    readv = Offloader.readv
+    read_parts = Offloader.read_parts
 
-    def failing(store: Offloader, names: list[str], *args: Any, **kwargs: Any) -> CUDAFuture[Any]:
-        if any(name.endswith("/bad") for name in names):
+    def failing(store: Offloader, parts: list[tuple[Snapshot, int, torch.Tensor]], **kwargs: Any) -> CUDAFuture[Any]:
+        if any(snapshot.key.endswith("/bad") for snapshot, _, _ in parts):
+            for _, _, data in parts:
+                data.fill_(7)  # the disk has begun
             return CUDAFuture.failed(StorageError("of the test"))
-        return readv(store, names, *args, **kwargs)
+        return read_parts(store, parts, **kwargs)
 
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.writev(tensors).wait(timeout=PATIENCE)
-        with mock.patch.object(Offloader, "readv", failing):
-            answer = call(calls.get, remote, stamp(remote), pack_wanted([Wanted(key) for key in keys]))
+        with mock.patch.object(Offloader, "read_parts", failing):
+            answer = ask(remote, wire.GET, [change_of(key) for key in keys])
             reads = {key: remote.read(key) for key in keys}
             assert [key for key, read in reads.items() if read.exception(timeout=PATIENCE)] == ["bad"]
-        (place,) = [place for place, _ in answer.failures]
+        (place,) = answer.errors
         assert keys[place] == "bad"
-        sent = arrived(answer.data)
-        assert sent.numel() < 9000
-        headers = unpack(answer.block, sent.numel()) if answer.block else []
-        assert [header.key for header in headers] == [key for key in keys if key != "bad"]
-        assert all(torch.equal(view_of(sent, header), tensors[header.key]) for header in headers)
+        assert answer.data.numel() < 9000
+        good = [tensors[key] for key in keys if key != "bad"]
+        assert len(answer.entries) == len(good)
+        for entry, tensor in zip(answer.entries, good, strict=True):
+            assert isinstance(entry, Found)
+            assert torch.equal(data_of(answer.data, entry).view(entry.dtype).reshape(entry.shape), tensor)
 
 
-@rpc_ext.async_execution
-def get_and_change(service: str, token: bytes, stamp: Stamp, block: bytes) -> CUDAFuture[Answer]:
-    """Answer as the service does, and change the last byte on the way."""
+class Changed:
+    """A reply whose last byte is changed on the way."""
 
-    def change(done: CUDAFuture[Answer]) -> Answer:
-        data = arrived(done.value().data).clone()
-        data[-1] ^= 1
-        return done.value()._replace(data=data)
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
 
-    return calls.find(service).get(token, stamp, block).then(change)
+    def send(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            tensors = [tensors[0].clone()]
+            tensors[0][-1] ^= 1
+        else:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        self._reply.send(body, tensors)
 
 
-@pytest.mark.parametrize("key", ["small a", "meg", "large a"])
-def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "verb"),
+    [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
+    ids=["small", "meg", "first part", "last part"],
+)
+def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str, verb: int) -> None:
     content = content_of(key, 1)
+    handle = RequestHandler.handle
+
+    def changing(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Any) -> None:
+        reply = Changed(reply) if body[1] == verb else reply
+        handle(handler, body, tensors, reply)
+
     with RemoteOffloader(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
-        with mock.patch.object(calls, "get", get_and_change):
+        with mock.patch.object(RequestHandler, "handle", changing):
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
@@ -299,21 +385,19 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
 
 def test_a_session_that_is_begun_twice_is_one(service: OffloadService) -> None:
     """The answer to the first request was lost, so the client asks again."""
-    token = secrets.token_bytes(calls.TOKEN)
-    terms = [
-        rpc_sync(ME, calls.begin, ("offload", token, None, ME, time.monotonic()), timeout=PATIENCE) for _ in range(2)
-    ]
+    token = secrets.token_bytes(TOKEN)
+    terms = [begin_session(token) for _ in range(2)]
     assert terms[0] == terms[1]
     assert service.statistics().clients == 1
-    rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+    end_session(token)
     assert service.statistics().clients == 0
 
 
 def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: OffloadService) -> None:
-    token = secrets.token_bytes(calls.TOKEN)
-    rpc_sync(ME, calls.end, ("offload", token), timeout=PATIENCE)
+    token = secrets.token_bytes(TOKEN)
+    end_session(token)
     with pytest.raises(InvalidStateError, match="has ended before: the client has ended it"):
-        rpc_sync(ME, calls.begin, ("offload", token, None, ME, time.monotonic()), timeout=PATIENCE)
+        begin_session(token)
     assert service.statistics().clients == 0
 
 
@@ -332,19 +416,18 @@ def test_sessions_whose_begin_has_timed_out_are_given_back(tmp_path: Path) -> No
 def test_a_change_that_comes_after_a_later_one_is_dropped(service: OffloadService, change: str) -> None:
     key, kept = "x", torch.arange(5)
     with RemoteOffloader(ME, namespace="kept") as remote:
-        late = stamp(remote)
+        remote.write("y", kept).wait(timeout=PATIENCE)  # the number of this one is used below
         remote.write(key, kept).wait(timeout=PATIENCE)
         used = service.store.statistics()
         if change == "delete":
-            answer = call(calls.delete, remote, late, pack_wanted([Wanted(key)]))
+            answer = ask(remote, wire.DELETE, [change_of(key, sequence=1)])
         else:
-            nbytes = PIECE + 8 if change == "large write" else 8
-            data = torch.zeros(min(PIECE, nbytes), dtype=torch.uint8)
-            upload = bytes(range(16)) if change == "large write" else WHOLE
-            header = Header(key, torch.uint8, (nbytes,), nbytes, upload, 0, pieces_of(nbytes), 0, len(data))
-            answer = call(calls.put, remote, late, pack([header]), data)
-        ((_, error),) = answer.failures
+            entry, data = put_of(key, LARGE if change == "large write" else LARGE[:8], sequence=1)
+            answer = ask(remote, wire.PUT, [entry], data)
+        (error,) = answer.errors.values()
         assert isinstance(error, TimeoutError)
+        assert "after a later one" in str(error)
+        assert service.statistics().late == 1
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), kept)
         now = service.store.statistics()
         assert (now.bytes, now.keys, now.writes) == (used.bytes, used.keys, used.writes)
@@ -354,15 +437,19 @@ def test_requests_after_their_deadline_cost_the_disk_nothing(service: OffloadSer
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.write("x", torch.zeros(8)).wait(timeout=PATIENCE)
         before = service.store.statistics()
-        expired = stamp(remote, -1.0)
-        data = torch.zeros(8, dtype=torch.uint8)
-        for fn, args in (
-            (calls.get, (pack_wanted([Wanted("x")]),)),
-            (calls.delete, (pack_wanted([Wanted("x")]),)),
-            (calls.put, (pack([Header("x", torch.uint8, (8,), 8, length=8)]), data)),
-        ):
-            with pytest.raises(TimeoutError, match="after its deadline"):
-                call(fn, remote, expired, *args)
+        over = time.perf_counter() - 1.0
+        requests: list[tuple[int, Callable[[], Any]]] = [
+            (wire.GET, lambda: (change_of("x", expires=over), None)),
+            (wire.DELETE, lambda: (change_of("x", expires=over), None)),
+            (wire.PUT, lambda: put_of("x", torch.zeros(8), expires=over)),
+            (wire.PUT, lambda: put_of("x", LARGE, expires=over)),
+        ]
+        for late, (verb, make) in enumerate(requests, start=1):
+            entry, data = make()
+            (error,) = ask(remote, verb, [entry], data).errors.values()
+            assert isinstance(error, TimeoutError)
+            assert "after its deadline" in str(error)
+            assert service.statistics().late == late
         now = service.store.statistics()
         assert (now.reads, now.writes, now.keys) == (before.reads, before.writes, before.keys)
 
@@ -370,42 +457,52 @@ def test_requests_after_their_deadline_cost_the_disk_nothing(service: OffloadSer
 def test_each_change_of_a_request_has_its_own_deadline(service: OffloadService) -> None:
     """Small writes travel together, and the request lives as long as the last of them."""
     data = torch.arange(72, dtype=torch.uint8)  # each begins at a line of 64 bytes
-    headers = [Header(key, torch.uint8, (8,), 8, at=64 * i, length=8) for i, key in enumerate("ab")]
+
+    def entries(expiries: Sequence[float]) -> list[Put]:
+        pairs = zip("ab", expiries, strict=True)
+        return [put_of(key, data[64 * i :][:8], at=64 * i, expires=at)[0] for i, (key, at) in enumerate(pairs)]
+
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.write("a", torch.zeros(3)).wait(timeout=PATIENCE)
-        now = time.monotonic()
-        answer = call(calls.put, remote, stamp(remote), pack(headers), data, (now - 1, now + PATIENCE))
-        ((place, error),) = answer.failures
+        now = time.perf_counter()
+        answer = ask(remote, wire.PUT, entries((now - 1, now + PATIENCE)), data)
+        ((place, error),) = answer.errors.items()
         assert place == 0
         assert isinstance(error, TimeoutError)
         assert torch.equal(remote.read("a").wait(timeout=PATIENCE), torch.zeros(3))
         assert torch.equal(remote.read("b").wait(timeout=PATIENCE), data[64:])
         assert service.statistics().late == 1
-        for wrong in ((now,), (now, "soon"), [now, now], (now, float("nan"))):
-            with pytest.raises(ValueError, match=r"are not the expiries of 2 changes|is not a time"):
-                call(calls.put, remote, stamp(remote), pack(headers), data, wrong)
+        answer = ask(remote, wire.DELETE, [change_of("b", expires=now - 1), change_of("a")])
+        assert [type(answer.errors[place]) for place in answer.errors] == [TimeoutError]
+        assert remote.keys() == ["b"]
+        for wrong in ((now, float("nan")), (float("inf"), now)):
+            with pytest.raises(ValueError, match="that expires at"):
+                ask(remote, wire.PUT, entries(wrong), data)
+        assert service.statistics().refused == 2
 
 
-def test_what_waited_for_room_keeps_its_own_deadline(service: OffloadService) -> None:
+def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: OffloadService) -> None:
     """Two writes of one request, which were called for at different times."""
-    sent: list[Any] = []
-    put = Desk.put
+    sent: dict[str, float] = {}
+    handle = RequestHandler.handle
 
-    def seen(desk: Desk, *args: Any) -> Any:
-        sent.append(args[-1])
-        return put(desk, *args)
+    def seen(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+        found = [entry for entry in parser.unpack_request(body, tensors).entries if isinstance(entry, Put)]
+        if len(found) == 2:
+            sent.update({entry.key: entry.expires for entry in found})
+        handle(handler, body, tensors, reply)
 
-    with RemoteOffloader(ME) as remote, Kept("put") as puts:
+    with RemoteOffloader(ME, timeout=PATIENCE) as remote, Kept("put") as puts:
         first = remote.write("x", torch.zeros(1))  # the next two go together when it has its answer
         go_on = puts.next()
-        later = [remote.write("a", torch.zeros(1))]
-        remote._timeout += PATIENCE
-        later.append(remote.write("b", torch.zeros(1)))
-        with mock.patch.object(Desk, "put", seen):
+        later, asked = [], [time.perf_counter()]
+        for key in "ab":
+            later.append(remote.write(key, torch.zeros(1)))
+            asked.append(time.perf_counter())
+        with mock.patch.object(RequestHandler, "handle", seen):
             go_on.set_result(None)
             wait_all([first, *later], timeout=PATIENCE)
-    ((one, other),) = (expiries for expiries in sent if expiries)
-    assert PATIENCE - 1 < other - one < PATIENCE + 1
+    assert asked[0] <= sent["a"] - PATIENCE <= asked[1] <= sent["b"] - PATIENCE <= asked[2]
 
 
 _kept: list[RemoteOffloader] = []

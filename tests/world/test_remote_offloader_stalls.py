@@ -14,12 +14,11 @@ import torch.distributed as dist
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import NotFoundError
 from cudafuture.testing import World
-from rpc_ext import rpc_sync
-from rpc_ext.offload_service import serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
+from rpc_ext.offload._wire import LONGEST_KEY
 from soak import soak_count
-from world.offload_clients import late_requests
-from world.rpc_callees import PATIENCE, serving, working
+from world.offload_seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
+from world.rpc_callees import PATIENCE, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
 
@@ -28,7 +27,7 @@ BRIEF = 0.1  # seconds that an operation has which is to time out
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("second", ["the same client", "another client"])
-@pytest.mark.parametrize("first", ["write", "write of pieces", "delete"])
+@pytest.mark.parametrize("first", ["write", "write of parts", "delete"])
 def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
     world: World, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -42,30 +41,30 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
         rank = dist.get_rank()
         with working(f"w{rank}", rank, 2, tmp_path / "file"):
             if rank == 0:
-                with serve_offload(tmp_path / "served"):
+                with Arrivals(), serve_offload(tmp_path / "served"):
                     dist.barrier()
                     dist.barrier()
                 return 0
             dist.barrier()
             server, undone = rpc_sync("w0", os.getpid), 0
-            with patient() as remote, patient() as other:
+            with Departures() as departures, patient() as remote, patient() as other:
                 for i in range(times):
-                    size = 5_000_000 if first == "write of pieces" else 10
+                    size = 5_000_000 if first == "write of parts" else 10
                     other.write("x", torch.full((10,), -1.0)).wait(timeout=PATIENCE)
                     stop(server)
-                    remote._timeout = BRIEF
+                    set_timeout(remote, BRIEF)
                     try:
                         late = remote.delete("x") if first == "delete" else remote.write("x", torch.zeros(size))
                         assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
                         if second == "another client":  # the first change is past its deadline by as much again
                             assert isinstance(remote.read("y").exception(timeout=PATIENCE), TimeoutError)
-                        remote._timeout = PATIENCE
+                        set_timeout(remote, PATIENCE)
                         writer = remote if second == "the same client" else other
                         later = writer.write("x", torch.full((10,), float(i)))
                     finally:
                         os.kill(server, signal.SIGCONT)
                     later.wait(timeout=PATIENCE)
-                    while rpc_sync("w0", serving) > 1:  # the requests that have timed out may still be on their way
+                    while rpc_sync("w0", handled_requests) < departures.sent:  # late requests may still be on their way
                         pass
                     undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
             late = rpc_sync("w0", late_requests)
@@ -79,7 +78,7 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
 @pytest.mark.world(2)
 def test_a_callback_that_blocks_in_the_server_stalls_no_client(world: World, tmp_path: Path) -> None:
     """The program of the server holds up the callback thread. The service has a thread of its own."""
-    sizes = {"small": 10, "pieces": 5_000_000, "k" * 1020: 10}
+    sizes = {"small": 10, "parts": 5_000_000, "k" * LONGEST_KEY: 10}
 
     def run() -> None:
         rank = dist.get_rank()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
-from rpc_ext import rpc_sync, serve_offload, watch
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext import RemoteOffloader, rpc_sync, serve_offload, watch
 from world.ranks import run_ranks
 from world.rpc_callees import alone, wait_for
 from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release

@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from cudafuture.storage import Offloader, ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_async, serve_offload
-from rpc_ext._offload_wire import PIECE
+from rpc_ext.offload._wire import PIECE
 from world.ranks import run_ranks
 from world.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
 

@@ -12,9 +12,7 @@ import torch
 import rpc_ext
 from cudafuture.errors import SwapError, WorkerLostError
 from cudafuture.storage import ShardedOffloader
-from rpc_ext import rpc_sync
-from rpc_ext.offload_service import serve_offload
-from rpc_ext.remote_offloader import RemoteOffloader
+from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
 from soak import in_soak_alone
 from swap.training import OPTIMIZERS, Pair, same
 from world.ranks import run_ranks
@@ -75,7 +73,7 @@ def train(rank: int, place: str, folder: str, dies_at: int) -> list[int]:
         return updated
 
 
-@pytest.mark.parametrize("dies_at", [6, *(pytest.param(i, marks=in_soak_alone) for i in (1, 2, 7))])
+@pytest.mark.parametrize("dies_at", [6, *(pytest.param(i, marks=in_soak_alone) for i in (1, 2, 4))])
 def test_a_worker_that_dies_leaves_each_parameter_whole(tmp_path: Path, dies_at: int) -> None:
     updated = run_ranks(2, train, str(tmp_path / "place"), str(tmp_path / "served"), dies_at, lost=[1])[0]
     assert updated == [0, 1, 2, 3][: len(updated)]

@@ -1,4 +1,4 @@
-"""NVMe of this worker that others write to and read from."""
+"""A folder of this worker that other workers write to and read from."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import Literal
 
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader
-from rpc_ext import _offload_calls, session
-from rpc_ext._offload_desk import Desk
-from rpc_ext._offload_statistics import OffloadServiceStatistics
-from rpc_ext._offload_wire import PIECE
+from rpc_ext.offload import _calls
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._statistics import OffloadServiceStatistics
 
-__all__ = ["OffloadService", "OffloadServiceStatistics", "serve_offload"]
-
-session.call_at_end(_offload_calls.close_all)
+__all__ = ["OffloadService", "serve_offload"]
 
 
 class OffloadService:
     """A folder that this worker serves. ``serve_offload`` makes it; as a context manager it is closed at the end."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
 
     @property
     def name(self) -> str:
         """By which clients ask for it."""
-        return self._desk.name
+        return self._handler.name
 
     @property
     def store(self) -> Offloader:
         """The store behind it. Its keys are the service's own: leave them alone."""
-        return self._desk.store
+        return self._handler.store
 
     def statistics(self) -> OffloadServiceStatistics:
         """Return what there is, and what has been done so far.
@@ -42,17 +40,15 @@ class OffloadService:
         ...     service.statistics().clients
         0
         """
-        return self._desk.statistics()
+        return self._handler.statistics()
 
     def close(self) -> None:
         """Serve no more, and close the store: what is not durable is gone. Requests that come from now on fail.
 
         >>> serve_offload("served").close()
         """
-        with _offload_calls.lock:
-            if _offload_calls.services.get(self.name) is self._desk:
-                del _offload_calls.services[self.name]
-        self._desk.close()
+        _calls.remove_service(self._handler)
+        self._handler.close()
 
     def __enter__(self) -> OffloadService:
         return self
@@ -103,26 +99,26 @@ def serve_offload(
     ...     remote.write("weight", torch.eye(3)).wait()
     36
     """
-    if clients < 1 or memory // clients < 2 * PIECE:
-        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * PIECE} bytes at least")
+    if clients < 1 or memory // clients < 2 * wire.PIECE:
+        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * wire.PIECE} bytes at least")
     if not patience > 0:
         raise ValueError(f"patience={patience!r}: it is a positive number of seconds")
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r}: a text is wanted")
-    if name in _offload_calls.services:
+    if len(name.encode()) > wire.LONGEST_NAME:
+        raise ValueError(f"name={name!r}: more than {wire.LONGEST_NAME} bytes of UTF-8")
+    if _calls.has_service(name):
         raise ValueError(f"this worker serves an offload called {name!r} already")
     store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
     if store.read_only:
         store.close()
         raise StorageError(f"the offload of {store.dir} cannot be served read-only", errno=errno.EROFS, path=store.dir)
     try:
-        desk = Desk(name, store, memory, clients, namespace_capacity, patience)
+        handler = RequestHandler(name, store, memory, clients, namespace_capacity, patience)
     except BaseException:
         store.close()
         raise
-    with _offload_calls.lock:
-        is_taken = _offload_calls.services.setdefault(name, desk) is not desk
-    if is_taken:
-        desk.close()
+    if not _calls.add_service(handler):
+        handler.close()
         raise ValueError(f"this worker serves an offload called {name!r} already")
-    return OffloadService(desk)
+    return OffloadService(handler)

@@ -1,4 +1,4 @@
-"""What a client asks its offload service about keys, and not about tensors."""
+"""Questions of a client about keys, which concern no tensor's bytes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-
 from cudafuture import CUDAFuture, executors, gather
-from cudafuture.errors import InvalidStateError, NotFoundError
+from cudafuture.errors import NotFoundError
 from cudafuture.storage import Entry
-from rpc_ext import _offload_calls as calls
-from rpc_ext._offload_errors import named
-from rpc_ext._offload_wire import MOST_HEADERS, Wanted, expect_key, pack_wanted
 from rpc_ext.calls import rpc_async, rpc_sync
+from rpc_ext.offload import _calls as calls
+from rpc_ext.offload._errors import named
+from rpc_ext.offload._wire import expect_key
 
 __all__ = ["RemoteKeys"]
 
 T = TypeVar("T")
+_MOST_KEYS = 16384  # in one call
 
 
 class RemoteKeys:
@@ -58,6 +57,7 @@ class RemoteKeys:
         Raises:
             NotFoundError: there is no such key.
 
+        >>> import torch
         >>> from rpc_ext import RemoteOffloader, serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     _ = remote.write("weight", torch.eye(3)).wait()
@@ -66,14 +66,12 @@ class RemoteKeys:
         """
         expect_key(key)
         self._expect_open()
-        dtype, shape, nbytes = rpc_sync(
-            self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf
-        )
-        return Entry(key, dtype, torch.Size(shape), nbytes)
+        return rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf)
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
         """Return a future of what is known of each key, None where there is no such key.
 
+        >>> import torch
         >>> from rpc_ext import RemoteOffloader, serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     _ = remote.write("weight", torch.eye(3)).wait()
@@ -82,19 +80,14 @@ class RemoteKeys:
         """
         self._expect_open()
         names = list(keys)
-        blocks = [
-            pack_wanted([Wanted(key) for key in names[i : i + MOST_HEADERS]])
-            for i in range(0, len(names), MOST_HEADERS)
-        ]
+        for key in names:
+            expect_key(key)
+        groups = [names[i : i + _MOST_KEYS] for i in range(0, len(names), _MOST_KEYS)]
 
-        def entries(done: CUDAFuture[list[list[calls.Found | None]]]) -> list[Entry | None]:
-            found = [each for some in done.value() for each in some]
-            return [
-                each and Entry(key, each[0], torch.Size(each[1]), each[2])
-                for key, each in zip(names, found, strict=True)
-            ]
+        def entries(done: CUDAFuture[list[list[Entry | None]]]) -> list[Entry | None]:
+            return [entry for group in done.value() for entry in group]
 
-        asked = [self._ask("find keys", calls.find_keys, block) for block in blocks]
+        asked = [self._ask("find keys", calls.find, group) for group in groups]
         return gather(*asked).then(entries, executor=executors.inline)
 
     def list_keys(self) -> CUDAFuture[list[str]]:
@@ -134,5 +127,5 @@ class RemoteKeys:
         return told
 
     def _expect_open(self) -> None:
-        if self._closed:
-            raise InvalidStateError("the offloader is closed")
+        """Raise InvalidStateError if the offloader is closed."""
+        raise NotImplementedError

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from cudafuture import CUDAFuture
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
 from cudafuture.storage import Offloader
-from rpc_ext._memory import SendBuffers
-from rpc_ext._offload_order import RequestOrder
-from rpc_ext._offload_space import Space, by_prefix, prefix_of
-from rpc_ext._offload_thread import service_thread
-from rpc_ext._offload_uploads import Uploads
-from rpc_ext._offload_wire import PIECE
+from rpc_ext.offload._buffers import SendBuffers, offload_thread
+from rpc_ext.offload._namespace import Namespace, names_by_prefix, prefix_of
+from rpc_ext.offload._order import RequestOrder
+from rpc_ext.offload._reading import KeptReads
+from rpc_ext.offload._upload import Uploads
+from rpc_ext.offload._wire import PIECE
 from rpc_ext.watch import watch
 
 __all__ = ["ClientSession", "Sessions"]
@@ -28,11 +28,12 @@ _SPARE = 64  # namespaces without a session or a tensor that may be kept
 class ClientSession:
     """The session of one client."""
 
-    def __init__(self, space: Space, client: str, order: RequestOrder, window: int) -> None:
-        self.space, self.client, self.order = space, client, order
-        self.uploads = Uploads(space)
-        self.buffers = SendBuffers(min(2 * window, _MOST_BUFFERED), service_thread)
-        self.under_way = 0  # bytes of its requests that have not been answered
+    def __init__(self, store: Offloader, namespace: Namespace, client: str, order: RequestOrder, window: int) -> None:
+        self.namespace, self.client, self.order = namespace, client, order
+        self.uploads = Uploads(store, namespace, order)
+        self.kept_reads = KeptReads(order)
+        self.buffers = SendBuffers(min(2 * window, _MOST_BUFFERED))
+        self.in_flight = 0  # bytes of its requests that have not been answered
         self.heard = time.monotonic()  # when its last request came
 
 
@@ -67,18 +68,19 @@ class Sessions:
         self._namespace_capacity, self._patience, self._on_late = namespace_capacity, patience, on_late
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, ClientSession] = {}
-        self._spaces = {
-            prefix: Space(store, prefix, namespace_capacity, names) for prefix, names in by_prefix(store.keys()).items()
+        self._namespaces = {
+            prefix: Namespace(store, prefix, namespace_capacity, names)
+            for prefix, names in names_by_prefix(store.keys()).items()
         }
-        self._until_forgetting = len(self._spaces) + _SPARE
+        self._until_forgetting = len(self._namespaces) + _SPARE
         self._over: dict[bytes, str] = {}  # why the last sessions ended
         self._silent: dict[bytes, ClientSession] = {}  # named ones whose clients were silent for too long
         self._watches: dict[str, CUDAFuture[None]] = {}  # by worker
 
     @property
     def namespaces(self) -> int:
-        """Number of namespaces that have a session or tensors, and of the last ones that had a session."""
-        return len(self._spaces)
+        """The number of namespaces that have a session or tensors, and of the last ones that had a session."""
+        return len(self._namespaces)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -96,11 +98,13 @@ class Sessions:
             if token not in self._sessions:
                 self._expect_room()
                 prefix = prefix_of(token.hex() if namespace is None else namespace, is_private=namespace is None)
-                space = self._spaces.get(prefix)
-                if space is None:
+                found = self._namespaces.get(prefix)
+                if found is None:
                     self._forget_unused()
-                    space = self._spaces[prefix] = Space(self._store, prefix, self._namespace_capacity)
-                self._sessions[token] = ClientSession(space, client, RequestOrder(sent, self._on_late), self._window)
+                    found = self._namespaces[prefix] = Namespace(self._store, prefix, self._namespace_capacity)
+                self._sessions[token] = ClientSession(
+                    self._store, found, client, RequestOrder(sent, self._on_late), self._window
+                )
         self._watch(client)
 
     def _forget_unused(self) -> None:
@@ -108,13 +112,13 @@ class Sessions:
 
         The last ones that had a session stay: a request of it may still be about to begin.
         """
-        if len(self._spaces) < self._until_forgetting:
+        if len(self._namespaces) < self._until_forgetting:
             return
-        in_use = {session.space for session in (*self._sessions.values(), *self._silent.values())}
-        for prefix, space in list(self._spaces.items())[:-_SPARE]:
-            if space not in in_use and space.index.is_empty:
-                del self._spaces[prefix]
-        self._until_forgetting = 2 * len(self._spaces) + _SPARE
+        in_use = {session.namespace for session in (*self._sessions.values(), *self._silent.values())}
+        for prefix, namespace in list(self._namespaces.items())[:-_SPARE]:
+            if namespace not in in_use and namespace.is_empty:
+                del self._namespaces[prefix]
+        self._until_forgetting = 2 * len(self._namespaces) + _SPARE
 
     def find(self, token: object) -> ClientSession:
         """Return the session that a token belongs to, for a request of its client.
@@ -130,7 +134,7 @@ class Sessions:
             if session is None and token in self._silent:
                 self._expect_room()
                 silent = self._silent.pop(token)
-                session = ClientSession(silent.space, silent.client, silent.order, self._window)
+                session = ClientSession(self._store, silent.namespace, silent.client, silent.order, self._window)
                 self._sessions[token] = session
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
@@ -145,7 +149,7 @@ class Sessions:
         """End a session: abort its unfinished writes, and delete its private keys."""
         with self._lock:
             session = self._sessions.pop(token, None)
-            self._silent.pop(token, None)
+            silent = self._silent.pop(token, None)
             if session is not None and may_resume:
                 self._silent[token] = session
             else:
@@ -154,24 +158,28 @@ class Sessions:
                 while len(remembered) > _REMEMBERED:
                     remembered.pop(next(iter(remembered)))
             if session is not None:
-                self._spaces.pop(session.space.prefix, None)
-                if not session.space.is_private:
-                    self._spaces[session.space.prefix] = session.space  # the last one
+                self._namespaces.pop(session.namespace.prefix, None)
+                if not session.namespace.is_private:
+                    self._namespaces[session.namespace.prefix] = session.namespace  # the last one
             is_last = session is not None and not self._has(session.client)
             watched = self._watches.pop(session.client, None) if session is not None and is_last else None
         if watched is not None:
             watched.cancel()
+        if session is not None:
+            session.buffers.close()
+            session.uploads.end()
+        if not may_resume and (ended := session or silent) is not None:
+            ended.order.end()
         if session is None:
             return
-        session.buffers.close()
-        session.uploads.end()
-        if session.space.is_private:
-            session.space.clear()
+        session.kept_reads.clear()
+        if session.namespace.is_private:
+            session.namespace.clear()
 
     def close(self) -> None:
         """End all sessions."""
         with self._lock:
-            tokens = list(self._sessions)
+            tokens = [*self._sessions, *self._silent]
         for token in tokens:
             self.end(token, "the service was closed")
 
@@ -200,7 +208,7 @@ class Sessions:
             if sessions is not None and not done.cancelled():
                 sessions._watch_has_ended(client, done.exception())
 
-        watched.add_done_callback(ended, executor=service_thread)
+        watched.add_done_callback(ended, executor=offload_thread)
 
     def _watch_has_ended(self, client: str, error: BaseException | None) -> None:
         with self._lock:
@@ -224,5 +232,5 @@ class Sessions:
             token,
             f"worker '{session.client}' was silent for {self._patience:g} s, and its private keys were deleted. Make a "
             "new RemoteOffloader; give it namespace= to keep keys, or serve_offload a longer patience=",
-            may_resume=not session.space.is_private,
+            may_resume=not session.namespace.is_private,
         )

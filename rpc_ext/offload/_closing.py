@@ -15,10 +15,10 @@ import weakref
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _minder, _offload_calls
+from rpc_ext import _minder
 from rpc_ext._serve import expect_free_thread
-from rpc_ext._turns import outcome
 from rpc_ext.calls import rpc_async, rpc_sync
+from rpc_ext.offload import _calls as calls
 from rpc_ext.session import Session, current
 
 __all__ = ["begin", "end", "note"]
@@ -42,7 +42,7 @@ class _Ends:
             self._open += 1
         _minder.mind(self, time.perf_counter() + _INTERVAL)
 
-    def end(self, begun: _Begun, worker: str, service: str, token: bytes, timeout: float) -> None:
+    def end(self, begun: _Begun, worker: str, name: str, token: bytes, timeout: float) -> None:
         """Send the end of a client, and wait for the reply; send it later where this thread may not wait."""
         if not _is_current(begun):
             self._forget()
@@ -51,23 +51,23 @@ class _Ends:
             with expect_free_thread("RemoteOffloader.close()"):
                 pass
         except InvalidStateError:  # no other thread of this worker is free to bring the answer
-            self.note(begun, worker, service, token)
+            self.note(begun, worker, name, token)
             return
         try:
-            rpc_sync(worker, _offload_calls.end, (service, token), timeout=min(timeout or _PATIENCE, _PATIENCE))
+            rpc_sync(worker, calls.end, (name, token), timeout=min(timeout or _PATIENCE, _PATIENCE))
         except (InvalidStateError, WorkerLostError):  # RPC has ended, or the service; or the worker is gone
             self._forget()
         except Exception:
-            self.note(begun, worker, service, token)
+            self.note(begun, worker, name, token)
         except BaseException:
-            self.note(begun, worker, service, token)
+            self.note(begun, worker, name, token)
             raise
         else:
             self._forget()
 
-    def note(self, begun: _Begun, worker: str, service: str, token: bytes) -> None:
+    def note(self, begun: _Begun, worker: str, name: str, token: bytes) -> None:
         """Send the end of a client later. Takes no lock: this is called where garbage is collected."""
-        self._noted.put((begun, worker, service, token))
+        self._noted.put((begun, worker, name, token))
 
     def look(self, now: float) -> float | None:
         """Tell what was noted."""
@@ -81,20 +81,20 @@ class _Ends:
             return now + _INTERVAL if self._open else None
 
     def _tell(self, end: _End) -> None:
-        begun, worker, service, token = end
+        begun, worker, name, token = end
         if not _is_current(begun):
             self._forget()
             return
 
         def told(done: CUDAFuture[None]) -> None:
-            error = outcome(done)[1]
+            error = done.exception()
             if isinstance(error, TimeoutError):
                 self._noted.put(end)
             else:
                 self._forget()
 
         try:
-            future = rpc_async(worker, _offload_calls.end, (service, token), timeout=_PATIENCE, non_blocking=True)
+            future = rpc_async(worker, calls.end, (name, token), timeout=_PATIENCE, non_blocking=True)
         except BlockingIOError:
             self._noted.put(end)
         except Exception:  # RPC has ended

@@ -1,0 +1,72 @@
+"""Buffers for the data of messages, from a pool of each sender."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.storage import Buffer, BufferPool
+from rpc_ext._expiry import cancel_after
+
+__all__ = ["SendBuffers", "offload_thread"]
+
+_LEAST = 1 << 16  # bytes from which on a buffer of a pool costs less than new memory
+
+offload_thread = executors.serial("offload")
+"""The thread on which offload goes on when a buffer was freed or a store is done. A callback of the program that blocks
+the library's callback thread stalls no client and no service."""
+
+
+class SendBuffers:
+    """Buffers that one sender fills for one receiver: a client for its service, or a session for its client.
+
+    A receiver that takes nothing holds up no other one. A buffer is in use until its message has been sent, also when
+    the request has timed out before. A message takes one buffer and waits for nothing that needs another, so messages
+    that hold buffers always make progress.
+
+    Args:
+        nbytes: of the pool.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._pool = BufferPool(nbytes, pin=False)
+
+    def take(self, nbytes: int, seconds: float = 0.0) -> CUDAFuture[torch.Tensor]:
+        """Return a future of `nbytes` bytes that are not initialized, in a storage of their own.
+
+        The future fails with TimeoutError when it has waited for `seconds` (0: no limit), and with InvalidStateError
+        when the buffers are closed.
+        """
+        if nbytes < _LEAST:
+            return CUDAFuture.completed(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+        taken = self._pool.take(nbytes)
+        if taken.done():
+            return CUDAFuture.completed(_tensor_of(taken))
+        # A future of its own: children of the pool's would have the callback thread for their default executor.
+        future: CUDAFuture[torch.Tensor] = CUDAFuture(executor=offload_thread)
+        taken.add_done_callback(partial(_pass_on, future), executor=offload_thread)
+        cancel_after(taken, seconds)
+        return future
+
+    def close(self) -> None:
+        """Fail the futures that wait."""
+        self._pool.close()
+
+
+def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> None:
+    try:
+        tensor = _tensor_of(taken)
+    except BaseException as e:
+        future.set_exception(e)
+    else:
+        future.set_result(tensor)
+
+
+def _tensor_of(taken: CUDAFuture[Buffer]) -> torch.Tensor:
+    """Return the tensor of a buffer, which is released when the tensor is dropped."""
+    if taken.cancelled():
+        raise TimeoutError("no buffer was free in time")
+    with taken.value() as buffer:
+        return buffer.tensor

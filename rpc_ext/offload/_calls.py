@@ -1,0 +1,117 @@
+"""The services of this process, and the functions that their clients call.
+
+A client begins, ends and asks for keys by calls of these functions; its reads and writes come as messages of a channel,
+to ``RequestHandler.handle``.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from cudafuture.errors import InvalidStateError
+from cudafuture.storage import Entry
+from rpc_ext import _channel as channel
+from rpc_ext import session
+from rpc_ext._channel import Reply
+from rpc_ext.offload import _parser as parser
+from rpc_ext.offload._handler import RequestHandler
+
+__all__ = [
+    "CHANNEL",
+    "add_service",
+    "begin",
+    "end",
+    "find",
+    "find_service",
+    "has_service",
+    "keys",
+    "remove_service",
+    "stat",
+    "trim",
+]
+
+CHANNEL = 1
+"""number of the channel on which the requests come"""
+
+_services: dict[str, RequestHandler] = {}
+_lock = threading.Lock()  # guards them; a leaf
+
+
+def has_service(name: str) -> bool:
+    """Return whether there is a service of a name."""
+    return name in _services
+
+
+def add_service(handler: RequestHandler) -> bool:
+    """Register a service under its name; return False where there is one of that name."""
+    with _lock:
+        return _services.setdefault(handler.name, handler) is handler
+
+
+def remove_service(handler: RequestHandler) -> None:
+    """Remove a service, if it is registered."""
+    with _lock:
+        if _services.get(handler.name) is handler:
+            del _services[handler.name]
+
+
+def find_service(name: object) -> RequestHandler:
+    """Return the service of this process with a name.
+
+    Raises:
+        InvalidStateError: there is none.
+    """
+    with _lock:
+        found = _services.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise InvalidStateError(f"this worker serves no offload called {name!r}")
+    return found
+
+
+def begin(name: str, token: bytes, namespace: str | None, client: str, sent: float) -> tuple[int, bool]:
+    """Begin a session; see ``RequestHandler.begin``."""
+    return find_service(name).begin(token, namespace, client, sent)
+
+
+def end(name: str, token: bytes) -> None:
+    """End a session."""
+    find_service(name).end(token)
+
+
+def keys(name: str, token: bytes) -> list[str]:
+    """Return the keys of a namespace."""
+    return find_service(name).keys(token)
+
+
+def stat(name: str, token: bytes, key: str) -> Entry:
+    """Return dtype, shape and bytes of a key."""
+    return find_service(name).stat(token, key)
+
+
+def find(name: str, token: bytes, keys: list[str]) -> list[Entry | None]:
+    """Return dtype, shape and bytes of many keys."""
+    return find_service(name).find(token, keys)
+
+
+def trim(name: str, token: bytes) -> int:
+    """Remove the files that hold nothing."""
+    return find_service(name).trim(token)
+
+
+def _handle(body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+    find_service(parser.service_of(body)).handle(body, tensors, reply)
+
+
+def _close_all() -> None:
+    """Close all services: RPC of this process has ended."""
+    with _lock:
+        ended = list(_services.values())
+        _services.clear()
+    for service in ended:
+        service.close()
+
+
+channel.handle(CHANNEL, "remote offload", _handle)
+session.call_at_end(_close_all)

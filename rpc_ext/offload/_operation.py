@@ -1,0 +1,207 @@
+"""The operations of one client: the futures that its user holds, and what has come of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from cudafuture import CUDAFuture, executors
+from rpc_ext._histogram import Histogram
+from rpc_ext._staging import streams_after
+from rpc_ext.offload._errors import named
+from rpc_ext.offload._statistics import RemoteOffloaderStatistics
+from rpc_ext.offload._target import Target, filled
+
+__all__ = ["Operation", "Operations"]
+
+Kind = Literal["write", "read", "delete"]
+_TRUE = torch.tensor(True)
+
+
+class Operation:
+    """One call of the user: it ends when all of its keys have, with the error of the first that failed.
+
+    Args:
+        operations: of the client.
+        kind: of the call.
+        keys: one request each.
+        nbytes: of a write.
+        priority: of the future.
+        released: of a write; see ``CUDAFuture.released``.
+        written: of a write: receives True for each key that was written.
+        gives_list: whether the value of a read is a list.
+        digests: of a read: a tensor that receives the digests of the targets.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        kind: Kind,
+        keys: Sequence[str],
+        *,
+        nbytes: int = 0,
+        priority: int = 0,
+        released: CUDAFuture[None] | None = None,
+        written: torch.Tensor | None = None,
+        gives_list: bool = False,
+        digests: tuple[torch.Tensor, list[Target]] | None = None,
+    ) -> None:
+        self._operations, self.kind, self._keys, self._nbytes = operations, kind, keys, nbytes
+        self._priority, self._written, self._gives_list, self._digests = priority, written, gives_list, digests
+        name = keys[0] if len(keys) == 1 else f"{len(keys)} keys"
+        self.future: CUDAFuture[Any] = CUDAFuture(
+            name=f"{kind} {name}", priority=priority, executor=executors.callback_thread
+        )
+        self.future.set_running_or_notify_cancel()  # its memory is in use: it cannot be cancelled
+        if released is not None:
+            self.future.released = released
+        self.since = time.perf_counter_ns()
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._values: list[Any] = [None] * len(keys)
+        self._left = len(keys)
+        self._error: BaseException | None = None
+        self._on_devices: list[CUDAFuture[Any]] = []
+        operations.begin(self)
+
+    def end(self, index: int, value: Any, error: BaseException | None = None) -> None:
+        """Take the outcome of one key. A future of a tensor on a device is its outcome when it is done."""
+        if isinstance(value, CUDAFuture):
+            with self._lock:
+                self._on_devices.append(value)
+            value.add_done_callback(lambda done: self._end_on_device(index, done), executor=executors.inline)
+            return
+        if error is None and self._written is not None:
+            try:
+                filled(self._written[index], _TRUE)
+            except Exception as e:  # the caller resized it
+                error = e
+        with self._lock:
+            self._values[index] = value
+            if error is not None and self._error is None:
+                self._error = named(error, f"{self.kind} {self._keys[index]}", self._operations.worker)
+            self._left -= 1
+            if self._left:
+                return
+        self._complete()
+
+    def _end_on_device(self, index: int, done: CUDAFuture[torch.Tensor]) -> None:
+        try:
+            value = done.value()
+        except BaseException as e:
+            self.end(index, None, e)
+        else:
+            self.end(index, value)
+
+    def _complete(self) -> None:
+        error, nbytes, value = self._error, 0, None
+        try:
+            if error is None:
+                value, nbytes = self._outcome()
+        except Exception as e:  # the caller's tensor for the digests was resized, say
+            error = e
+        self._values = []
+        self._operations.count(self, nbytes, error)
+        if error is not None:
+            self.future.set_exception(error)
+        elif self._on_devices:
+            with streams_after(self._on_devices, self._priority):
+                self.future.set_result(value)
+        else:
+            self.future.set_result(value)
+        self._operations.end(self, error)
+
+    def _outcome(self) -> tuple[Any, int]:
+        """Return the value of the future, and the bytes that were written or read."""
+        if self.kind == "write":
+            return self._nbytes, self._nbytes
+        if self.kind == "delete":
+            return None, 0
+        if self._digests is not None:
+            digests, targets = self._digests
+            filled(digests, torch.tensor([target.digest for target in targets], dtype=torch.uint64))
+        return (
+            self._values if self._gives_list else self._values[0],
+            sum(tensor.nbytes for tensor in self._values),
+        )
+
+
+class _Flush:
+    """A future that is done when a number of operations are; it has the error of the first that failed."""
+
+    def __init__(self, count: int) -> None:
+        self.future: CUDAFuture[None] = CUDAFuture(name="flush", executor=executors.callback_thread)
+        self.left = count
+        self.error: BaseException | None = None
+
+    def complete(self) -> None:
+        if self.error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self.error)
+
+
+class Operations:
+    """The operations of one client that are not done, and counts of those that are."""
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._pending: dict[Operation, list[_Flush]] = {}
+        self._bytes = {"write": 0, "read": 0, "delete": 0}
+        self._failed = 0
+        self._latencies = Histogram()
+
+    def begin(self, operation: Operation) -> None:
+        """Count an operation as pending."""
+        with self._lock:
+            self._pending[operation] = []
+
+    def count(self, operation: Operation, nbytes: int, error: BaseException | None) -> None:
+        """Count what came of an operation, before its future is done."""
+        with self._lock:
+            self._latencies.add(time.perf_counter_ns() - operation.since)
+            self._failed += error is not None
+            self._bytes[operation.kind] += nbytes
+
+    def end(self, operation: Operation, error: BaseException | None) -> None:
+        """Count an operation as done."""
+        ready = []
+        with self._lock:
+            for flush in self._pending.pop(operation):
+                flush.error = flush.error or error
+                flush.left -= 1
+                if not flush.left:
+                    ready.append(flush)
+        for flush in ready:
+            flush.complete()
+
+    def flush(self, *, with_reads: bool) -> CUDAFuture[None]:
+        """Return a future that is done when the pending operations are: all, or the writes and deletions."""
+        with self._lock:
+            waited = [flushes for each, flushes in self._pending.items() if with_reads or each.kind != "read"]
+            flush = _Flush(len(waited))
+            for flushes in waited:
+                flushes.append(flush)
+        if not waited:
+            flush.complete()
+        return flush.future
+
+    def statistics(self, in_flight: int, waiting: int, window: int) -> RemoteOffloaderStatistics:
+        """Return the counts, with those of the client's window."""
+        with self._lock:
+            return RemoteOffloaderStatistics(
+                pending=len(self._pending),
+                under_way=in_flight,
+                waiting=waiting,
+                window=window,
+                bytes_written=self._bytes["write"],
+                bytes_read=self._bytes["read"],
+                operations=self._latencies.total,
+                failed=self._failed,
+                latency_p50=self._latencies.quantile(0.5),
+                latency_p99=self._latencies.quantile(0.99),
+            )

@@ -1,0 +1,325 @@
+"""A store of tensors by key on the disk of another worker.
+
+One small write, both sides together::
+
+     1  RemoteOffloader.write         an Operation with the user's future, a WriteRequest       client, operation
+     2  Window.submit                 in order on its key, with its deadline                    window
+     3  WriteBatch.start              copies the bytes into a buffer, takes their digests       changes, buffers
+     4  Window.send, Channel.send     packs the request, sends it                               window, wire, channel
+     5  RequestHandler.handle         unpacks it, finds the session                             handler (see service)
+     ...                              order, quota, store, answer
+    10  WriteBatch.answered           unpacks the answer                                        changes, wire
+    11  Window.end, Operation.end     completes the user's future                               window, operation
+
+Tensors larger than a part (16 MiB) travel in parts, several at a time; reads go the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from cudafuture import CUDAFuture, collect_all, executors
+from cudafuture.errors import InvalidStateError
+from cudafuture.storage.store import expect_one_for_each, expected_digests
+from rpc_ext._channel import Channel
+from rpc_ext.calls import Worker, rpc_sync
+from rpc_ext.offload import _calls as calls
+from rpc_ext.offload import _closing as closing
+from rpc_ext.offload._changes import DeleteRequest, WriteRequest
+from rpc_ext.offload._keys import RemoteKeys
+from rpc_ext.offload._operation import Operation, Operations
+from rpc_ext.offload._reads import ReadRequest
+from rpc_ext.offload._source import source_of
+from rpc_ext.offload._statistics import RemoteOffloaderStatistics
+from rpc_ext.offload._target import filled, target_of
+from rpc_ext.offload._window import Window
+from rpc_ext.offload._wire import TOKEN, expect_key
+from rpc_ext.session import current
+
+__all__ = ["RemoteOffloader"]
+
+
+class RemoteOffloader(RemoteKeys):
+    """A store of tensors by key that another worker serves (``serve_offload``), with the interface of ``Offloader``.
+
+    Tensors travel in parts of 16 MiB, several at a time, and small ones together. The service gives each client a
+    window of bytes that may be in flight; the rest waits here, without a thread.
+
+    Args:
+        to: the worker, by name, rank or WorkerInfo. It may be this one.
+        namespace: of the keys. Clients that give the same name share its keys, which stay when a client goes. By
+            default the keys are this client's own, and go with it.
+        name: of the service, where the worker has several.
+        timeout: seconds that each operation has, the time included that it waits in the client; by default
+            ``rpc_timeout`` of ``init_rpc``. inf: no limit.
+
+    Raises:
+        InvalidStateError: RPC has not begun; the worker serves no such offload.
+        BlockingIOError: the service has as many clients as it takes.
+        WorkerLostError, TimeoutError, AuthenticationError: as for any call.
+    """
+
+    def __init__(
+        self, to: Worker, *, namespace: str | None = None, name: str = "offload", timeout: float | None = None
+    ) -> None:
+        session = current()
+        destination = session.destination(to)
+        self._worker, self._session = destination.name, weakref.ref(session)
+        self._name, self._timeout = name, session.timeout(timeout)
+        self._token = secrets.token_bytes(TOKEN)
+        closing.begin()
+        try:
+            arguments = name, self._token, namespace, session.name, time.perf_counter()
+            size, self._durable = rpc_sync(self._worker, calls.begin, arguments, timeout=timeout)
+        except BaseException:  # the service may have begun a session all the same
+            closing.note(self._session, self._worker, name, self._token)
+            raise
+        channel = Channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
+        self._window = Window(channel, name, self._token, self._worker, size, self._timeout)
+        self._operations = Operations(self._worker)
+        self._closed = False
+        self._asked = set()
+        self._end = weakref.finalize(self, closing.note, self._session, self._worker, name, self._token)
+        self._end.atexit = False
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker whose disk it is."""
+        return self._worker
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is written outlives the service."""
+        return self._durable
+
+    # ---- writing
+
+    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
+        """Put a tensor under a key, in place of the one before; see ``Offloader.write``.
+
+        The future fails with the error of the service's store, or with WorkerLostError or TimeoutError: then it is not
+        known whether the key was written. The tensor must not be changed before ``future.released`` is done: a tensor
+        on a device has been copied to the host by then, a small one into a message, any other one has been written.
+
+        Raises:
+            ValueError: there can be no such key; the tensor's device has no streams.
+            TypeError: not a tensor, one without memory, or of a dtype that cannot be sent.
+            InvalidStateError: the offloader is closed.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.write("weight", torch.eye(3)).wait()
+        36
+        """
+        return self.writev({key: tensor}, priority=priority)
+
+    def writev(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
+    ) -> CUDAFuture[int]:
+        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does it.
+
+        The future is done when all have ended, and has the error of the first that failed, with its key. A digest is
+        compared with the digests under which the bytes are sent, and the service refuses bytes that do not have these:
+        a tensor that is changed meanwhile is not written. It costs no other pass over the bytes. `written` is False
+        also where it is not known whether a key was written.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
+        48
+        """
+        expected = expected_digests(tensors, digests)
+        expect_one_for_each(written, torch.bool, len(tensors), "outcomes")
+        for key in tensors:
+            expect_key(key)
+        self._expect_open()
+        if not tensors:
+            return CUDAFuture.completed(0)
+        sources = [source_of(tensor, priority) for tensor in tensors.values()]
+        released = sources[0].released
+        if len(sources) > 1:
+            released = collect_all([source.released for source in sources]).then(_nothing, executor=executors.inline)
+        if written is not None:
+            filled(written, torch.zeros(len(tensors), dtype=torch.bool))
+        operation = Operation(
+            self._operations,
+            "write",
+            list(tensors),
+            nbytes=sum(source.nbytes for source in sources),
+            priority=priority,
+            released=released,
+            written=written,
+        )
+        requests = [
+            WriteRequest(key, source, due, operation, i)
+            for i, (key, source, due) in enumerate(zip(tensors, sources, expected, strict=True))
+        ]
+        try:
+            self._window.submit(requests)
+        finally:  # a Ctrl-C that ends the call ends no request
+            for request in requests:
+                request.copy_to_host(self._window)
+        return operation.future
+
+    # ---- reading
+
+    def read(
+        self,
+        key: str,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[torch.Tensor]:
+        """Get the tensor of a key; see ``Offloader.read``.
+
+        Whether `out` has the dtype and shape of the tensor is known when it comes: the future fails with ValueError
+        then.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.arange(3)).wait()
+        ...     remote.read("weight").wait()
+        tensor([0, 1, 2])
+        """
+        expect_key(key)
+        target = target_of(out, device, priority)
+        self._expect_open()
+        operation = Operation(self._operations, "read", [key], priority=priority)
+        self._window.submit([ReadRequest(key, target, False, operation, 0)])
+        return operation.future
+
+    def readv(
+        self,
+        keys: Iterable[str],
+        outs: Sequence[torch.Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+        digests: torch.Tensor | None = None,
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Get many tensors, in the order of the keys; see ``Offloader.readv``.
+
+        The future is done when all have ended, and has the error of the first that failed, with its key.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.writev({"a": torch.ones(2), "b": torch.zeros(1)}).wait()
+        ...     remote.readv(["b", "a"]).wait()
+        [tensor([0.]), tensor([1., 1.])]
+        """
+        names = list(keys)
+        if outs is not None and len(outs) != len(names):
+            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+        for key in names:
+            expect_key(key)
+        targets = [target_of(out, device, priority) for out in ([None] * len(names) if outs is None else outs)]
+        expect_one_for_each(digests, torch.uint64, len(names), "digests")
+        self._expect_open()
+        if not names:
+            return CUDAFuture.completed([])
+        into = None if digests is None else (digests, targets)
+        operation = Operation(self._operations, "read", names, priority=priority, gives_list=True, digests=into)
+        self._window.submit(
+            [
+                ReadRequest(key, target, digests is not None, operation, i)
+                for i, (key, target) in enumerate(zip(names, targets, strict=True))
+            ]
+        )
+        return operation.future
+
+    # ---- the rest
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Delete a key; see ``Offloader.delete``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.delete("weight").wait()
+        ...     "weight" in remote
+        False
+        """
+        return self.deletev([key])
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        """Delete many keys; see ``Offloader.deletev``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.deletev([]).wait()
+        """
+        names = list(keys)
+        for key in names:
+            expect_key(key)
+        self._expect_open()
+        if not names:
+            return CUDAFuture.completed(None)
+        operation = Operation(self._operations, "delete", names)
+        self._window.submit([DeleteRequest(key, operation, i) for i, key in enumerate(names)])
+        return operation.future
+
+    def flush(self) -> CUDAFuture[None]:
+        """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.flush().wait()
+        """
+        self._expect_open()
+        return self._operations.flush(with_reads=False)
+
+    def close(self) -> None:
+        """Wait until all operations are done, and end the session at the service, which deletes private keys then.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     remote.close()
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._operations.flush(with_reads=True).exception()
+        for future in list(self._asked):
+            future.exception()
+        if self._end.detach() is not None:
+            closing.end(self._session, self._worker, self._name, self._token, self._timeout)
+
+    def statistics(self) -> RemoteOffloaderStatistics:
+        """Return what is in flight, and what has been done so far.
+
+        >>> from rpc_ext import serve_offload
+        >>> with serve_offload("served"), RemoteOffloader("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.statistics().bytes_written
+        36
+        """
+        return self._operations.statistics(*self._window.statistics())
+
+    def __enter__(self) -> RemoteOffloader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RemoteOffloader {self._name!r} of worker {self._worker!r}>"
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the offloader is closed")
+
+
+def _nothing(done: CUDAFuture[list[CUDAFuture[None]]]) -> None:
+    done.value()
