@@ -14,11 +14,10 @@ from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._buffers import offload_thread
 from rpc_ext.offload._operation import Operation
 from rpc_ext.offload._source import ExpectedDigest, Source, expect_digest
-from rpc_ext.offload._window import NO_DATA, Message, Request, Window
+from rpc_ext.offload._window import Message, Request, Window
 
 __all__ = ["DeleteRequest", "WriteRequest"]
 
-_LARGE = 1 << 20  # bytes from which on a tensor travels alone
 _GAP = torch.zeros(wire.LINE, dtype=torch.uint8)
 
 
@@ -35,7 +34,7 @@ class WriteRequest(Request):
         self.source, self.expected = source, expected
         self.shape, self.dtype, self.nbytes = source.shape, source.dtype, source.nbytes
         self.left = {*range(wire.parts_of(source.nbytes))}  # parts that the service has not acknowledged
-        self._is_on_device = source.data is None and source.nbytes < _LARGE
+        self._is_on_device = source.data is None and source.nbytes < wire.LARGE
         self.holds = int(self._is_on_device)
 
     def copy_to_host(self, window: Window) -> None:
@@ -55,7 +54,7 @@ class WriteRequest(Request):
 
     def messages(self, window: Window) -> list[Message] | None:
         """Return a message for each part of a large tensor."""
-        if self.nbytes < _LARGE:
+        if self.nbytes < wire.LARGE:
             return None
         due = None if self.expected is None else ExpectedDigest(self.key, self.nbytes, self.expected)
         return [WritePart(window, self, part, due) for part in range(len(self.left))]
@@ -110,7 +109,7 @@ class WriteBatch(Message):
             if gap := -end % wire.LINE:
                 parts.append(_GAP[:gap])
             data = request.source.data
-            parts.append(NO_DATA if data is None else data)  # None: it has just expired
+            parts.append(wire.NO_DATA if data is None else data)  # None: it has just expired
             places.append((end + gap, parts[-1].numel()))
             end += gap + parts[-1].numel()
         self._data = alone(buffer, 0, end)
@@ -218,7 +217,7 @@ class DeleteBatch(Message):
     def start(self) -> None:
         if self.expects_answer():
             self.window.mark_sent(self.requests)
-            self.window.send(self, [request.entry() for request in self.requests], NO_DATA)
+            self.window.send(self, [request.entry() for request in self.requests], wire.NO_DATA)
 
     def take(self, answer: wire.Answer) -> None:
         for i, request in enumerate(self.requests):

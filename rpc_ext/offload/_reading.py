@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
@@ -23,7 +24,7 @@ from rpc_ext._C import alone
 from rpc_ext.offload._errors import for_client
 from rpc_ext.offload._namespace import call, error_of, no_such_key
 from rpc_ext.offload._order import RequestOrder
-from rpc_ext.offload._wire import LINE, PIECE, Fetch, Found, Operation, Part, Request, pack_answer, parts_of
+from rpc_ext.offload._wire import LINE, NO_DATA, PIECE, Fetch, Found, Operation, Part, Request, pack_answer, parts_of
 
 if TYPE_CHECKING:
     from rpc_ext._channel import Reply
@@ -165,10 +166,10 @@ class Reading:
             places.append(_Place(i, entry.key, snapshot, 0, at if fits else 0, length if fits else 0))
             end = at + length if fits else end
         expires = max(entry.expires for entry in self._entries) if all(e.expires for e in self._entries) else 0.0
-        _send_places(self._handler, self._session, places, end, expires, self._errors, self._answer)
+        _ReadingPlaces(self._handler, self._session, places, end, self._errors, self._answer).begin(expires)
 
     def _answer(
-        self, places: list[_Place], digests: list[int], errors: list[tuple[int, BaseException]], data: torch.Tensor
+        self, places: list[_Place], digests: list[int], errors: list[tuple[int, BaseException]], data: Tensor
     ) -> None:
         entries = [_found_of(place, found) for place, found in zip(places, digests, strict=True)]
         self._reply.send(*pack_answer(len(self._entries), errors, entries, data))
@@ -200,124 +201,126 @@ def fetch(handler: RequestHandler, session: ClientSession, request: Request, rep
         places.append(_Place(i, key, snapshot, begin, at, length))
         end = at + length
 
-    def answer(
-        places: list[_Place], digests: list[int], errors: list[tuple[int, BaseException]], data: torch.Tensor
-    ) -> None:
+    def answer(places: list[_Place], digests: list[int], errors: list[tuple[int, BaseException]], data: Tensor) -> None:
         parts = [Part(place.at, place.length, found) for place, found in zip(places, digests, strict=True)]
         reply.send(*pack_answer(len(entries), errors, parts, data))
 
-    _send_places(handler, session, places, end, 0.0, errors, answer)
+    _ReadingPlaces(handler, session, places, end, errors, answer).begin(0.0)
 
 
-def _send_places(
-    handler: RequestHandler,
-    session: ClientSession,
-    places: list[_Place],
-    nbytes: int,
-    expires: float,
-    errors: list[tuple[int, BaseException]],
-    answer: Callable[[list[_Place], list[int], list[tuple[int, BaseException]], torch.Tensor], None],
-) -> None:
-    """Read places into one buffer, and answer with those that were read."""
-    try:
-        request = handler.count_in(session, nbytes)
-    except BlockingIOError as e:
-        answer([], [], [*errors, *((place.entry, e) for place in places)], torch.empty(0, dtype=torch.uint8))
-        return
+Answer = Callable[[list[_Place], list[int], list[tuple[int, BaseException]], Tensor], None]
+"""Sends an answer: the places that were read, their digests, the errors of the other entries, the data."""
 
-    def read(taken: CUDAFuture[torch.Tensor]) -> None:
+
+class _ReadingPlaces:
+    """Places on their way from the store into one buffer, and into an answer.
+
+    Args:
+        handler, session: of the request.
+        places: to be read.
+        nbytes: of the buffer.
+        errors: of entries that are not among the places.
+        answer: called once.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        session: ClientSession,
+        places: list[_Place],
+        nbytes: int,
+        errors: list[tuple[int, BaseException]],
+        answer: Answer,
+    ) -> None:
+        self._handler, self._session, self._places, self._nbytes = handler, session, places, nbytes
+        self._errors, self._answer = errors, answer
+        self._filled = [i for i, place in enumerate(places) if place.length]  # these have bytes to be read
+        self._failures: list[BaseException | None] = [None] * len(places)
+        self._left = len(self._filled)
+        self._is_over = False
+
+    def begin(self, expires: float) -> None:
+        """Take room in the client's window and a buffer, within a deadline of the client; 0: none."""
         try:
-            data = taken.value()
-        except Exception as e:
-            fail(e)
+            self._room = self._handler.count_in(self._session, self._nbytes)
+        except BlockingIOError as e:
+            self._answer([], [], [*self._errors, *((place.entry, e) for place in self._places)], NO_DATA)
             return
+        seconds = self._session.order.left(expires)
         try:
-            _read_places(handler, places, data, partial(done, data))
+            taken = self._session.buffers.take(self._nbytes, 0.0 if seconds == math.inf else max(seconds, 0.001))
+        except Exception as e:  # the session has ended
+            self._fail(e)
+            return
+        if taken.done():
+            self._read(taken)
+        else:
+            taken.add_done_callback(self._read)
+
+    def _read(self, taken: CUDAFuture[Tensor]) -> None:
+        try:
+            self._data = taken.value()
+            self._digests = torch.empty(self._left, dtype=torch.uint64, device="cpu")
+            if self._filled:
+                parts = [self._part(i) for i in self._filled]
+                call(self._read_together, self._handler.store.read_parts, parts, digests=self._digests)
+            else:
+                self._end()
         except Exception as e:
-            fail(e)
+            self._fail(e)
 
-    def fail(error: Exception) -> None:
-        found = [(place.entry, for_client(place.key, error.with_traceback(None))) for place in places]
-        end([], [], found, torch.empty(0, dtype=torch.uint8))
+    def _part(self, i: int) -> tuple[Snapshot, int, Tensor]:
+        place = self._places[i]
+        return place.snapshot, place.begin, self._data[place.at : place.at + place.length]
 
-    def done(data: torch.Tensor, digests: list[int], failed: list[BaseException | None]) -> None:
-        good = [i for i, error in enumerate(failed) if error is None]
-        found = [
-            (p.entry, for_client(p.key, e, p.length)) for p, e in zip(places, failed, strict=True) if e is not None
+    def _read_together(self, done: CUDAFuture[None]) -> None:
+        if error_of(done) is None:
+            self._end()
+            return
+        for position, i in enumerate(self._filled):  # each alone, to learn the error of each
+            own = self._digests[position : position + 1]
+            call(partial(self._read_alone, i), self._handler.store.read_parts, [self._part(i)], digests=own)
+
+    def _read_alone(self, i: int, done: CUDAFuture[None]) -> None:
+        self._failures[i] = error_of(done)
+        self._left -= 1  # on the offload thread: one at a time
+        if not self._left:
+            self._end()
+
+    def _end(self) -> None:
+        """Answer with the places that were read."""
+        digests = [digest(self._data[:0])] * len(self._places)
+        for i, found in zip(self._filled, self._digests.tolist(), strict=True):
+            digests[i] = found
+        good = [i for i, error in enumerate(self._failures) if error is None]
+        read, data = [self._places[i] for i in good], self._data
+        failed = [
+            (place.entry, for_client(place.key, error, place.length))
+            for place, error in zip(self._places, self._failures, strict=True)
+            if error is not None
         ]
-        sent = [places[i] for i in good]
-        if found:
-            sent, data = _moved_together(sent, data)
-        _clear_gaps(data, sent)
-        handler.count(read=sum(place.length for place in sent))
-        end(sent, [digests[i] for i in good], found, data)
+        if failed:
+            read, data = _moved_together(read, data)
+        _clear_gaps(data, read)
+        self._handler.count(read=sum(place.length for place in read))
+        self._send(read, [digests[i] for i in good], failed, data)
 
-    is_over = False
+    def _fail(self, error: Exception) -> None:
+        """Answer with the same error for all places."""
+        failed = [(place.entry, for_client(place.key, error.with_traceback(None))) for place in self._places]
+        self._send([], [], failed, NO_DATA)
 
-    def end(sent: list[_Place], digests: list[int], found: list[tuple[int, BaseException]], data: torch.Tensor) -> None:
-        nonlocal is_over
-        if is_over:  # it could not be answered, and cannot be answered otherwise
+    def _send(
+        self, places: list[_Place], digests: list[int], failed: list[tuple[int, BaseException]], data: Tensor
+    ) -> None:
+        if self._is_over:  # an answer that could not be sent has failed
             return
-        is_over = True
-        handler.count_out(session, request)
-        answer(sent, digests, [*errors, *found], data)
-
-    seconds = session.order.left(expires)
-    try:
-        taken = session.buffers.take(nbytes, 0.0 if seconds == math.inf else max(seconds, 0.001))
-    except Exception as e:  # the session has ended
-        fail(e)
-        return
-    if taken.done():
-        read(taken)
-    else:
-        taken.add_done_callback(read)
+        self._is_over = True
+        self._handler.count_out(self._session, self._room)
+        self._answer(places, digests, [*self._errors, *failed], data)
 
 
-def _read_places(
-    handler: RequestHandler,
-    places: list[_Place],
-    data: torch.Tensor,
-    done: Callable[[list[int], list[BaseException | None]], None],
-) -> None:
-    """Read places into the data, together; where that fails each alone, to learn the error of each."""
-    errors: list[BaseException | None] = [None] * len(places)
-    filled = [i for i, place in enumerate(places) if place.length]
-    found = torch.empty(len(filled), dtype=torch.uint64, device="cpu")
-    left = len(filled)
-
-    def end() -> None:
-        digests = [digest(data[:0])] * len(places)
-        for i, value in zip(filled, found.tolist(), strict=True):
-            digests[i] = value
-        done(digests, errors)
-
-    def part_of(i: int) -> tuple[Snapshot, int, torch.Tensor]:
-        place = places[i]
-        return place.snapshot, place.begin, data[place.at : place.at + place.length]
-
-    def together(future: CUDAFuture[None]) -> None:
-        if error_of(future) is None:
-            end()
-            return
-        for position, i in enumerate(filled):
-            own = found[position : position + 1]
-            call(partial(read_alone, i), handler.store.read_parts, [part_of(i)], digests=own)
-
-    def read_alone(i: int, future: CUDAFuture[None]) -> None:
-        nonlocal left
-        errors[i] = error_of(future)
-        left -= 1  # on the offload thread: one at a time
-        if not left:
-            end()
-
-    if filled:
-        call(together, handler.store.read_parts, [part_of(i) for i in filled], digests=found)
-    else:
-        end()
-
-
-def _moved_together(places: list[_Place], data: torch.Tensor) -> tuple[list[_Place], torch.Tensor]:
+def _moved_together(places: list[_Place], data: Tensor) -> tuple[list[_Place], Tensor]:
     """Move the bytes of places together, after others could not be read: nothing is sent in place of those."""
     moved, end = [], 0
     for place in places:
@@ -328,7 +331,7 @@ def _moved_together(places: list[_Place], data: torch.Tensor) -> tuple[list[_Pla
     return moved, alone(data, 0, end)
 
 
-def _clear_gaps(data: torch.Tensor, places: list[_Place]) -> None:
+def _clear_gaps(data: Tensor, places: list[_Place]) -> None:
     """Overwrite the bytes between those of the places: they are sent, too, and may be another client's."""
     end = 0
     for place in places:

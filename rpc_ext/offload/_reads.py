@@ -11,11 +11,10 @@ from cudafuture.storage import Digest, digest, digests
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._operation import Operation
 from rpc_ext.offload._target import Target
-from rpc_ext.offload._window import DONE, NO_DATA, Message, Request, Window
+from rpc_ext.offload._window import DONE, Message, Request, Window
 
 __all__ = ["ReadRequest"]
 
-_LARGE = 1 << 20  # bytes from which on a tensor travels alone
 _GUESS = wire.PACK // 128  # bytes that a tensor of unknown size counts for, among those that are read together
 
 
@@ -24,7 +23,7 @@ class ReadRequest(Request):
 
     Args:
         target: of the bytes.
-        wants_digest: whether the digest of the tensor is wanted.
+        wants_digest: True to compute the digest of the tensor for the caller.
     """
 
     def __init__(self, key: str, target: Target, wants_digest: bool, operation: Operation, index: int) -> None:
@@ -36,7 +35,7 @@ class ReadRequest(Request):
 
     def messages(self, window: Window) -> list[Message] | None:
         """Return a message of its own for a tensor that is known to be large."""
-        if self.nbytes is None or self.nbytes < _LARGE:
+        if self.nbytes is None or self.nbytes < wire.LARGE:
             return None
         return [ReadBatch(window, [self], min(wire.PIECE, self.nbytes))]
 
@@ -119,7 +118,7 @@ class ReadBatch(Message):
     def start(self) -> None:
         if self.expects_answer():
             self.window.mark_sent(self.requests)
-            self.window.send(self, [request.entry() for request in self.requests], NO_DATA)
+            self.window.send(self, [request.entry() for request in self.requests], wire.NO_DATA)
 
     def take(self, answer: wire.Answer) -> None:
         sums = iter(digests(answer.data, [(found.at, found.length) for found in answer.entries]))
@@ -172,7 +171,7 @@ class FetchParts(Message):
         self.requests = [request for request, _ in self._parts]
         if self.expects_answer():
             entries = [wire.Fetch(request.sequence, part) for request, part in self._parts]
-            self.window.send(self, entries, NO_DATA)
+            self.window.send(self, entries, wire.NO_DATA)
 
     def take(self, answer: wire.Answer) -> None:
         entries = iter(answer.entries)

@@ -30,12 +30,11 @@ from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._buffers import SendBuffers
 from rpc_ext.offload._operation import Operation
 
-__all__ = ["DONE", "NO_DATA", "Message", "Request", "Window"]
+__all__ = ["DONE", "Message", "Request", "Window"]
 
 WAITING, SENT, DONE = "waiting", "sent", "done"
 _SAME_MODE = contextlib.nullcontext()
 _PAUSE = 0.005  # seconds until a message that RPC had no room for is sent again
-NO_DATA = torch.empty(0, dtype=torch.uint8)
 _BUFFERED = 8 * (wire.PACK + wire.LINE * wire.MOST_ENTRIES)  # bytes of batches that have not been sent
 
 
@@ -88,8 +87,8 @@ class Message:
     """
 
     verb = 0
-    is_batch = False  # whether the window forms it, of small requests
-    has_room = False  # whether its bytes count as in flight
+    is_batch = False  # True: the window forms it of small requests
+    has_room = False  # True: its bytes count as in flight
 
     def __init__(self, window: Window, requests: Sequence[Any], nbytes: int) -> None:
         self.window, self.requests, self.nbytes = window, requests, nbytes
@@ -157,7 +156,7 @@ class Window:
         self._batches = dict.fromkeys(self._ready, 0)  # outgoing and in flight
         self._outgoing: collections.deque[Message] = collections.deque()
         self._is_held = False  # RPC has no room for the first outgoing message
-        self._sending = threading.local()  # whether this thread is in ``go_on``
+        self._sending = threading.local()  # ``is_on``: this thread is in ``go_on``
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests in the order in which they are to take effect."""
@@ -393,7 +392,7 @@ class Abandon(Message):
 
     def start(self) -> None:
         """Send it, though its request is done."""
-        self.window.send(self, [request.entry() for request in self.requests], NO_DATA)
+        self.window.send(self, [request.entry() for request in self.requests], wire.NO_DATA)
 
     def take(self, answer: wire.Answer) -> None:
         """Nothing: the request is done."""

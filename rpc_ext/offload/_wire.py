@@ -38,6 +38,7 @@ __all__ = [
     "HEAD",
     "INLINE",
     "KEPT",
+    "LARGE",
     "LINE",
     "LONGEST_KEY",
     "LONGEST_NAME",
@@ -71,6 +72,7 @@ __all__ = [
 
 PIECE = 16 << 20  # bytes of the data of one message at most. Larger tensors travel in parts of this size
 PACK = 4 << 20  # bytes of small tensors that travel together
+LARGE = 1 << 20  # bytes from which on a tensor travels alone
 MOST_ENTRIES = 1024  # entries of one message
 LONGEST_KEY = 1000  # bytes of UTF-8; with the prefix of its namespace it is a key of the store
 LONGEST_NAME = 255  # bytes of the name of a service
@@ -88,7 +90,7 @@ ENTRY = struct.Struct("<QQdH")  # sequence, after, expires, length of the key
 TENSOR = struct.Struct("<BBQ")  # dtype, dimensions, bytes
 PLACE = struct.Struct("<IIIQ")  # part, at, length, digest
 FETCHED = struct.Struct("<QI")  # sequence, part
-KEPT = struct.Struct("<BQQ")  # whether there is a digest, digest, seed
+KEPT = struct.Struct("<BQQ")  # 1 for a digest or 0, digest, seed
 ANSWER = struct.Struct("<BHI")  # version, entries, bytes of the pickled errors
 # Codes are indices: append only.
 DTYPES: tuple[torch.dtype, ...] = (
