@@ -53,7 +53,7 @@ class Started(NamedTuple):
     agent: _C.Agent
     exchange: Exchange
     peers: list[DeviceMap]
-    """where tensors of calls go, by rank"""
+    """devices that the tensors of a call are sent to, by rank of the callee"""
 
 
 def start(store: Any, rank: int, world_size: int, options: Options, server: Server) -> Started:

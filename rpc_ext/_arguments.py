@@ -1,4 +1,4 @@
-"""The arguments of ``init_rpc``: checks, and what the environment has for those that are left out."""
+"""Checks of the arguments of ``init_rpc``, and their defaults from the environment."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def expect_arguments(
     if operator.index(receive_memory) < 0:
         raise ValueError(f"receive_memory is a number of bytes, or 0 for no pool, not {receive_memory}")
     if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
-        raise ValueError(f"transports={transports!r}: some of {', '.join(sorted(_TRANSPORTS))} are wanted")
+        raise ValueError(f"transports={transports!r}: pass one or more of {', '.join(sorted(_TRANSPORTS))}")
     if seal not in ("descriptions", "contents"):
         raise ValueError(f'seal is "descriptions" or "contents", not {seal!r}')

@@ -99,7 +99,7 @@ class batch:  # a context manager
         self._calls: list[_Waiting] = []
         self._bytes = 0
         self._in_flight: _Message | None = None
-        self._wanted = False  # whether the calls that wait are to be sent as soon as they may
+        self._wanted = False  # True: send the waiting calls as soon as no message is in flight
         self._sends = False  # whether some thread is at it
         self._due = math.inf  # when the minder looks next
 

@@ -75,7 +75,7 @@ class Channel:
 
 
 class _Message:
-    """A message in flight: what a destination knows of it, and who hears of its end."""
+    """A message in flight: its size and start, for its destination, and its listener."""
 
     __slots__ = ("_listener", "_name", "_seconds", "_to", "settled", "size", "started")
 

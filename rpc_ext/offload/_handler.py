@@ -98,7 +98,7 @@ class RequestHandler:
     # ---- calls
 
     def begin(self, token: object, namespace: str | None, client: str, sent: object) -> tuple[int, bool]:
-        """Begin the session of a client; see ``Sessions.begin``. Return its window in bytes, and whether keys last.
+        """Begin the session of a client; see ``Sessions.begin``. Return its window in bytes, and ``durable``.
 
         Raises:
             AuthenticationError: there is no worker of the client's name.
@@ -227,7 +227,7 @@ def _expect_client(token: object, client: str, sent: object) -> None:
 
 def _expect_keys(keys: object) -> list[str]:
     if not isinstance(keys, list):
-        raise TypeError(f"a list of keys is wanted, not {type(keys).__qualname__}")
+        raise TypeError(f"keys are a list of str, not {type(keys).__qualname__}")
     for key in keys:
         wire.expect_key(key)
     return keys

@@ -77,12 +77,12 @@ class Namespace:
 
     @property
     def is_private(self) -> bool:
-        """Whether it belongs to one client, and goes with it."""
+        """True for the namespace of one client, which is deleted with the client."""
         return self.prefix.endswith("~")
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has neither tensors nor unfinished writes."""
+        """True without tensors and unfinished writes."""
         return not self._tensors
 
     def name_of(self, key: str) -> str:

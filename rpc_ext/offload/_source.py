@@ -76,7 +76,7 @@ def source_of(tensor: torch.Tensor, priority: int) -> Source:
         ValueError: its device has no streams; its storage is too small; it has too many dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
+        raise TypeError(f"only a torch.Tensor can be written, not {type(tensor).__qualname__}")
     expect_memory(tensor)
     expect_sendable(tensor.dtype, tensor.dim())
     if tensor.is_cpu:

@@ -95,7 +95,7 @@ class RemoteOffloader(RemoteKeys):
 
     @property
     def durable(self) -> bool:
-        """Whether what is written outlives the service."""
+        """True for keys that survive the end of the service."""
         return self._durable
 
     # ---- writing

@@ -540,7 +540,7 @@ NO_TENSORS: dict[str, Callable[[], Any]] = {
 
 def test_values_that_are_no_tensors_with_memory_are_refused(store: Store) -> None:
     for make in NO_TENSORS.values():
-        with pytest.raises(TypeError, match=r"torch\.Tensor is wanted|memory|meta"):
+        with pytest.raises(TypeError, match=r"torch\.Tensor|memory|meta"):
             store.write("x", make())
     tensor = numbered(SMALL)
     tensor.untyped_storage().resize_(4)

@@ -45,7 +45,7 @@ def let_go_at_the_end(engine: Engine) -> Iterator[None]:
 
 
 def expect_idle(remote: RemoteOffloader) -> None:
-    """Wait until nothing is in flight any more: else ``close()`` would wait for ever."""
+    """Wait until no operation is pending: ``close()`` would block until then."""
 
     def is_idle() -> bool:
         found = remote.statistics()

@@ -1,4 +1,4 @@
-"""What a session does for its process: functions called at its end, and the pool that tensors are received into."""
+"""The functions that a session calls at its end, and the pool that it receives tensors into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What the bindings of a store share: its arguments, as Python passes them.
+// Conversions of Python arguments that all bindings of a store use.
 #pragma once
 
 #include <ATen/core/Tensor.h>
