@@ -1,6 +1,6 @@
-"""One future for every asynchronous thing in distributed PyTorch."""
+"""One future type for every asynchronous operation in distributed PyTorch."""
 
-from cudafuture import _native as _native  # first: says in one sentence when the native module is missing
+from cudafuture import _native as _native  # first: raises a clear ImportError if the native module is missing
 from cudafuture import config as config
 from cudafuture import errors as errors
 from cudafuture import executors as executors

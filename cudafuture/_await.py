@@ -1,4 +1,4 @@
-"""`await future` where the event loop has to wait: called by the native ``__await__``."""
+"""Suspension of asyncio tasks for ``await future``; the native ``__await__`` calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def through_loop(future: _C.CUDAFuture[T]) -> Generator[Any, None, T]:
     """Suspend the running task until `future` is done and its device work has finished; then end like ``wait()``.
 
-    Cancelling the task detaches it; the future goes on. The future's own cancellation arrives as asyncio's.
+    Cancelling the task detaches it and leaves the future running. The future's cancellation raises asyncio's error.
     """
     if not future.ready():
         yield from _until_ready(future)
@@ -37,7 +37,7 @@ def _until_ready(future: _C.CUDAFuture[Any]) -> Generator[Any, None, None]:
 
     def wake(_: object) -> None:
         # Also in the loop's own thread: a signal handler may complete the future while the loop sleeps.
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no task is left to be woken
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             loop.call_soon_threadsafe(release)
 
     _C.add_ready_callback(future, wake)

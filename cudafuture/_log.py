@@ -10,5 +10,5 @@ _logger = logging.getLogger("cudafuture.future")
 
 
 def error(message: str, subject: object, exception: BaseException) -> None:
-    """Log what nobody is there to receive; `message` has one place for the `subject`."""
+    """Log an exception that no caller can receive; `message` has one placeholder, for the `subject`."""
     _logger.error(message, subject, exc_info=exception)

@@ -1,8 +1,8 @@
-"""Refuses to go on where the native module is missing or was built for another torch.
+"""Import guard against a native module that is missing or was built for another torch.
 
-Imported before anything else that touches ``cudafuture._C``. A native module that does not fit its torch would end in
-an undefined symbol at best, and a checkout that is not built has a folder ``_C`` of C++ sources, which Python takes for
-a package and imports without a word.
+It is imported before any module that touches ``cudafuture._C``. A native module of another torch fails with an
+undefined symbol at best. A checkout that is not built has a folder ``_C`` of C++ sources, which Python imports as a
+package without an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SUPPORTED = "torch 2.12 to 2.15"
 
 
 def _require_built() -> str:
-    """Return the torch version that the native module was built against; ImportError where there is no such module."""
+    """Return the torch version that the native module was built against; raise ImportError if it is not built."""
     try:
         from cudafuture._build_info import torch_version
     except ModuleNotFoundError:
@@ -28,7 +28,7 @@ def _require_built() -> str:
 
 
 def _require_same_torch(built: str) -> None:
-    """Compare the minor version of the torch that is imported with the one that the native module was built against."""
+    """Raise ImportError unless the imported torch has the minor version that the native module was built against."""
     import torch
 
     found = str(torch.__version__)

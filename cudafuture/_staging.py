@@ -1,4 +1,4 @@
-"""What copies between a host and devices have in common: streams that wait for the caller's work, and pinned twins.
+"""Shared steps of copies between the host and devices: streams after the caller's work, and pinned staging buffers.
 
 ::
 
@@ -35,7 +35,7 @@ _HOSTS = ("cpu", "meta")
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Say whether work on the tensor is enqueued in streams."""
+    """Return True if work on the tensor is enqueued in streams."""
     return tensor.device.type not in _HOSTS
 
 
@@ -45,7 +45,7 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 
 
 def earlier_work(devices: Iterable[torch.device]) -> CUDAFuture[None]:
-    """Return a future with an event on each device: what this thread's current stream there has to do so far."""
+    """Return a future with one event per device, recorded on this thread's current stream there."""
     earlier: CUDAFuture[None] = CUDAFuture()
     earlier.set_result(None, stream=_C.current_streams(devices))
     return earlier
@@ -58,9 +58,9 @@ def streams_after(
     edge: str,
     given: torch.Stream | None = None,
 ) -> list[torch.Stream]:
-    """Return a stream of each device, which waits for the event that `earlier` has there.
+    """Return one stream per device, which waits for the event that `earlier` has on that device.
 
-    It is `given` on the device of that, else a stream of the pool.
+    The stream is `given` on the device of `given`, and a pool stream on the others.
     """
     streams = [
         given if given is not None and given.device == device else _C.pool_stream(device, priority)
@@ -76,7 +76,7 @@ def streams_after(
 
 
 def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) -> None:
-    """Tell the allocator that the streams use the tensor's memory, which its owner may drop at any time."""
+    """Record in the allocator that the streams use the tensor's memory, which its owner may drop at any time."""
     if not _C.edge_stands(edge):
         return
     of_device = {stream.device: stream for stream in streams}
@@ -88,18 +88,18 @@ def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) ->
 
 
 def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose memory is what it shows: of others torch records a temporary copy, and frees it too early."""
+    """Return a view of exactly the tensor's memory: for other views, torch records a temporary copy and frees early."""
     view = tensor.conj() if tensor.is_conj() else tensor
     return torch._neg_view(view) if view.is_neg() else view
 
 
 def complete(future: CUDAFuture[T], value: T, streams: list[torch.Stream], edge: str) -> None:
-    """Complete the future with events of the streams on which its value comes about."""
+    """Complete the future with events of the streams that produce its value."""
     future.set_result(value, stream=streams if _C.edge_stands(edge) else None)
 
 
 def are_dense(tensor: torch.Tensor) -> bool:
-    """Say whether the elements fill a stretch of memory, each once, in whatever order."""
+    """Return True if the elements fill a range of memory, each once, in any order."""
     if tensor.is_contiguous():
         return True
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -107,15 +107,15 @@ def are_dense(tensor: torch.Tensor) -> bool:
 
 
 def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a fresh tensor of the same shape, dtype and order of dimensions; one on the host is pinned."""
+    """Return a new tensor of the same shape, dtype and order of dimensions; one on the host is pinned."""
     return torch.empty_like(tensor.detach(), device=device, pin_memory=device.type == "cpu")
 
 
 def copy_between(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Enqueue a copy on the current streams, where it is one transfer of plain bytes: nothing blocks the host.
+    """Enqueue a copy on the current streams as one transfer of plain bytes, so that the host never blocks.
 
-    A source that is a transposed part, say, or a conjugate, is written out on its own device first. A target with gaps
-    is filled from such a tensor on its own device.
+    A source with gaps, or a conjugated or negated one, is first written out on its own device. A target with gaps is
+    filled from such a tensor on its own device.
     """
     source, target = source.detach(), target.detach()
     if not are_dense(source) or source.is_conj() or source.is_neg():

@@ -1,4 +1,4 @@
-"""Search for tensors in the Python objects of a value that the native core cannot take apart by itself."""
+"""Search for tensors in the Python objects of a value that the native core cannot traverse itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cudafuture.errors import TensorSearchError
 
 __all__ = ["find_tensors", "search_objects"]
 
-# An object graph may have no end: a property can make new objects each time. A million take one to two seconds.
+# An object graph may be infinite: a property can create new objects each time. A million take one to two seconds.
 _MAX_OBJECTS = 1_000_000
 
-# Modules are no part of a value: through them a search would reach all of the program.
+# Modules are not part of a value: through them a search would reach the whole program.
 _LEAVES = (
     str,
     bytes,
@@ -35,11 +35,11 @@ _LEAF_CLASSES = frozenset((*_LEAVES, bool))
 
 
 def find_tensors(value: object) -> list[torch.Tensor]:
-    """Return the plain tensors whose storages `value` uses, each once, in the order in which they are found.
+    """Return the plain tensors whose storages `value` uses, each once, in the order of the search.
 
-    Lists, tuples, dicts and classes registered with ``torch.utils._pytree`` are taken apart by it, dataclasses and all
-    other objects by their ``__dict__`` and ``__slots__``. Sparse tensors and tensor subclasses yield all their parts.
-    Cycles are harmless, nesting may be of any depth, and nothing is pickled.
+    The search uses ``torch.utils._pytree`` for lists, tuples, dicts and registered classes, and ``__dict__`` and
+    ``__slots__`` for dataclasses and all other objects. Sparse tensors and tensor subclasses yield all their parts.
+    Cycles are harmless, nesting may have any depth, and nothing is pickled.
 
     Raises:
         TensorSearchError: the value has more objects than a search visits.
@@ -53,7 +53,7 @@ def search_objects(objects: list[object], value: object, may_stop: bool) -> list
     Args:
         objects: the parts to search.
         value: the whole value; errors name its class.
-        may_stop: where the search cannot finish, return the tensors found until then instead of raising.
+        may_stop: if the search cannot finish, return the tensors found so far instead of raising.
     """
     found: dict[int, torch.Tensor] = {}
     try:
@@ -66,13 +66,13 @@ def search_objects(objects: list[object], value: object, may_stop: bool) -> list
 
 def _search(stack: list[object], value: object, found: dict[int, torch.Tensor]) -> None:
     """Add the plain tensors behind `stack` to `found`, by id."""
-    seen: dict[int, object] = {}  # by id; the objects too, because attributes may be made on the fly
+    seen: dict[int, object] = {}  # by id; keeps the objects alive, because attributes may be created on access
     while stack:
         item = stack.pop()
         if type(item) in _LEAF_CLASSES or id(item) in seen or isinstance(item, _LEAVES):
             continue
         if len(seen) >= _MAX_OBJECTS:
-            raise _gave_up(value)
+            raise _too_many_objects(value)
         seen[id(item)] = item
         if isinstance(item, torch.Tensor):
             for tensor in _plain_parts(item):
@@ -83,7 +83,7 @@ def _search(stack: list[object], value: object, found: dict[int, torch.Tensor]) 
             stack += parts
 
 
-def _gave_up(value: object) -> TensorSearchError:
+def _too_many_objects(value: object) -> TensorSearchError:
     cls = type(value)
     return TensorSearchError(
         f"the search for tensors in a value of class '{cls.__module__}.{cls.__qualname__}' gave up after "
@@ -93,7 +93,7 @@ def _gave_up(value: object) -> TensorSearchError:
 
 
 def _parts(item: Any) -> list[object]:
-    """Return one level of a value: the children of a tree node, else the attributes of an object."""
+    """Return one level of a value: the children of a tree node, or the attributes of an object."""
     cls = type(item)
     if cls is list or cls is tuple:
         return list(item)
@@ -105,7 +105,7 @@ def _parts(item: Any) -> list[object]:
     if is_dict:
         parts += item.keys()
         parts += item.values()
-    elif isinstance(item, (list, tuple, set, frozenset)):  # and what derives from them, as named tuples do
+    elif isinstance(item, (list, tuple, set, frozenset)):  # and their subclasses, such as named tuples
         parts += item
     parts += getattr(item, "__dict__", {}).values()
     for base in cls.__mro__:
@@ -122,7 +122,7 @@ def _slot_values(item: object, base: type, slots: str | Iterable[str]) -> list[o
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the strided tensors that hold the memory of one that may be sparse, or of a class of its own."""
+    """Return the strided tensors that hold the memory of a tensor that may be sparse or a subclass."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
         tensor, "__tensor_flatten__"
     ):

@@ -1,11 +1,11 @@
-"""The copies that one call of ``copy()`` makes.
+"""Copies that one call of ``copy()`` makes.
 
 ::
 
     host memory      ──► staging buffer ──► device  without a staging buffer where the memory is pinned and dense
     host memory, pack=True: all tensors ──► one staging buffer ──► one slab on the device (``_C/core/batch_copy.h``)
     device           ──► pinned tensor
-    device           ──► device                     on streams of both, each waiting for the other's part (torch's copy)
+    device           ──► device                     on streams of both, each waits for the other's part (torch's copy)
     host             ──► host                       no stream: on the default executor
 """
 
@@ -38,15 +38,15 @@ from cudafuture.streams import use_streams
 __all__ = ["LARGE", "Transfer"]
 
 LARGE = 1 << 20
-"""Bytes of host memory that the caller's thread copies to pinned memory by itself; more goes to the executor."""
+"""Bytes of host memory up to which the caller's thread copies to pinned memory itself; more goes to the executor."""
 
 
 _ALIGNMENT = 512
-"""Bytes at whose multiples packed tensors lie."""
+"""Bytes to which packed tensors are aligned."""
 
 
 class Transfer:
-    """A value on its way to a device."""
+    """Copy of one value to one device."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Transfer:
         packs = pack and not (self.to_host or self.to_meta)
         self.packed = packable if packs else []  # indices of leaves
         self.sources = self._leaves_at(self.packed)
-        self.tensors = [leaf for leaf in self._other_leaves() if isinstance(leaf, torch.Tensor)]  # that are not packed
+        self.tensors = [leaf for leaf in self._other_leaves() if isinstance(leaf, torch.Tensor)]  # not packed
         if not self.to_meta and any(t.is_meta for t in self.tensors):
             raise RuntimeError("copy(): a tensor on the meta device has no data to copy")
         self.slab: torch.Tensor | None = None  # given by the caller, for the packed tensors
-        self.targets: list[Any] = []  # given by the caller, one for each leaf, or none at all
+        self.targets: list[Any] = []  # given by the caller, one for each leaf, or empty
         self._expect_stream()
         if out is not None and pack and not self.to_host:
             self.slab = self._expect_slab(out)
@@ -82,18 +82,18 @@ class Transfer:
         devices = {t.device for t in self.tensors if is_on_device(t)} if self.to_host else {self.target}
         if self.stream is not None and self.stream.device not in devices:
             where = ", ".join(map(str, devices)) or "no device"
-            raise ValueError(f"copy(): stream is on {self.stream.device}, and the copies run on {where}")
+            raise ValueError(f"copy(): stream is on {self.stream.device}, but the copies run on {where}")
 
     def _expect_slab(self, out: object) -> torch.Tensor:
-        """Return `out`; raise ValueError unless it can take the packed tensors."""
+        """Return `out`; raise ValueError unless the packed tensors fit into it."""
         if not isinstance(out, torch.Tensor):
-            raise TypeError(f"copy(pack=True): out is a tensor of bytes on the device, not {type(out).__name__}")
+            raise TypeError(f"copy(pack=True): out must be a tensor of bytes on the device, not {type(out).__name__}")
         if self.tensors:
-            raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed into out")
+            raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed; omit out")
         wanted = _C.batch_nbytes(self.sources)
         if out.device != self.target or out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
             raise ValueError(
-                f"copy(pack=True): out is a contiguous one-dimensional tensor of uint8 on {self.target}, not "
+                f"copy(pack=True): out must be a contiguous one-dimensional tensor of uint8 on {self.target}, not "
                 f"{_described(out)}"
             )
         if out.nbytes < wanted or out.data_ptr() % _ALIGNMENT:
@@ -104,10 +104,10 @@ class Transfer:
         return out
 
     def _expect_targets(self, value: object, out: object) -> list[Any]:
-        """Return the leaves of `out`; raise ValueError unless they can take the copies."""
+        """Return the leaves of `out`; raise ValueError unless the copies fit into them."""
         leaves, spec = _pytree.tree_flatten(out)
         if spec != _pytree.tree_structure(value) or self.to_meta:
-            raise ValueError("copy(): out has the structure of the value, and its tensors are on the target")
+            raise ValueError("copy(): out must have the structure of the value and tensors on the target device")
         for leaf, target in zip(self.leaves, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -117,11 +117,11 @@ class Transfer:
                 or not (_is_plain(leaf) and _is_plain(target))
             ):
                 is_of = "no tensor" if not isinstance(target, torch.Tensor) else _described(target)
-                raise ValueError(f"copy(): out for {_described(leaf)} is the same on {self.target}, not {is_of}")
+                raise ValueError(f"copy(): out for {_described(leaf)} must be the same on {self.target}, not {is_of}")
         return leaves
 
     def start(self) -> CUDAFuture[Any]:
-        """Enqueue what can be enqueued now, and return the future of the copy."""
+        """Enqueue every copy that can be enqueued now, and return the future of the whole copy."""
         sources = devices_of(self.tensors)
         devices = sources if self.to_host or self.to_meta else list(dict.fromkeys([*sources, self.target]))
         if not devices:
@@ -152,7 +152,7 @@ class Transfer:
         return tensor.device.type == "cpu" and (self.to_host or not _can_be_sent(tensor))
 
     def _reads_pinned(self) -> bool:
-        """Return whether a device is to read the caller's own host memory, which its streams may be writing."""
+        """Return True if a device will read the caller's own host memory, which the caller's streams may be writing."""
         host = [t for t in self.tensors if t.device.type == "cpu"]
         return not (self.to_host or self.to_meta) and any(_can_be_sent(t) for t in host)
 
@@ -167,7 +167,7 @@ class Transfer:
         return leaf.detach().to("meta", copy=True) if self.to_meta else leaf.detach().clone()
 
     def _read(self) -> list[Any]:
-        """Return the leaves; of what the host has to read, a copy that a device can take, or the final one."""
+        """Return the leaves; replace each leaf that the host must read by the final copy or by a staged one."""
         if not self.tensors:
             return self.leaves
         leaves: list[Any] = []
@@ -202,7 +202,7 @@ class Transfer:
             return _failed(e, devices, streams, self.priority)
 
     def _streams(self, devices: list[torch.device], earlier: CUDAFuture[None]) -> list[torch.Stream]:
-        """Return a stream for each device: those of sources wait for the caller's work, the target's for its own."""
+        """Return a stream per device: those of sources wait for the caller's work, the target's for its own."""
         sources = devices_of(self.tensors)
         others = [d for d in devices if d not in sources]
         return [
@@ -215,7 +215,7 @@ class Transfer:
         if not self.packed:
             return []
         stream = next(stream for stream in streams if stream.device == self.target)
-        with use_streams(*self.caller):  # which the slab belongs to
+        with use_streams(*self.caller):  # the slab belongs to these streams
             slab = None if self.slab is None else _C.DeviceSlab.of(self.slab)
             return _C.copy_batch(self.sources, stream, slab, True, True, True)
 
@@ -238,9 +238,9 @@ class Transfer:
 
 
 def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], list[int]]:
-    """Return the leaves of a value, what makes a value of the same structure of other leaves, and which can be packed.
+    """Return the leaves of a value, a function that rebuilds its structure from other leaves, and the packable indices.
 
-    torch's pytree takes a microsecond for each leaf, so it does not take a plain list, tuple or dict of tensors apart.
+    torch's pytree takes a microsecond per leaf, so a plain list, tuple or dict of tensors is flattened without it.
     """
     cls = type(value)
     if cls is dict and len(packable := _C.packable(value.values())) == len(value):
@@ -257,7 +257,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is its memory, and no composition of others."""
+    """Return True if the tensor is its own memory, not a composition of other tensors."""
     return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(type(tensor), "__tensor_flatten__")
 
 
@@ -266,15 +266,15 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _can_be_sent(tensor: torch.Tensor) -> bool:
-    """Return whether a device can read this host memory as it is."""
+    """Return True if a device can read this host memory directly."""
     return _is_plain(tensor) and not (tensor.is_conj() or tensor.is_neg()) and are_dense(tensor) and tensor.is_pinned()
 
 
 def _failed(
     error: Exception, devices: list[torch.device], streams: list[torch.Stream], priority: int
 ) -> CUDAFuture[Any]:
-    """Return a failed future with the events of the streams: the copies before the error may still be going on."""
+    """Return a failed future with the events of the streams: copies enqueued before the error may still run."""
     failed: CUDAFuture[Any] = CUDAFuture(devices, priority=priority, name="copy")
     with use_streams(*streams):
-        failed.set_exception(error.with_traceback(None))  # whose frames would keep the copies made so far
+        failed.set_exception(error.with_traceback(None))  # its frames would keep the copies made so far
     return failed

@@ -1,4 +1,4 @@
-"""Following a ``Work`` whose class is written in Python and that has no future: called by the native ``from_torch``."""
+"""Completion of ``Work`` objects that are written in Python and have no future; the native ``from_torch`` uses it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["follow"]
 
 
 def follow(work: Any, future: _C.CUDAFuture[Any]) -> None:
-    """Complete `future` when `work` is done, which only a thread that is blocked in its ``wait()`` learns."""
+    """Complete `future` when `work` is done; a thread that blocks in ``work.wait()`` detects that."""
     try:
         threading.Thread(target=_wait, args=(work, future), name="cudafuture-work", daemon=True).start()
-    except RuntimeError as e:  # the work goes on, and nothing will tell when it is done
-        error = CUDAFutureError(f"no thread could be started for following {work!r}: {e}")
+    except RuntimeError as e:  # the work continues, but nothing can detect its completion
+        error = CUDAFutureError(f"no thread could be started to wait for {work!r}: {e}")
         error.__cause__ = e
         future.set_exception(error)
 
@@ -26,13 +26,13 @@ def _wait(work: Any, future: _C.CUDAFuture[Any]) -> None:
     try:
         work.wait()
         future.set_result(_result(work))
-    except BaseException as e:  # also of set_result: the future must not stay pending
-        with contextlib.suppress(InvalidStateError):  # completed by hand, or the process is exiting
+    except BaseException as e:  # also from set_result: the future must not stay pending
+        with contextlib.suppress(InvalidStateError):  # the user completed it, or the process is exiting
             future.set_exception(e)
 
 
 def _result(work: Any) -> list[Any]:
     try:
         return list(work.result())
-    except (RuntimeError, TypeError):  # it has none to show
+    except (RuntimeError, TypeError):  # this work has no result
         return []

@@ -1,4 +1,4 @@
-"""One future out of many, and waiting for several."""
+"""Combinators that make one future of several, and functions that wait for several futures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T2 = TypeVar("T2")
 T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 
-_FOR_EVER = 1e9  # seconds: what event loops and clocks cannot count is no timeout
+_LONGEST_TIMEOUT = 1e9  # seconds: event loops and clocks cannot count more, so more means no timeout
 
 ReturnWhen = Literal["ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"]
 
@@ -36,16 +36,16 @@ def gather(*futures: CUDAFuture[T], cancel_parts: bool = ...) -> CUDAFuture[list
 def gather(*futures: CUDAFuture[Any], cancel_parts: bool = False) -> CUDAFuture[list[Any]]:
     """Return a future of the list of the futures' values, in their order.
 
-    It fails as soon as the first one fails, with that one's exception; a part that was cancelled counts as failed with
-    CancelledError. The others go on. It is ordered after the device work of every part: their events are joined on one
-    pool stream per device, of the most urgent part's priority.
+    It fails with the exception of the first future that fails; a cancelled one counts as failed with CancelledError.
+    The other futures continue. The list is ordered after the device work of every future: their events are joined on
+    one pool stream per device, with the priority of the most urgent future.
 
     Args:
-        futures: any number; none at all gives an empty list.
-        cancel_parts: True: cancelling the returned future cancels every part. False (default): only itself.
+        futures: any number; no futures give an empty list.
+        cancel_parts: True: cancelling the returned future cancels every given future. False (default): only itself.
 
     Raises:
-        TypeError: something else than a CUDAFuture.
+        TypeError: an argument is not a CUDAFuture.
 
     >>> gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).wait()
     [1, 2]
@@ -54,10 +54,10 @@ def gather(*futures: CUDAFuture[Any], cancel_parts: bool = False) -> CUDAFuture[
 
 
 def collect_all(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[list[CUDAFuture[T]]]:
-    """Return a future of the list of the futures themselves, complete when all are done, whatever their outcome.
+    """Return a future of the list of the given futures; it completes when all are done, for every outcome.
 
     Raises:
-        TypeError: something else than a CUDAFuture.
+        TypeError: an element is not a CUDAFuture.
 
     >>> ok, bad = collect_all([CUDAFuture.completed(1), CUDAFuture.failed(ValueError("no"))]).wait()
     >>> ok.value(), bad.exception()
@@ -67,13 +67,13 @@ def collect_all(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[list[CUDAFuture[
 
 
 def collect_any(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[tuple[int, T]]:
-    """Return a future of the index and the value of the first future that completes; it keeps that one's events only.
+    """Return a future of the index and the value of the first future that completes, with that future's events only.
 
-    When all fail it fails with AllFailedError, whose ``exceptions`` are theirs, in the order of `futures`.
+    If all fail, it fails with AllFailedError, whose ``exceptions`` are in the order of `futures`.
 
     Raises:
-        TypeError: something else than a CUDAFuture.
-        ValueError: no futures at all.
+        TypeError: an element is not a CUDAFuture.
+        ValueError: `futures` is empty.
 
     >>> collect_any([CUDAFuture(), CUDAFuture.completed("second")]).wait()
     (1, 'second')
@@ -82,15 +82,15 @@ def collect_any(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[tuple[int, T]]:
 
 
 def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> list[T]:
-    """Wait for all futures as ``wait()`` does, devices included, and return the list of their values.
+    """Wait for all futures as ``wait()`` does, device work included, and return the list of their values.
 
     Args:
-        futures: any number. As soon as one fails its exception is raised; the others go on.
-        timeout: seconds for all together; None (default) waits for ever.
+        futures: any number. The first failure is raised at once; the other futures continue.
+        timeout: seconds for all futures together; None (default): no limit.
 
     Raises:
-        TimeoutError: in time they were not all done.
-        TypeError: something else than a CUDAFuture.
+        TimeoutError: some futures were not done in time.
+        TypeError: an element is not a CUDAFuture.
         any exception: that of the first future that failed.
 
     >>> wait_all([CUDAFuture.completed(1), CUDAFuture.completed(2)])
@@ -100,21 +100,21 @@ def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> 
     try:
         return whole.wait(timeout=timeout)
     finally:
-        whole.cancel()  # where time was up: it must not take the failure of a part away from those who look later
+        whole.cancel()  # after a timeout, the combined future must not retrieve a failure before a later consumer
 
 
 def wait(
     futures: Iterable[CUDAFuture[T]], timeout: float | None = None, return_when: ReturnWhen = "ALL_COMPLETED"
 ) -> tuple[set[CUDAFuture[T]], set[CUDAFuture[T]]]:
-    """Block until futures are done and return the sets of those that are and those that are not.
+    """Block until futures are done and return two sets: the futures that are done, and the others.
 
-    It raises no future's error, and orders no stream: look at each future of the first set.
+    It raises no future's error and orders no stream: check each future of the first set.
 
     Args:
         futures: any number.
-        timeout: seconds; None (default) waits for ever. When it is over the sets are returned as they are.
+        timeout: seconds; None (default): no limit. After a timeout, the sets are returned as they are.
         return_when: "ALL_COMPLETED" (default), "FIRST_COMPLETED" (any outcome), or "FIRST_EXCEPTION" (a failure or a
-            cancellation; else all).
+            cancellation; if there is none, all).
 
     Raises:
         ValueError: an unknown `return_when`, a negative timeout.
@@ -141,14 +141,14 @@ def wait(
 
 
 def as_completed(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> AsCompleted[T]:
-    """Return an iterator over the futures in the order in which they are done; also for ``async for``.
+    """Return an iterator over the futures in the order in which they are done, for ``for`` and ``async for``.
 
     Args:
-        futures: each distinct one comes once.
-        timeout: seconds until the last one; None (default) waits for ever.
+        futures: the iterator returns each distinct future once.
+        timeout: seconds until the last future is done; None (default): no limit.
 
     Raises:
-        TimeoutError: while iterating, when the time is over. The futures stay good.
+        TimeoutError: during iteration, after `timeout`. The futures stay usable.
 
     >>> first, second = CUDAFuture(), CUDAFuture()
     >>> second.set_result(2); first.set_result(1)
@@ -159,7 +159,7 @@ def as_completed(futures: Iterable[CUDAFuture[T]], timeout: float | None = None)
 
 
 class AsCompleted(Iterator[CUDAFuture[T]]):
-    """What ``as_completed`` returns: an iterator, to be used up once, with ``for`` or with ``async for``."""
+    """Iterator that ``as_completed`` returns. Use it once, with ``for`` or with ``async for``."""
 
     def __init__(self, futures: Iterable[CUDAFuture[T]], timeout: float | None) -> None:
         self._futures = _distinct(futures)
@@ -172,7 +172,7 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
     async def __aiter__(self) -> AsyncIterator[CUDAFuture[T]]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[CUDAFuture[T]] = asyncio.Queue()
-        futures, self._futures = self._futures, ()  # a second time there are none
+        futures, self._futures = self._futures, ()  # a second iteration is empty
 
         def arrive(future: CUDAFuture[T]) -> None:
             if not loop.is_closed():
@@ -190,7 +190,7 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
                         arrived.get_nowait() if arrived.qsize() else await asyncio.wait_for(arrived.get(), self._left())
                     )
                 except asyncio.TimeoutError:  # the builtin one since Python 3.11
-                    raise _time_is_over(futures) from None
+                    raise _timed_out(futures) from None
         finally:
             for future in futures:
                 _C.remove_done_callback(future, arrive)
@@ -202,11 +202,11 @@ def _until_timeout(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iter
         yield future
         count += 1
     if count < len(futures):
-        raise _time_is_over(futures)
+        raise _timed_out(futures)
 
 
 def _in_order_of_completion(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
-    """Yield each future when it is done, whatever its callbacks do, and end early when the time is over."""
+    """Yield each future when it is done, independent of its callbacks; end early after the timeout."""
     arrivals = _C.Arrivals(tuple(futures))
     try:
         for _ in futures:
@@ -219,12 +219,12 @@ def _in_order_of_completion(futures: Collection[CUDAFuture[T]], left: _Countdown
 
 
 class _Countdown:
-    """Calling it gives the seconds that are left of a timeout, at least 0; None where there is none."""
+    """Countdown of a timeout. Calling it returns the seconds left, at least 0, or None without a timeout."""
 
     def __init__(self, timeout: float | None) -> None:
         if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout is None (wait for ever) or seconds >= 0, not {timeout!r}")
-        self._end = None if timeout is None or timeout > _FOR_EVER else time.monotonic() + timeout
+            raise ValueError(f"timeout is None (no limit) or seconds >= 0, not {timeout!r}")
+        self._end = None if timeout is None or timeout > _LONGEST_TIMEOUT else time.monotonic() + timeout
 
     def __call__(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
@@ -235,13 +235,13 @@ def _distinct(futures: Iterable[CUDAFuture[T]]) -> Collection[CUDAFuture[T]]:
     for future in distinct:
         if not isinstance(future, CUDAFuture):
             raise TypeError(
-                f"CUDAFutures are wanted, not {future!r}; CUDAFuture.from_torch() makes one of torch's handles"
+                f"{future!r} is not a CUDAFuture; CUDAFuture.from_torch() converts torch's futures and works"
             )
     return distinct.keys()
 
 
-def _time_is_over(futures: Collection[CUDAFuture[T]]) -> TimeoutError:
-    return TimeoutError(f"{len(futures)} futures: the time is over and not all of them are done")
+def _timed_out(futures: Collection[CUDAFuture[T]]) -> TimeoutError:
+    return TimeoutError(f"waiting for {len(futures)} futures timed out: not all of them are done")
 
 
 def _succeeded(future: CUDAFuture[Any]) -> bool:
@@ -251,5 +251,5 @@ def _succeeded(future: CUDAFuture[Any]) -> bool:
 def _is_ready(future: CUDAFuture[Any]) -> bool:
     try:
         return future.ready()
-    except Exception:  # a late error: whoever waits for the future will see it
+    except Exception:  # a late error: the consumer that waits for the future raises it
         return True

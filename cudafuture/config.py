@@ -1,19 +1,19 @@
-"""Every CUDAFUTURE_* variable of the environment, read once, in one table.
+"""Settings from the CUDAFUTURE_* environment variables, read once, in one table.
 
 =======================================  ========  ==================================================================
 variable                                 default   what it sets
 =======================================  ========  ==================================================================
-``CUDAFUTURE_WATCHER_FIRST_PAUSE_US``    5         microseconds between two polls of device events, right after one
-                                                   was reached or came to be watched
-``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  5000      microseconds to which that pause grows while nothing happens
+``CUDAFUTURE_WATCHER_FIRST_PAUSE_US``    5         microseconds between two polls of device events, right after an
+                                                   event completed or was added
+``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  5000      microseconds to which that pause grows while no event completes
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
-``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare what the ranks issue, collective by collective
+``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare the collectives that the ranks issue, one by one
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
 =======================================  ========  ==================================================================
 
-``config`` holds what was read when the library was imported. A value that does not parse raises ValueError then, with
-the variable's name.
+``config`` holds the settings that were read when the library was imported. A value that does not parse raises
+ValueError on import, with the variable's name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Config:
 
 
 def read(environ: Mapping[str, str]) -> Config:
-    """Read the settings out of `environ`.
+    """Read the settings from `environ`.
 
     Raises:
-        ValueError: a number that is not positive, or an unknown word.
+        ValueError: a number is not positive, or a word is unknown.
 
     >>> read({"CUDAFUTURE_SUBMIT_THREADS": "3"}).submit_threads
     3
@@ -57,7 +57,7 @@ def read(environ: Mapping[str, str]) -> Config:
 def _words(environ: Mapping[str, str], name: str, known: set[str]) -> set[str]:
     words = {word.strip() for word in environ.get(name, "").split(",")} - {""}
     if words - known:
-        raise ValueError(f"{name}={environ[name]!r}: {', '.join(sorted(known))} is wanted, or nothing")
+        raise ValueError(f"{name}={environ[name]!r}: use {', '.join(sorted(known))}, or leave it empty")
     return words
 
 
@@ -70,7 +70,7 @@ def _positive(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         number = 0
     if not 1 <= number < 1e9:
-        raise ValueError(f"{name}={text!r}: a number of at least 1 is wanted (default: {default:g})")
+        raise ValueError(f"{name}={text!r} is not a number of at least 1; the default is {default:g}")
     return number
 
 

@@ -1,9 +1,9 @@
-"""Every error that the library raises by itself.
+"""Exceptions that the library raises.
 
 The tree::
 
     CUDAFutureError (RuntimeError)
-    |-- InvalidStateError                                    asked of a future in the wrong state
+    |-- InvalidStateError                                    the future's state does not allow the call
     |-- CancelledError      (concurrent.futures.CancelledError)
     |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
     |-- TensorSearchError   (ValueError)                     a value too large to be searched for tensors
@@ -11,10 +11,10 @@ The tree::
     |-- RemoteError                                          an exception of another worker, of an unknown type
     |   `-- WorkerLostError (ConnectionError)                a worker that cannot be reached any more
     |-- CallsFailedError                                     some of the calls to several workers failed
-    |-- AuthenticationError                                  a peer that cannot prove who it is
-    |-- AllFailedError                                       collect_any, when no future completed
+    |-- AuthenticationError                                  a peer that did not prove its identity
+    |-- AllFailedError                                       collect_any, when every future failed
     |-- StorageError        (OSError)                        the disk failed, or moved fewer bytes than asked
-    |   |-- ChecksumError                                    bytes are not those that were written, or sent
+    |   |-- ChecksumError                                    bytes changed after they were written, or sent
     |   `-- QuotaError                                       the store is full
     |-- ArchiveError        (ValueError)                     an archive of images, or a member of it, cannot be used
     |-- SwapError                                            optimizer state that cannot be read or written
@@ -54,42 +54,42 @@ __all__ = [
 
 
 class CUDAFutureError(RuntimeError):
-    """The root of the tree. Catch it to catch whatever the library itself has to say."""
+    """Root of the tree. Catch it to catch every error of the library."""
 
 
 class InvalidStateError(CUDAFutureError):
-    """The future is not in a state that allows the call.
+    """Error of a call that the future's state does not allow.
 
-    Completed twice: let one producer own the future. Value asked while pending: ``wait()``, or test ``done()`` first.
-    Used after fork or at exit: make futures in the process, and in the part of its life, that uses them.
+    Completed twice: let one producer own the future. Value read while pending: ``wait()``, or test ``done()`` first.
+    Used after fork or at exit: create futures in the process that uses them, before its exit begins.
     """
 
 
 class CancelledError(CUDAFutureError, concurrent.futures.CancelledError):
-    """The future was cancelled before its producer completed it. Ask ``cancelled()`` first where that is expected."""
+    """Error of a future that was cancelled before its producer completed it. Test ``cancelled()`` if you expect it."""
 
 
 class DeviceMismatchError(CUDAFutureError, ValueError):
-    """A value, a stream or a set of devices does not fit the future's bounding set.
+    """Error of a value, a stream or a set of devices that does not fit the future's bounding set.
 
-    The message names both sets. Give the future all the devices that its values may use, or leave ``devices`` out.
+    The message names both sets. Give the future all the devices that its values may use, or omit ``devices``.
     """
 
 
 class TensorSearchError(CUDAFutureError, ValueError):
-    """A value has more objects than the search for its tensors visits.
+    """Error of a value that has more objects than the search for tensors visits.
 
     The future fails, because tensors that the search did not reach would have no event. Name the tensors that the value
-    uses: ``set_result(value, tensors=[...])``. Then a search that cannot finish is no error.
+    uses: ``set_result(value, tensors=[...])``. Then an unfinished search is no error.
     """
 
 
 class CollectiveError(CUDAFutureError):
-    """A collective failed: a peer died, timed out, or issued something else. The group should be made anew.
+    """Error of a collective: a peer died, timed out, or issued another collective. Create a new group.
 
     ``operation``, ``group`` (its name), ``rank`` (in the group), ``sequence`` (how many this rank had issued there
-    before; -1: none was issued) and ``shapes`` (of the tensors given) say which; ``__cause__`` is torch's own error.
-    Survivors of a dead peer make a new group of themselves: ``ProcessGroup(group).new_group(ranks)``.
+    before; -1: none was issued) and ``shapes`` (of the given tensors) identify it; ``__cause__`` is torch's own error.
+    Survivors of a dead peer create a group of the survivors: ``ProcessGroup(group).new_group(ranks)``.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class CollectiveError(CUDAFutureError):
 
 
 class RemoteError(CUDAFutureError):
-    """An exception raised on another worker whose type cannot be imported here.
+    """Exception that another worker raised and whose type cannot be imported here.
 
-    ``type_name`` is the remote type, ``remote_traceback`` its traceback as text, ``worker`` who raised it.
+    ``type_name`` is the remote type, ``remote_traceback`` its traceback as text, ``worker`` the name of that worker.
     """
 
     def __init__(self, message: str, *, type_name: str = "", remote_traceback: str = "", worker: str = "") -> None:
@@ -124,9 +124,9 @@ class RemoteError(CUDAFutureError):
 
 
 class WorkerLostError(RemoteError, ConnectionError):
-    """The connection to a worker broke, or there is none: it died, or its network did. ``worker`` says who.
+    """Error of a lost connection to a worker: the worker or its network died. ``worker`` is its name.
 
-    Whether the call ran there is not known. Calls to the same worker go on failing: start the job anew.
+    The caller cannot know whether the call ran there. Later calls to that worker fail too: restart the job.
     """
 
     def __init__(self, message: str, *, worker: str = "") -> None:
@@ -137,9 +137,9 @@ class WorkerLostError(RemoteError, ConnectionError):
 
 
 class CallsFailedError(CUDAFutureError):
-    """Calls to several workers were made, and some failed.
+    """Error of calls to several workers of which some failed.
 
-    ``failures`` holds the errors and ``results`` the values of the others, both by the worker's name.
+    ``failures`` holds the errors, ``results`` the values of the successful calls, both by worker name.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class CallsFailedError(CUDAFutureError):
 
 
 class AuthenticationError(CUDAFutureError):
-    """A peer did not prove that it knows the secret. Check that both sides were given the same one."""
+    """Error of a peer that did not prove that it knows the secret. Check that both sides have the same secret."""
 
 
 class AllFailedError(CUDAFutureError):
-    """Every future given to ``collect_any`` failed. ``exceptions`` holds their errors, in the order of the futures."""
+    """Error of ``collect_any`` if every future failed. ``exceptions`` holds the errors, in the order of the futures."""
 
     def __init__(self, message: str, exceptions: Sequence[BaseException] = ()) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class AllFailedError(CUDAFutureError):
 
 
 class StorageError(CUDAFutureError, OSError):
-    """A read or a write failed. ``path``, ``offset``, ``wanted`` and ``got`` (bytes) say where and by how much."""
+    """Error of a read or a write. ``path``, ``offset``, ``wanted`` and ``got`` (bytes) show where and by how much."""
 
     def __init__(
         self, message: str, *, errno: int | None = None, path: str = "", offset: int = 0, wanted: int = 0, got: int = 0
@@ -187,25 +187,25 @@ class StorageError(CUDAFutureError, OSError):
         self.got = got
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, {**self.__dict__, "errno": self.errno}  # OSError keeps that beside
+        return type(self), self.args, {**self.__dict__, "errno": self.errno}  # errno is not in the __dict__
 
 
 class ChecksumError(StorageError):
-    """Bytes have changed: what was read is not what was written, or what came to be written is not what was meant.
+    """Error of bytes that changed: after they were written, or on their way to be written.
 
-    The data is not returned, or not written. In the first case write it again, and look at the disk.
+    The data is not returned, or not written. After a failed read, write the data again and check the disk.
     """
 
 
 class QuotaError(StorageError):
-    """The store's capacity does not hold the write; nothing was changed. Delete keys or raise ``capacity``."""
+    """Error of a write that exceeds the store's capacity; nothing changed. Delete keys or raise ``capacity``."""
 
 
 class ArchiveError(CUDAFutureError, ValueError):
-    """An archive of images, or a member of it, cannot be used; the message names both.
+    """Error of an archive of images, or of one of its members; the message names both.
 
-    ``path``, ``member`` and ``reason`` (a word such as "corrupt", see ``data.TgzImages``) are empty where the error
-    comes from a DataLoader worker: torch passes on the message only. Pass ``on_error="skip"`` to count such members.
+    ``path``, ``member`` and ``reason`` (a word such as "corrupt", see ``data.TgzImages``) are empty if the error
+    comes from a DataLoader worker: torch passes only the message. Pass ``on_error="skip"`` to count such members.
     """
 
     def __init__(self, message: str, *, path: str = "", member: str = "", reason: str = "") -> None:
@@ -216,17 +216,17 @@ class ArchiveError(CUDAFutureError, ValueError):
 
 
 class ScheduleError(CUDAFutureError, ValueError):
-    """A table that cannot run: a cell is missing or stands twice, a stage lies on two devices, or cells deadlock.
+    """Error of a table that cannot run: a cell is missing or appears twice, a stage has two devices, or cells deadlock.
 
     The message names the cells, their devices and their positions. Change the table there.
     """
 
 
 class SwapError(CUDAFutureError):
-    """The optimizer state of a parameter cannot be read or written; the message names the parameter.
+    """Error of optimizer state that cannot be read or written; the message names the parameter.
 
     ``parameter`` is the parameter, ``__cause__`` the error of the store. Each parameter has its old value with its old
-    state, or its new value with its new state. Mend the cause, and call ``step()`` again.
+    state, or its new value with its new state. Fix the cause, then call ``step()`` again.
     """
 
     def __init__(self, message: str, *, parameter: Any = None) -> None:
@@ -235,7 +235,7 @@ class SwapError(CUDAFutureError):
 
 
 class NotFoundError(CUDAFutureError, KeyError):
-    """The store has no such key."""
+    """Error of a key that the store does not have."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return RuntimeError.__str__(self)

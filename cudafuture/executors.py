@@ -1,16 +1,16 @@
-"""Where host callbacks run.
+"""Executors for host callbacks.
 
 ``inline``
-    In the thread that completes the future; on the callback thread where that is a C++ thread, which never takes the
+    In the thread that completes the future; on the callback thread if that is a C++ thread, which never takes the
     GIL. This is the default, unless the future's producer chose another executor for its futures.
 ``callback_thread``
-    On the library's one callback thread, in the order in which the futures were completed. Callbacks there should not
-    block: others wait behind them.
+    On the library's one callback thread, in the order of completion. Callbacks there must not block: a callback that
+    blocks delays the others.
 ``serial(name)``
-    On a thread of its own, one at a time, in the order in which the futures were completed. Neither do they wait behind
-    callbacks that block elsewhere, nor others behind them.
+    On a thread of its own, one at a time, in the order of completion. Its callbacks and the callbacks of other
+    executors do not delay each other.
 any ``concurrent.futures.Executor``
-    For callbacks that block. ``default_executor()`` is the one that ``submit`` uses.
+    For callbacks that block. ``submit`` uses ``default_executor()`` by default.
 
 >>> from concurrent.futures import ThreadPoolExecutor
 >>> from cudafuture import CUDAFuture, executors
@@ -41,12 +41,12 @@ _default: ThreadPoolExecutor | None = None
 def serial(name: str) -> HostExecutor:
     """Return an executor that runs callbacks on a thread of its own.
 
-    They run one at a time, in the order in which their futures were completed. A callback must not wait for another one
-    of the same executor. An executor has a thread while it has callbacks to run, and is kept until the process ends:
-    make one for a service or a component, not for a call.
+    Callbacks run one at a time, in the order in which their futures complete. A callback must not wait for another
+    callback of the same executor. The executor has a thread while it has callbacks to run, and lives until the process
+    ends: create one for a service or a component, not for a call.
 
     Args:
-        name: for messages.
+        name: shown in messages.
 
     >>> from cudafuture import CUDAFuture
     >>> log = serial("log")
@@ -59,7 +59,7 @@ def serial(name: str) -> HostExecutor:
 def default_executor() -> Executor:
     """Return the thread pool that ``submit`` uses.
 
-    It is made at the first call, with CUDAFUTURE_SUBMIT_THREADS threads, and joined at exit.
+    The first call creates it, with CUDAFUTURE_SUBMIT_THREADS threads. It is joined at exit.
 
     >>> default_executor().submit(divmod, 7, 2).result()
     (3, 1)

@@ -1,4 +1,4 @@
-"""What Python adds beside the native CUDAFuture: running functions and copying values asynchronously."""
+"""Functions that complement the native CUDAFuture: run a function or copy a value asynchronously."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _C.set_watcher_pauses(config.watcher_first_pause, config.watcher_longest_pause)
 
 
-# The first two come first: a call that names neither `executor` nor `priority` has its arguments checked against `fn`.
+# The first two overloads come first: calls that name neither `executor` nor `priority` are checked against `fn`.
 @overload
 def submit(
     fn: Callable[..., T],
@@ -46,15 +46,15 @@ def submit(  # type: ignore[misc]
     priority: int = 0,
     **kwargs: Any,
 ) -> CUDAFuture[T]:
-    """Run ``fn(*args, **kwargs)`` on an executor and return a future of what it returns.
+    """Run ``fn(*args, **kwargs)`` on an executor and return a future of its return value.
 
     Args:
         fn: runs with the caller's grad mode, inference mode, autocast and contextvars.
         executor: None (default): the library's thread pool, ``executors.default_executor()``. Or any
-            concurrent.futures.Executor, ``executors.callback_thread``, or ``executors.inline`` (here and now).
-        priority: of the future; its callbacks' pool streams have it.
+            concurrent.futures.Executor, ``executors.callback_thread``, or ``executors.inline`` (in this call).
+        priority: of the future and of its callbacks' pool streams.
 
-    Cancelling the future before `fn` has begun keeps it from running; afterwards ``cancel()`` returns False.
+    Cancelling the future before `fn` starts prevents `fn` from running. After that, ``cancel()`` returns False.
 
     Raises:
         TypeError: `fn` cannot be called, or `executor` cannot submit.
@@ -85,37 +85,38 @@ def copy(
     """Copy every tensor of `value` to `device` and return a future of the same structure with the copies.
 
     Args:
-        value: a tensor, or any nesting that ``torch.utils._pytree`` knows; what is no tensor is passed on as it is.
-            Its tensors may be on the host and on several devices. They are read after the work that the caller has
-            enqueued so far, may be dropped at once, and must stay unchanged until the future is ready.
-        device: where to.
+        value: a tensor, or any nesting that ``torch.utils._pytree`` knows; other leaves are passed on unchanged.
+            Its tensors may be on the host and on several devices. The copies are ordered after the work that the caller
+            has enqueued so far. The caller may drop the tensors at once, and must not change them until the future is
+            ready.
+        device: the destination.
         priority: of the streams and of the future; 0 (default), -1 high.
-        out: memory for the copies; None (default): they get memory of their own. A value of the structure of `value`,
+        out: memory for the copies; None (default): new memory. A value of the structure of `value`,
             whose tensors have the shapes and dtypes of the sources and are on `device`: they are filled and returned.
             With `pack`, one contiguous tensor of uint8 on `device` with at least ``packed_nbytes(value)`` bytes.
-        stream: that the copies run on; None (default): streams of the pool. It is on `device`, or on the device of the
+        stream: runs the copies; None (default): streams of the pool. It is on `device`, or on the device of the
             sources when `device` is the host.
-        pack: copy tensors of the host to a device all at once. They are laid one after the other into one staging
-            buffer, which crosses in one copy. The results are views of one slab of device memory, which belongs to
-            the caller's current stream; each begins at a multiple of 512 bytes, and one that is kept keeps the whole
-            slab. Pinned tensors of 64 KiB and more are not staged. The host reads the tensors, so device work that
-            fills them must have finished. Without effect on other tensors, and where `device` is the host.
+        pack: copy host tensors to a device in one transfer, through one staging buffer. The results are views of one
+            slab of device memory, which belongs to the caller's current stream. Each view starts at a multiple of 512
+            bytes and keeps the whole slab alive. Pinned tensors of 64 KiB and more are not staged. The host reads the
+            tensors, so device work that fills them must have finished. `pack` has no effect on other tensors, or if
+            `device` is the host.
 
-    A copy has the shape, the dtype and the order of dimensions of its source, memory of its own without gaps, and no
-    gradient; two views of one tensor become two tensors. Nothing blocks the caller until a device has finished:
+    A copy has the shape, the dtype and the order of dimensions of its source, its own memory without gaps, and no
+    gradient; two views of one tensor become two tensors. The call never blocks until a device finishes:
 
-    - From the host to a device, the data is first copied to pinned memory: at once up to 1 MiB, on
-      ``executors.default_executor()`` beyond. What is pinned already, and has no gaps, a device reads as it is.
+    - From the host to a device, the data is first copied to pinned memory: in this call up to 1 MiB, on
+      ``executors.default_executor()`` beyond. A device reads pinned memory without gaps directly.
     - From a device to the host, the copy is in pinned memory; the host may read it after ``wait()``.
-    - Between devices, and on one, it goes directly.
-    - Within the host it runs on ``executors.default_executor()``.
+    - Between devices, and on one device, the copy is direct.
+    - Within the host, the copy runs on ``executors.default_executor()``.
 
-    Sparse and nested tensors, and those that wrap others, go the way of ``Tensor.to``, which may block.
-    An error on the way, such as too little memory, fails the future.
+    Sparse tensors, nested tensors and tensor subclasses are copied by ``Tensor.to``, which may block.
+    An error during the copy, such as too little memory, fails the future.
 
     Raises:
-        TypeError, ValueError, RuntimeError: no such device, nothing to copy out of it (meta), or `out` or `stream` that
-            does not fit.
+        TypeError, ValueError, RuntimeError: the device does not exist, a source has no data (meta), or `out` or
+            `stream` does not fit.
 
     >>> copy({"x": torch.ones(2)}, "cpu").wait()
     {'x': tensor([1., 1.])}

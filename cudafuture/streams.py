@@ -1,4 +1,4 @@
-"""Streams: from a device's pool by priority, those that are current, and making some current for a while."""
+"""Streams: from a device's pool by priority, the current ones, and a context that makes streams current."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
     """Return a stream of the device's own pool.
 
     Args:
-        device: one that has streams, such as "cuda:0".
+        device: a device that has streams, such as "cuda:0".
         priority: lower is more urgent; 0 (default), -1 high.
 
-    The pool hands its streams out round-robin (CUDA: 32 per priority), so two callers can share one. Do not keep it:
-    ``own_stream`` returns one to keep.
+    The pool returns its streams round-robin (CUDA: 32 per priority), so two callers can share a stream. Do not keep
+    it: ``own_stream`` returns a stream to keep.
 
     Raises:
-        ValueError: a device without streams, such as the CPU.
+        ValueError: the device has no streams, such as the CPU.
 
     >>> pool_stream("cpu")
     Traceback (most recent call last):
@@ -35,19 +35,19 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
 
 
 def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
-    """Return a stream that no one else gets while the returned object lives, for an object that keeps one.
+    """Return a stream that no other caller gets while the returned object lives.
 
     Args:
-        device: one that has streams, such as "cuda:0".
+        device: a device that has streams, such as "cuda:0".
         priority: lower is more urgent; 0 (default), -1 high. A device clamps a priority that is too high for it.
 
-    The stream is not one of the pool. It is never destroyed, since allocators may still record events on it: when the
-    object is gone, the next caller for the device and the priority gets the stream. So a program has as many as it uses
-    at a time. Devices other than CUDA's, ROCm's and the simulated ones give a stream of their pool.
+    The stream is not from the pool. It is never destroyed, since allocators may still record events on it. When the
+    object is freed, the next caller for the same device and priority gets the stream. A program therefore has as many
+    streams as it uses at a time. Devices other than CUDA's, ROCm's and the simulated ones return a pool stream.
 
     Raises:
-        ValueError: a device without streams, such as the CPU.
-        RuntimeError: the device could not make a stream.
+        ValueError: the device has no streams, such as the CPU.
+        RuntimeError: the device could not create a stream.
 
     >>> own_stream("cpu")
     Traceback (most recent call last):
@@ -60,7 +60,7 @@ def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Str
 
 
 def current_streams(devices: Iterable[torch.device | str | int]) -> list[torch.Stream]:
-    """Return the calling thread's current stream of each device, in their order; the CPU has none and is passed over.
+    """Return the calling thread's current stream of each device, in their order; skip the CPU, which has none.
 
     >>> current_streams(["cpu"])
     []
@@ -75,7 +75,7 @@ def has_context(device: torch.device | str | int) -> bool:
     half a gigabyte of the device's memory.
 
     Raises:
-        ValueError: a device without streams, such as the CPU.
+        ValueError: the device has no streams, such as the CPU.
 
     >>> has_context("cpu")
     Traceback (most recent call last):
@@ -88,7 +88,7 @@ def has_context(device: torch.device | str | int) -> bool:
 def use_streams(*streams: torch.Stream) -> AbstractContextManager[None]:
     """Return a context manager that makes the streams current in this thread, each on its device.
 
-    On leaving, each device has its stream, and the thread its current device, back, whatever was changed in between.
+    On exit, each device gets its previous stream back, and the thread its previous current device, whatever changed.
 
     >>> with use_streams():
     ...     pass

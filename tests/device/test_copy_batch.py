@@ -197,7 +197,7 @@ def test_copies_to_the_host_run_on_a_stream_of_the_source(accelerator: Device) -
 
 
 def test_a_stream_of_another_device_is_refused(pair: Device) -> None:
-    wanted = f"stream is on {pair.at(1)}, and the copies run on {pair.at(0)}"
+    wanted = f"stream is on {pair.at(1)}, but the copies run on {pair.at(0)}"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         copy(torch.ones(2), pair.at(0), stream=pair.stream(index=1))
     with pytest.raises(ValueError, match="the copies run on no device"):

@@ -43,7 +43,7 @@ def test_debug_is_a_list_of_words(text, on):
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
 def test_a_word_that_debug_does_not_know_is_refused_by_name(text):
-    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': order is wanted, or nothing"):
+    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, or leave it empty"):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 
