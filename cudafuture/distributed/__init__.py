@@ -1,11 +1,11 @@
 """Collectives that return CUDAFuture, in an order that is the same on every rank.
 
-The functions take torch.distributed's own arguments, without ``async_op``, and return what
-:mod:`~cudafuture.distributed.collectives` says.
+The functions take torch.distributed's own arguments, without ``async_op``.
+:mod:`~cudafuture.distributed.collectives` documents their values.
 
-The callbacks of a group's futures run in the order in which they were attached, whatever completes first. A collective
-that a callback issues goes to a group of its own, which only the callbacks of that kind use. So a program that attaches
-the same callbacks in the same order on every rank has its data paired rightly, however the ranks' timing differs.
+The callbacks of a group's futures run in the order in which they were attached, whichever future completes first. A
+collective that a callback issues goes to a side group, which only callbacks of that kind use. A program that attaches
+the same callbacks in the same order on every rank therefore pairs its data correctly, for any timing of the ranks.
 """
 
 from cudafuture.distributed.collectives import (

@@ -1,11 +1,11 @@
-"""Companion groups: the same ranks as a group, on connections of their own, for tensors and objects on the host.
+"""Side groups: groups with the same ranks and their own connections, for tensors and objects on the host.
 
-NCCL has no part in them: several communicators on one device need one order of execution on all ranks. A group that
-has no other backend gets a companion over Gloo.
+NCCL groups have no side groups over NCCL: several communicators on one device need one order of execution on all ranks.
+A group that has no other backend gets a side group over Gloo.
 
-They are made without a collective of the group, by meeting in its store under a name that every rank derives alike. So
-one is made where it is first needed, by the thread that needs it, which blocks until the other ranks come. torch's
-``new_group`` would not do: it takes its names from a counter of the groups made so far, which differs between ranks
+A side group is created without a collective: the ranks meet in the group's store under a name that every rank derives
+in the same way. The thread that first needs the side group creates it, and blocks until the other ranks arrive. torch's
+``new_group`` does not work here: it derives names from the number of groups created so far, which differs between ranks
 while their callbacks run.
 """
 
@@ -27,10 +27,10 @@ __all__ = ["kind_of", "make_companion", "store_of", "timeout_of"]
 
 
 def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Return a process group of the same ranks, unknown to torch's registry; every rank of it asks for `name`.
+    """Return a process group of the same ranks, unknown to torch's registry; every rank must ask for `name`.
 
     Raises:
-        CollectiveError: the other ranks did not come within the group's timeout, or its backend cannot be made again.
+        CollectiveError: the other ranks did not arrive within the group's timeout, or its backend cannot be recreated.
     """
     rank, size = group.rank(), group.size()
     made: dict[int, Any] = {}
@@ -46,22 +46,23 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
             companion._register_backend(device, kind, made[id(backend)])
     except (RuntimeError, KeyError) as e:
         raise CollectiveError(
-            f"rank {rank} could not make the companion '{name}' of group '{group.group_name}', on which its callbacks "
-            f"issue collectives: {e}. Do all {size} ranks issue the same collectives in the same callbacks?",
+            f"rank {rank} could not create the side group '{name}' of group '{group.group_name}', on which its "
+            f"callbacks issue collectives: {e}. Check that all {size} ranks issue the same collectives in the same "
+            "callbacks",
             group=group.group_name,
             rank=rank,
         ) from e
     full_name: Any = f"{group.group_name}/{name}"
     companion._set_group_name(full_name)
     companion._set_group_desc(f"callbacks of {group.group_name}")
-    weakref.finalize(group, companion.shutdown).atexit = False  # a process that ends needs no more of it
+    weakref.finalize(group, companion.shutdown).atexit = False  # a process that exits does not need the shutdown
     return companion
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
-    """Return the group's store, on a connection of its own: a blocking call holds up no one else's."""
+    """Return the group's store, on its own connection, so that a blocking call delays no other caller."""
     store: Any = c10d._get_process_group_store(group)
-    with contextlib.suppress(RuntimeError):  # of a store that cannot be cloned, as those written in Python
+    with contextlib.suppress(RuntimeError):  # some stores cannot be cloned, such as those written in Python
         store = store.clone()
         store.set_timeout(timeout_of(group))
     return PrefixStore(f"cudafuture/{prefix}/", store)
@@ -77,7 +78,7 @@ def timeout_of(group: dist.ProcessGroup) -> Any:
 
 
 def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the group's backend for a type of device, such as "gloo"; None where it has none."""
+    """Return the name of the group's backend for a type of device, such as "gloo"; None if it has none."""
     try:
         name: str = unwrapped(group._get_backend(device)).name()
     except RuntimeError:
@@ -86,7 +87,7 @@ def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _copied_backends(group: dist.ProcessGroup) -> list[tuple[torch.device, Any]]:
-    """Return the devices and backends that a companion has; None stands for Gloo, where the group has NCCL only."""
+    """Return the devices and backends of a side group; None stands for Gloo, if the group has NCCL only."""
     backends = [(device, group._get_backend(device)) for device in group._device_types]
     copied = [(device, backend) for device, backend in backends if _name_of(backend) != "nccl"]
     return copied or [(torch.device("cpu"), None)]
@@ -104,7 +105,7 @@ def _like(backend: Any, store: Store, rank: int, size: int, timeout: Any) -> Any
     name = _name_of(backend)
     if name == "gloo":
         if not dist.is_gloo_available():
-            raise RuntimeError("it takes the Gloo backend, which this build of torch does not have")
+            raise RuntimeError("it needs the Gloo backend, which this build of torch does not have")
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:

@@ -1,7 +1,7 @@
-"""What Gloo cannot survive by itself: a message that is larger than this rank expects.
+"""Survival of a message that is larger than this rank expects, on which Gloo would end the process.
 
-Gloo ends the process then. The native module stops Gloo's thread instead; what it told is kept here for the errors of
-the collectives that time out because of it.
+The native module stops Gloo's thread instead. This module keeps the thread's error for the collectives that time out
+because of it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["failures"]
 
 _logger = logging.getLogger("cudafuture.distributed")
 _started = False  # the thread that fails overdue collectives
-_PAUSE = 0.1  # seconds between two looks at what is overdue
-_GRACE = 0.5  # seconds that a healthy group gets to say so itself
+_PAUSE = 0.1  # seconds between two checks for overdue collectives
+_GRACE = 0.5  # seconds that a healthy group gets to report its own timeout
 
 failures: list[str] = []
-"""What Gloo's threads died of, in order."""
+"""The errors that ended Gloo's threads, in order."""
 
 
 def _keep_groups(message: str) -> object:
-    """Return every group there is: one of them cannot be destroyed any more, and which one nobody knows."""
+    """Return every group: one of them cannot be destroyed any more, and the error does not show which one."""
     global _started
     failures.append(message)
     if not _started:
@@ -35,19 +35,19 @@ def _keep_groups(message: str) -> object:
             threading.Thread(target=_fail_overdue, name="cudafuture-gloo", daemon=True).start()
             _started = True
         except RuntimeError:  # the system has no more threads; the next failure tries again
-            _logger.exception("overdue collectives cannot be failed: no thread could be started")
+            _logger.exception("overdue collectives stay pending: no thread could be started to fail them")
     companions = [companion for _, state in list(groups.values()) for companion in state.companions()]
     return [*c10d._world.pg_map, *companions]
 
 
 def _fail_overdue() -> None:
-    """Fail what the dead thread would have completed: Gloo waits for it beyond its own timeout."""
+    """Fail the collectives that the dead thread would have completed: Gloo waits for it beyond its own timeout."""
     pause = threading.Event()
     while not pause.wait(_PAUSE):
         try:
             _C.fail_overdue(_GRACE, _note_broken)
-        except Exception:  # the thread goes on: others are overdue, too
-            _logger.exception("overdue collectives could not be failed")
+        except Exception:  # the thread continues: other collectives may be overdue
+            _logger.exception("failing overdue collectives raised an error; they are tried again")
 
 
 def _note_broken(issue: Any) -> None:

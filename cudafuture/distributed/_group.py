@@ -1,19 +1,19 @@
-"""What the library keeps for one process group: its ordered callbacks, its companions and its counters.
+"""State of one process group: its serial queues, its side groups and its counters.
 
 ::
 
-    program ────────────────────────► the group itself            all_reduce #0, #1, #2 ...
-    callback in lane "g.0" ─────────► companion "g/g.0"           what only that lane issues
-      the same, over NCCL ──────────► the group itself            in the order of issue
-    object collective, in a line ───► companion "g/g/objects.0"   what only that line issues
-    monitored barrier, in a queue ──► keys in the group's store   the barriers of that queue
-    staged collective, in a line ───► companion "g/g/staged.0"    what only that line issues
+    program ────────────────────────────────► the group itself           all_reduce #0, #1, #2 ...
+    callback in serial queue "g.0" ─────────► side group "g/g.0"         only operations of that queue
+      the same, over NCCL ──────────────────► the group itself           in issue order
+    object collective, in a serial queue ───► side group "g/g/objects.0" only operations of that queue
+    monitored barrier, in a serial queue ───► keys in the group's store  the barriers of that queue
+    staged collective, in a serial queue ───► side group "g/g/staged.0"  only operations of that queue
 
-Backends pair what ranks issue on a group by the order of issue. So whoever issues side by side with others, in an
-order of its own, has a group of its own: a companion, with the same ranks.
+Backends pair the operations that ranks issue on a group by the order of issue. Each serial queue that issues
+concurrently with the program, in its own order, therefore has a side group with the same ranks.
 
-NCCL is another matter. Several communicators on one device need one order of execution on all ranks, so there are no
-companions: a callback issues on the group itself, at its place in the order of issue (``core/issue_order.h``).
+NCCL is different. Several communicators on one device need one order of execution on all ranks, so there are no side
+groups: a callback issues on the group itself, at its place in the issue order (``core/issue_order.h``).
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from cudafuture.errors import CollectiveError, InvalidStateError
 
 __all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
 
-_DEEPEST = 32  # steps of a chain that issue; each has connections and threads of its own
+_DEEPEST = 32  # steps of a chain that issue; each has its own connections and threads
 
 
 class Issuer:
-    """Whoever issues on one communicator, in one order: the program, or one lane of callbacks."""
+    """Issuer of operations on one communicator in one order: the program, or one serial queue of callbacks."""
 
     __slots__ = ("issued", "lane", "lost", "process_group")
 
     def __init__(self, process_group: dist.ProcessGroup | None, lane: str | None) -> None:
-        # None: the group itself, which is not to be kept alive from here; or a companion that nobody has needed yet.
+        # None: the group itself, which an Issuer does not keep alive; or a side group that no operation has needed yet.
         self.process_group = process_group
         self.lane = lane
         self.issued = 0
         self.lost: BaseException | None = (
-            None  # why a staged operation was not issued here: the next would take its place
+            None  # why a staged operation was not issued here: the next one would take its place
         )
 
 
 class Group:
-    """The state of one process group, which it does not keep alive."""
+    """State of one process group, which it does not keep alive."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.name: str = process_group.group_name
@@ -65,39 +65,39 @@ class Group:
         self.nccl_devices = frozenset(device for device, kind in kinds.items() if kind == "nccl")  # their types
         self.has_nccl = bool(self.nccl_devices)
         self.has_nccl_only = len(self.nccl_devices) == len(kinds)
-        self.backends = _backends.of_group(process_group)  # that report failures after an operation was enqueued
+        self.backends = _backends.of_group(process_group)  # async error sources
         self.callbacks = _C.ordered_executor(self.name, in_issue_order=self.has_nccl)
         self.objects = _C.ordered_executor(f"{self.name}/objects")
         self.barriers = _C.ordered_executor(f"{self.name}/barriers")
         self.staged = _C.ordered_executor(f"{self.name}/staged")
         self.sends = _C.ordered_executor(f"{self.name}/sends")
-        self.sends_waiting = 0  # in that line; guarded by _lock
+        self.sends_waiting = 0  # in the queue `sends`; guarded by _lock
         self.program = Issuer(None, None)
         self.beside = Issuer(None, None)
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
-        self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, with ProcessGroup.new_group()
-        self.detours: dict[tuple[str, str], str | None] = {}  # of an operation on a type of device
-        self.is_broken = False  # its Gloo thread has died: whoever calls into it may wait for ever
+        self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
+        self.detours: dict[tuple[str, str], str | None] = {}  # per operation and type of device
+        self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
         self._companions: dict[str, Issuer] = {}
         self._lanes_in_issue_order: set[str] = set()
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
         self._lock = threading.Lock()  # guards _companions and sends_waiting
 
     def companion(self, process_group: dist.ProcessGroup, lane: str, *, connected: bool = True) -> Issuer:
-        """Return who issues here in the callbacks of a lane; called by the thread that runs them.
+        """Return the issuer for the callbacks of a serial queue; only the thread that runs them calls this.
 
-        `connected`: make the group, too, if nobody has so far.
+        `connected`: create its side group too, if that does not exist yet.
 
         Raises:
-            InvalidStateError: some rank of this group has no such lane.
+            InvalidStateError: some rank of this group has no such queue.
         """
         with self._lock:
             issuer = self._companions.get(lane)
-        if issuer is None:  # nobody else comes here with this lane
+        if issuer is None:  # only this thread uses this queue's entry
             self._require_everywhere(lane)
             issuer = Issuer(None, lane)
         if connected and issuer.process_group is None:
-            _C.set_leavable(True)  # it waits for the other ranks, and nobody can interrupt that
+            _C.set_leavable(True)  # creation blocks until the other ranks arrive, and cannot be interrupted
             try:
                 issuer.process_group = make_companion(process_group, lane)
             finally:
@@ -107,11 +107,11 @@ class Group:
         return issuer
 
     def wait_for_issue_order(self, operation: str, lane: str | None) -> None:
-        """Wait until everything has been issued that comes before this point, to issue on the group over NCCL.
+        """Wait until every operation before this point has been issued, to issue on the group over NCCL.
 
         Raises:
             InvalidStateError: a callback issues, and some rank of this group has no such callback, or the callback has
-                no place in the order of issue.
+                no place in the issue order.
             CollectiveError: the callbacks before this point have not run within the group's timeout.
         """
         if lane is not None and lane not in self._lanes_in_issue_order:
@@ -120,7 +120,7 @@ class Group:
             self._lanes_in_issue_order.add(lane)
         if not _C.wait_for_issue_order(self.timeout):
             raise CollectiveError(
-                f"{operation} on group '{self.name}', rank {self.rank}: over NCCL it comes after the callbacks that "
+                f"{operation} on group '{self.name}', rank {self.rank}: over NCCL it runs after the callbacks that "
                 f"were attached before it, and these have not run within the group's timeout of {self.timeout:g} s. "
                 "Attach callbacks whose future completes late, or that wait for the program, after it",
                 operation=operation,
@@ -129,7 +129,7 @@ class Group:
             )
 
     def monitored_barrier(self, process_group: dist.ProcessGroup, queue: str) -> MonitoredBarrier:
-        """Return the monitored barriers of a serial queue; called by the thread that runs the queue.
+        """Return the monitored barriers of a serial queue; only the thread that runs the queue calls this.
 
         Raises:
             InvalidStateError: some rank of this group has no such queue.
@@ -140,12 +140,12 @@ class Group:
         return self._barriers[queue]
 
     def companions(self) -> list[dist.ProcessGroup]:
-        """Return those that have been made so far."""
+        """Return the side groups that exist so far."""
         with self._lock:
             return [i.process_group for i in self._companions.values() if i.process_group is not None]
 
     def count_sends(self, change: int) -> None:
-        """Add to the number of sends that stand in the line."""
+        """Add to the number of sends that wait in the queue `sends`."""
         with self._lock:
             self.sends_waiting += change
 
@@ -168,27 +168,27 @@ class Group:
             if name != self.name and not (name in of_name and self.ranks <= of_name[name].ranks):
                 raise InvalidStateError(
                     f"a callback of group '{name}' issues a collective on group '{self.name}', which has ranks that "
-                    "have no such callback, or other groups' ones in its place: nothing tells which of theirs goes "
-                    f"with it. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
+                    "have no such callback, or another group's callback in its place, so that their collectives cannot "
+                    f"be paired. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
                 )
         depth = sum(1 + int(step.rpartition(".")[2]) for step in lane.split(">"))
         if depth > _DEEPEST:
             raise InvalidStateError(
-                f"a chain of more than {_DEEPEST} steps that issue collectives: each step has connections of its own; "
+                f"a chain has more than {_DEEPEST} steps that issue collectives: each step has its own connections; "
                 "write a loop in the program, or in one callback, which may wait for each collective"
             )
 
 
 def _lines(lane: str) -> list[str]:
-    """Return the names of the groups, or of their queues, by whose callbacks the lane is attached; its own is last."""
+    """Return the names of the groups, or of their queues, whose callbacks attach to the queue; its own is last."""
     return [step.rpartition(".")[0] for step in lane.split(">")]
 
 
-groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for those who look for every collective
+groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for lookup on every collective
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
-    """Return the state of `process_group`, which is made when it is first asked for."""
+    """Return the state of `process_group`; the first call creates it."""
     key = id(process_group)
     known = groups.get(key)
     if known is not None:
@@ -198,7 +198,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
 
 
 def resolve(group: Any) -> dist.ProcessGroup | None:
-    """Return the process group that `group` stands for; None where this rank is not in it.
+    """Return the process group that `group` stands for; None if this rank is not in it.
 
     Raises:
         ValueError: no group is given and ``init_process_group`` has not been called.
@@ -223,7 +223,7 @@ def resolve(group: Any) -> dist.ProcessGroup | None:
 def rank_in(
     group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, default: int | None = None
 ) -> int:
-    """Return the rank in the group that is meant by a global rank, or by a rank in the group."""
+    """Return the rank in the group, from a global rank or from a rank in the group."""
     if group_rank is not None and rank is not None:
         raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group, not both")
     if group_rank is None:
@@ -232,30 +232,30 @@ def rank_in(
         if rank is None:
             raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group")
         group_rank = dist.get_group_rank(group, rank)
-    if not 0 <= group_rank < group.size():  # Gloo would look for a connection there
-        raise ValueError(f"{name} is {group_rank}, and the group has the ranks 0 to {group.size() - 1}")
+    if not 0 <= group_rank < group.size():  # Gloo would search for a connection to it
+        raise ValueError(f"{name} is {group_rank}, but the group has the ranks 0 to {group.size() - 1}")
     return group_rank
 
 
 def require_program(what: str) -> None:
-    """Refuse to make groups in callbacks: torch names them by counting, and the ranks would count differently.
+    """Raise in callbacks, which must not create groups: torch names groups by a counter, and ranks would differ.
 
     Raises:
         InvalidStateError: called in a callback.
     """
     default = resolve(None)
     if default is not None and _C.issuing_lane(group_of(default).callbacks) is not None:
-        raise InvalidStateError(f"{what} makes groups in the order of the program: call it there, not in a callback")
+        raise InvalidStateError(f"{what} creates groups in program order: call it in the program, not in a callback")
 
 
 def make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group of some ranks, which alone call this, on the backend of `parent`.
+    """Create a group of some ranks, all of which call this, on the backend of `parent`.
 
-    torch's ``use_local_synchronization`` takes the name from how many groups this rank knows. Here it is how often
-    these ranks were asked for, which is the same for all of them.
+    torch's ``use_local_synchronization`` derives the name from the number of groups that this rank knows. Here the name
+    counts the requests for these ranks, which is the same on all of them.
 
     Raises:
-        CollectiveError: the others did not come.
+        CollectiveError: the other ranks did not arrive.
     """
     made = group_of(parent).made
     made[ranks] += 1
@@ -275,7 +275,7 @@ def make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timed
         )[0]
     except RuntimeError as e:
         raise CollectiveError(
-            f"rank {dist.get_rank()} could not make the group of ranks {list(ranks)} out of '{parent.group_name}': {e}",
+            f"rank {dist.get_rank()} could not create the group of ranks {list(ranks)} of '{parent.group_name}': {e}",
             group=parent.group_name,
             rank=parent.rank(),
         ) from e

@@ -1,9 +1,9 @@
-"""The one way that every collective takes: find who issues, number it, call torch, follow the Work.
+"""Issue of a collective: find its issuer, number it, call torch, follow the Work.
 
 ::
 
     collectives.broadcast(t, src=0)
-        begin("broadcast", group, (t,))       whose order is it in? which number?
+        begin("broadcast", group, (t,))       finds the issuer and the sequence number
         Issue.run(call, value)                call(process group) -> Work -> CUDAFuture[value]
 """
 
@@ -35,38 +35,38 @@ _compares_order = config.debug_order
 
 
 class Issue(NamedTuple):
-    """One operation that this rank issues. Made by `begin`: a call of the class costs more than all else there."""
+    """One operation that this rank issues. `begin` creates it: a call of the class costs more than the rest of it."""
 
     operation: str
     group: Group
     issuer: Issuer
     sequence: int
-    tensors: tuple[Any, ...]  # shapes and dtypes: futures may live for long
-    detour: str | None  # how it is brought to a backend that does not take tensors of such a device
+    tensors: tuple[Any, ...]  # shapes and dtypes only: futures may live long
+    detour: str | None  # STAGED if the backend cannot carry tensors of such a device
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of every tensor that was given, in order."""
+        """The shape of every given tensor, in order."""
         return tuple(tuple(shape) for shape, _ in _flat(self.tensors))
 
     @property
     def signature(self) -> str:
-        """The tensors that were given, as ``float32[4, 2]``."""
+        """The given tensors, as ``float32[4, 2]``."""
         return ", ".join(_text(facts) for facts in self.tensors)
 
     def error(self, cause: BaseException) -> BaseException:
-        """Return what the future fails with when torch reports `cause`; called by the native module, too."""
+        """Return the error of the future for the `cause` that torch reports; the native module calls this too."""
         cause = _unmasked(cause)
         if isinstance(cause, CollectiveError) or not isinstance(cause, RuntimeError):
             return cause
         group = self.group
-        beside = f" in lane '{self.issuer.lane}'" if self.issuer.lane is not None else ""
+        beside = f" in serial queue '{self.issuer.lane}'" if self.issuer.lane is not None else ""
         tensors = f" of {self.signature}" if self.tensors else ""
         why = str(cause).strip() or type(cause).__name__
         if _gloo.failures:
             why += (
-                ". Before that Gloo met a message of another size than expected, and its thread ended: the ranks did "
-                f"not all give tensors of the same shape and dtype. It said: {_gloo.failures[-1]}"
+                ". Before that, Gloo received a message of an unexpected size, and its thread ended: the ranks did "
+                f"not all give tensors of the same shape and dtype. Gloo reported: {_gloo.failures[-1]}"
             )
         error = CollectiveError(
             f"{self.operation} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
@@ -88,13 +88,13 @@ class Issue(NamedTuple):
         tensors: tuple[Any, ...] = (),
         roles: str = "",
     ) -> _Future[T]:
-        """Issue it: `call` gets the group to issue on, and `tensors`, and returns a Work.
+        """Issue the operation: `call` gets the group to issue on, and `tensors`, and returns a Work.
 
-        The future completes with `value`. `roles` says of each tensor, or list of them, whether it is read ("r"),
-        written ("w"), or both ("x"): where they have to go through the host, `call` gets others.
+        The future completes with `value`. `roles` has one letter for each tensor or list of tensors: "r" for read, "w"
+        for written, "x" for both. For tensors that go through the host, `call` gets their staging buffers.
         """
         if self.group.is_broken:
-            return self.refused(RuntimeError("the group's thread has ended"))
+            return self.refused(RuntimeError("the group's Gloo thread has ended; create a new group"))
         if self.detour == _staged.STAGED:
             future = _staged.run(self, process_group, call, value, tensors, roles)
             return self.shown(process_group, future)
@@ -107,7 +107,7 @@ class Issue(NamedTuple):
     def rank(
         self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, *default: int
     ) -> int:
-        """Return `rank_in`; where that raises, nothing was issued."""
+        """Return `rank_in`; if that raises, undo the count, since nothing was issued."""
         try:
             return rank_in(process_group, rank, group_rank, name, *default)
         except BaseException:
@@ -115,7 +115,7 @@ class Issue(NamedTuple):
             raise
 
     def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
-        """Return the future of the Work, which has been issued."""
+        """Return the future of the issued Work."""
         group = self.group
         future: _Future[T] = _C.collective(
             work, value, self.operation, group.callbacks, self, group.timeout, group.backends
@@ -123,11 +123,11 @@ class Issue(NamedTuple):
         return self.shown(process_group, future) if _compares_order else future
 
     def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:
-        """Return the future, or one that waits until all ranks have shown that they issued the same."""
+        """Return the future, or one that also waits until all ranks have shown that they issued the same operation."""
         return _order.checked(future, self, process_group) if _compares_order else future
 
     def refused(self, cause: BaseException) -> _Future[Any]:
-        """Return a failed future where the backend refused; raise what is about the arguments: nothing was issued."""
+        """Return a failed future if the backend refused; raise errors of the arguments, since nothing was issued."""
         cause = _unmasked(cause)
         if not isinstance(cause, RuntimeError):
             self.issuer.issued -= 1
@@ -139,7 +139,7 @@ class Issue(NamedTuple):
     def run_in_line(
         self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object], value: T
     ) -> _Future[T]:
-        """Issue one that blocks: `call` runs on a thread of the library, behind those that were issued before it."""
+        """Issue an operation that blocks: `call` runs on a library thread, after those that were issued before it."""
         group = self.group
 
         def call_on_side_group(queue: str) -> None:
@@ -152,9 +152,9 @@ class Issue(NamedTuple):
     def run_monitored_barrier(
         self, process_group: dist.ProcessGroup, deadline: Deadline, wait_all_ranks: bool
     ) -> _Future[None]:
-        """Enter the group's next monitored barrier on a thread of the library.
+        """Enter the group's next monitored barrier on a library thread.
 
-        Nothing but other monitored barriers can delay it, and each of those ends at its own deadline.
+        Only other monitored barriers can delay it, and each of them ends at its own deadline.
         """
         group = self.group
 
@@ -164,7 +164,7 @@ class Issue(NamedTuple):
         return self._run_behind(group.barriers, enter, None)
 
     def _run_behind(self, queue: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
-        """Run `call`, which blocks and takes the name of its serial queue, behind the operations in that queue."""
+        """Run `call`, which blocks and takes the name of its serial queue, after the operations in that queue."""
         group = self.group
         future: _Future[T] = _C.issued(self.operation, group.callbacks, self)
 
@@ -173,8 +173,8 @@ class Issue(NamedTuple):
                 name = _C.issuing_lane(queue)
                 assert name is not None
                 if group.is_broken:
-                    raise RuntimeError("the group's thread has ended")
-                _C.set_leavable(True)  # nobody can interrupt what blocks in there
+                    raise RuntimeError("the group's Gloo thread has ended; create a new group")
+                _C.set_leavable(True)  # the blocking call cannot be interrupted
                 call(name)
             except BaseException as e:
                 future.set_exception(self.error(e))
@@ -185,7 +185,7 @@ class Issue(NamedTuple):
 
         def fail_if_not_run(run: _Future[Any]) -> None:
             error = run.exception()
-            if error is not None and not future.done():  # the system had no thread, say, or the process is exiting
+            if error is not None and not future.done():  # for example, no thread was left, or the process is exiting
                 future.set_exception(self.error(error))
 
         _C.submit(run, queue, 0, self.operation).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
@@ -198,15 +198,15 @@ _Future = _C.CUDAFuture
 def begin(
     operation: str, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
 ) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Begin an operation on `group`; None where this rank is not in it.
+    """Begin an operation on `group`; return None if this rank is not in it.
 
-    `on_device`: whether an operation without tensors runs on a device; None: where the group has no host backend.
+    `on_device`: True if an operation without tensors runs on a device; None: if the group has no host backend.
 
     Raises:
         ValueError: a tensor is not contiguous.
-        InvalidStateError: issued by a callback that has no order among those of the other ranks.
-        CollectiveError: issued by a callback, and the companion group for it could not be made; or over NCCL, and the
-            callbacks that come before it have not run.
+        InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks.
+        CollectiveError: issued by a callback, and its side group could not be created; or over NCCL, and the callbacks
+            before it have not run.
     """
     process_group: Any = _world.default_pg if group is None else group
     known = groups.get(id(process_group))
@@ -225,7 +225,7 @@ def begin(
         and first.layout is torch.strided
         and first.is_contiguous()
     ):
-        facts: Any = ((first.shape, first.dtype),)  # no call of a function: this is the way of nearly all
+        facts: Any = ((first.shape, first.dtype),)  # without a function call: nearly every operation takes this path
         detour = None
         over_nccl = not first.is_cpu
     else:
@@ -245,15 +245,15 @@ def begin(
 
 
 def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Like `begin`, for what runs in a line of its own (`Issue.run_in_line`), which has a group of its own."""
+    """Begin an operation that runs in its own serial queue (`Issue.run_in_line`), on a side group."""
     begun = begin_beside(operation, group, ())
     if begun is not None:
-        _C.issuing_lane(begun[0].group.callbacks)  # raises where there is no order
+        _C.issuing_lane(begun[0].group.callbacks)  # raises if there is no order
     return begun
 
 
 def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Like `begin`, for what is matched by its peer and its tag: it needs no order."""
+    """Begin an operation that is matched by its peer and its tag, and needs no order."""
     _C.refuse_after_fork()
     process_group = resolve(group)
     if process_group is None:
@@ -275,34 +275,34 @@ def _is_over_nccl(state: Group, tensors: tuple[Any, ...], on_device: bool | None
 
 
 def _unmasked(error: BaseException) -> BaseException:
-    """Return the error that torch wanted to log when it found that it does not know the group."""
+    """Return the error that torch tried to log when it found that it does not know the group."""
     while isinstance(error, ValueError) and "world group map" in str(error) and error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def nothing() -> _Future[Any]:
-    """Return what a rank outside of the group gets."""
+    """Return the completed future that a rank outside of the group gets."""
     return _C.CUDAFuture.completed(None)
 
 
-# They work on memory, element by element: any layout without gaps does that is the same on every rank.
+# They work on memory, element by element: any layout without gaps works that is the same on every rank.
 _ELEMENTWISE = {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"}
-# Gloo reads and writes their tensors through contiguous copies of its own: any layout does, and ranks may differ.
+# Gloo reads and writes their tensors through its own contiguous copies: any layout works, and ranks may differ.
 _COPIED_BY_GLOO = {"all_gather", "gather"}
 
 
 def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> Any:
-    """Return shape and dtype of each tensor; None for what is none, which torch will complain of.
+    """Return shape and dtype of each tensor; None for other arguments, which torch rejects.
 
     Raises:
-        ValueError: a tensor that is not contiguous, and the backend would take its memory as if it were.
+        ValueError: a tensor is not contiguous, and the backend would use its memory as if it were.
     """
     if isinstance(tensors, torch.Tensor):
         is_plain = tensors.layout is not torch.strided or tensors.is_contiguous()
         if not (is_plain or _is_fit(tensors, operation, process_group)):
             raise ValueError(
-                f"{operation}() takes contiguous tensors, and one of shape {list(tensors.shape)} has the strides "
+                f"{operation}() needs contiguous tensors, but one of shape {list(tensors.shape)} has the strides "
                 f"{list(tensors.stride())}; give it tensor.contiguous(), and copy the result back"
             )
         return tensors.shape, tensors.dtype
@@ -312,7 +312,7 @@ def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> An
 
 
 def keep_until_ready(future: CUDAFuture[T], *tensors: torch.Tensor) -> CUDAFuture[T]:
-    """Hold tensors of devices until the future's device work has finished; return the future.
+    """Hold device tensors until the future's device work has finished; return the future.
 
     For a Work whose ``wait()`` the library has called: torch releases the tensors of such a Work at once.
     """
@@ -326,7 +326,7 @@ def _drop(tensors: object, future: object) -> None:
 
 
 def _is_fit(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> bool:
-    """Return True if the operation gives the right values for a tensor that is not contiguous."""
+    """Return True if the operation is correct for a tensor that is not contiguous."""
     if operation in _COPIED_BY_GLOO:
         return _staged.is_over_gloo(process_group, tensor.device)
     return operation in _ELEMENTWISE and are_dense(tensor)

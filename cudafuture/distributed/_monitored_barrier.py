@@ -1,4 +1,4 @@
-"""A barrier over the group's store, which names the ranks that have not arrived.
+"""Barrier over the group's store that names the ranks that have not arrived.
 
 ::
 
@@ -6,8 +6,8 @@
     rank 0           wait for all arrivals ──► compare_set("3/verdict")
     other ranks      wait for "3/verdict"
 
-It needs no connections between the ranks, so its timeout holds for the first barrier of a group too. A barrier that has
-failed breaks nothing: the next one has other keys. A rank that arrives late finds the verdict and fails at once.
+It needs no connections between the ranks, so its timeout holds for a group's first barrier too. A failed barrier breaks
+nothing: the next one has other keys. A rank that arrives late finds the verdict and fails at once.
 
 The barriers of each serial queue have their own keys. All ranks enter the barriers of a queue in the same order.
 """
@@ -31,14 +31,14 @@ _SHORTEST = timedelta(milliseconds=1)  # the store takes 0 for no limit
 
 
 class Deadline:
-    """The end of a timeout that starts now."""
+    """Deadline of a timeout that starts now."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._end = time.monotonic() + timeout.total_seconds()
 
     def is_over(self) -> bool:
-        """Return True when the timeout has passed."""
+        """Return True if the timeout has passed."""
         return time.monotonic() >= self._end
 
     def remaining(self) -> timedelta:
@@ -47,7 +47,7 @@ class Deadline:
 
 
 class MonitoredBarrier:
-    """The barriers of one serial queue on one rank, entered one after the other."""
+    """Barriers of one serial queue on one rank, entered one after the other."""
 
     def __init__(self, group: dist.ProcessGroup, queue: str) -> None:
         self._store: Store = store_of(group, f"monitored_barrier/{queue}")
@@ -123,7 +123,7 @@ class MonitoredBarrier:
         return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _wait(self, keys: list[str], deadline: Deadline) -> bool:
-        """Wait until the store has the keys; return False when the deadline passes first."""
+        """Wait until the store has the keys; return False if the deadline passes first."""
         if not keys or self._store.check(keys):
             return True
         if deadline.is_over():
@@ -137,12 +137,12 @@ class MonitoredBarrier:
         return True
 
     def _decide(self, sequence: int, verdict: str) -> str:
-        """Publish a verdict unless another rank was first; return the one that holds."""
+        """Publish a verdict unless another rank has published one; return the published verdict."""
         return self._store.compare_set(_verdict(sequence), "", verdict).decode()
 
     def _delete_obsolete(self) -> None:
         for key in self._obsolete:
-            with contextlib.suppress(RuntimeError):  # of a store that cannot delete
+            with contextlib.suppress(RuntimeError):  # some stores cannot delete
                 self._store.delete_key(key)
         self._obsolete = []
 

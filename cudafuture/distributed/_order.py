@@ -1,8 +1,8 @@
-"""CUDAFUTURE_DEBUG=order: every rank shows the others what it issues, and where.
+"""Comparison of the collectives that the ranks issue, with their call sites, for CUDAFUTURE_DEBUG=order.
 
-Each rank writes an entry for each collective into the group's store: what it is, and the line of the program that
-issued it. A thread compares them as they come. The future completes when all ranks have shown the same; at the first
-difference it fails, also when the collective itself would hang, and names both call sites.
+Each rank writes an entry for each collective into the group's store: the operation, and the source line that issued
+it. A thread compares the entries as they arrive. The future completes when all ranks have shown the same operation. At
+the first difference it fails, even if the collective itself would hang, and names both call sites.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ __all__ = ["checked"]
 
 T = TypeVar("T")
 
-_PAUSE = 0.002  # seconds between two looks at the store
+_PAUSE = 0.002  # seconds between two checks of the store
 _PACKAGE = str(Path(__file__).parent.parent)
-# What is one operation on all ranks may have other tensors on each.
+# One operation of these may have different tensors on each rank.
 _UNEVEN = {"gather", "scatter", "all_to_all", "all_to_all_single", "all_gather", "reduce_scatter", "barrier"}
 
 
 def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessGroup) -> _C.CUDAFuture[T]:
-    """Return a future that is `future`, once every rank has shown that it issued the same."""
+    """Return a future with the outcome of `future`, once every rank has shown that it issued the same operation."""
     if issue.operation in ("send", "recv", "batch_isend_irecv"):
         return future
     result: _C.CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
     entry = _Entry(issue, future, result)
     try:
         _Comparison.of(issue.issuer, process_group).add(entry)
-    except Exception as e:  # the store has gone, say, or no thread can be started; the collective was issued
+    except Exception as e:  # for example, the store is gone or no thread can be started; the collective was issued
         entry.fail(e)
     return result
 
 
 class _Entry:
-    """One collective that waits for what the other ranks show."""
+    """One collective that waits for the entries of the other ranks."""
 
     def __init__(self, issue: Issue, future: _C.CUDAFuture[Any], result: _C.CUDAFuture[Any]) -> None:
         self.issue = issue
@@ -68,7 +68,7 @@ class _Entry:
         issue = self.issue
         return CollectiveError(
             f"the ranks of group '{issue.group.name}' issue different collectives"
-            f"{f' in lane {issue.issuer.lane!r}' if issue.issuer.lane else ''}, first as #{issue.sequence}:\n"
+            f"{f' in serial queue {issue.issuer.lane!r}' if issue.issuer.lane else ''}, first as #{issue.sequence}:\n"
             f"  rank {issue.group.rank}: {self.shown['what']} at {self.shown['where']}\n"
             f"  rank {rank}: {other['what']} at {other['where']}",
             operation=issue.operation,
@@ -84,7 +84,7 @@ class _Entry:
             self.result.set_exception(self.issue.error(error))
 
     def settle(self) -> None:
-        """Take over the outcome, which has come."""
+        """Take the outcome of the future, which is done."""
         error = self.future.exception()
         with contextlib.suppress(InvalidStateError):  # a difference was found first
             if error is None:
@@ -97,7 +97,7 @@ class _Entry:
 
 
 class _Comparison:
-    """All entries of one issuer, compared in a thread of their own while there are any."""
+    """Entries of one issuer, compared in a thread while there are any."""
 
     _all: ClassVar[dict[int, _Comparison]] = {}
     _lock = threading.Lock()
@@ -140,10 +140,10 @@ class _Comparison:
             pause.wait(_PAUSE)
 
     def _look(self, entry: _Entry) -> bool:
-        """Compare with what has come. True: nothing is left to do."""
+        """Compare with the entries that have arrived; return True if nothing is left to do."""
         try:
             return self._compare(entry)
-        except BaseException as e:  # the thread goes on: others wait for it
+        except BaseException as e:  # the thread continues for the other entries
             entry.fail(e)
             return True
 
@@ -156,7 +156,7 @@ class _Comparison:
                     if difference is not None:
                         entry.fail(difference)
                         return True
-        except RuntimeError as e:  # the store has gone, with the rank that kept it
+        except RuntimeError as e:  # the store is gone, with the rank that kept it
             if entry.future.done():
                 entry.settle()
             else:

@@ -1,15 +1,15 @@
-"""Collectives on tensors of a device that the group's backend cannot carry, through pinned memory of the host.
+"""Collectives on device tensors that the group's backend cannot carry, through pinned memory of the host.
 
 ::
 
-    call ──► copies to the host, on pool streams after the caller's ──────────────┐ events
-      └────► a place in the group's line, at once ──► head of the line, and copied ┘
-                                                         │ issue, on the line's own companion
+    call ──► copies to the host, on pool streams after the caller's ─────────────────────┐ events
+      └────► a place in a serial queue, at once ──► head of the queue, and copies complete ┘
+                                                         │ issue, on the queue's own side group
                                                          ▼
                    the Work is done ──► copies to the device, on pool streams ──► the future, with their events
 
-A copy may take longer on one rank than on another. So what is issued after it is issued in the order of the calls: in a
-line, on a group on which nothing else is issued. Nothing waits for a device on the way but what stands in the line.
+A copy may take longer on one rank than on another. So staged operations are issued in the order of the calls: in a
+serial queue, on a side group that only this queue uses. Only operations in that queue wait for a device.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["STAGED", "detour_of", "is_over_gloo", "run", "run_recv", "run_send"]
 T = TypeVar("T")
 Call = Callable[..., Any]
 _HOST = torch.device("cpu")
-# What torch's Gloo stages by itself for CUDA. It does not look at the device in send and recv.
+# torch's Gloo stages these itself for CUDA. It does not check the device in send and recv.
 _GLOO_ON_CUDA = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single"}
 
-STAGED = "staged"  # through the host, by us
+STAGED = "staged"  # through the host, by this library
 
 
 def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, tensors: tuple[Any, ...]) -> str | None:
-    """Return how an operation on these tensors is brought to a backend that does not take their devices; None: it does.
+    """Return STAGED if the backend cannot carry the devices of these tensors, else None.
 
     Raises:
         ValueError: they are on devices of different types, and some have to go through the host.
@@ -55,7 +55,7 @@ def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, te
         return None
     if len(kinds) > 1:
         raise ValueError(
-            f"{operation}() was given tensors on {' and '.join(sorted(kinds))}: all have to be on devices of one type"
+            f"{operation}() was given tensors on {' and '.join(sorted(kinds))}: all must be on devices of one type"
         )
     return STAGED
 
@@ -72,7 +72,7 @@ def _detour_of_kind(group: Group, process_group: dist.ProcessGroup, operation: s
 def _find_detour(process_group: dist.ProcessGroup, operation: str, kind: str) -> str | None:
     backend = kind_of(process_group, torch.device(kind))
     if kind == "meta" or (backend is None and kind_of(process_group, _HOST) is None):
-        return None  # there is no way at all: torch says so
+        return None  # no backend can carry it: torch raises
     if backend is not None and backend != "gloo":
         return None
     return None if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
@@ -91,7 +91,7 @@ def run(
     tensors: tuple[Any, ...],
     roles: str,
 ) -> CUDAFuture[T]:
-    """Issue a collective that goes through the host: `call` gets a group, and twins of `tensors`.
+    """Issue a collective that goes through the host: `call` gets a group, and staging buffers of `tensors`.
 
     The future completes with `value`.
     """
@@ -99,28 +99,28 @@ def run(
 
 
 def run_send(issue: Issue, process_group: dist.ProcessGroup, call: Call, tensor: torch.Tensor) -> CUDAFuture[None]:
-    """Issue a send behind those that wait for their copies: the peer tells them apart by their order only."""
+    """Issue a send after those that wait for their copies: the peer matches them by order only."""
     return _Operation[None](issue, process_group, lambda _: None).start(call, (tensor,), "r", issue.group.sends)
 
 
 def run_recv(
     issue: Issue, process_group: dist.ProcessGroup, call: Call, value: Callable[[Any], T], tensor: torch.Tensor
 ) -> CUDAFuture[T]:
-    """Issue a recv, at once: there is nothing to copy before it. `value` makes the value out of the Work."""
+    """Issue a recv at once, since no copy precedes it. `value` creates the value from the Work."""
     return _Operation(issue, process_group, value).start(call, (tensor,), "w", None)
 
 
 class _Operation(Generic[T]):
-    """One that goes through the host."""
+    """One operation that goes through the host."""
 
     def __init__(self, issue: Issue, process_group: dist.ProcessGroup, value: Callable[[Any], T]) -> None:
         self.issue, self.process_group, self.value = issue, process_group, value
 
     def start(self, call: Call, tensors: tuple[Any, ...], roles: str, line: _C.HostExecutor | None) -> CUDAFuture[T]:
-        """Copy to the host, and take a place in the line, or issue at once where there is none."""
+        """Copy to the host, and take a place in the queue `line`, or issue at once without a queue."""
         self.line = line
         group = self.issue.group
-        is_alone = True  # with what goes wrong: the other ranks issue it, and go on
+        is_alone = True  # True where an error concerns this rank only: the other ranks issue the operation
         try:
             self.twins = Twins(tensors, roles)
             is_alone = False
@@ -142,7 +142,7 @@ class _Operation(Generic[T]):
         return self.future
 
     def begin(self, fetched: CUDAFuture[None]) -> None:
-        """Issue it on the host; called when it is copied there and has come to the head of the line."""
+        """Issue the operation on the host; called when its copies are complete and it is at the head of the queue."""
         issue, group = self.issue, self.issue.group
         try:
             self.require_step(fetched)
@@ -154,7 +154,7 @@ class _Operation(Generic[T]):
             host.add_done_callback(self.end, executor=_C.callback_thread)
 
     def check(self, begun: CUDAFuture[None]) -> None:
-        """Leave the line, and fail where begin() could not even be called: the device is broken."""
+        """Leave the queue; fail the future if begin() could not be called because the device is broken."""
         if self.line is self.issue.group.sends:
             self.issue.group.count_sends(-1)
         error = begun.exception()
@@ -163,20 +163,20 @@ class _Operation(Generic[T]):
             self.future.set_exception(self.issue.error(error))
 
     def require_step(self, fetched: CUDAFuture[None]) -> None:
-        """Raise where the data has not come, or an operation before this one was not issued for such a reason."""
+        """Raise if the copies failed, or if an earlier operation was not issued for such a reason."""
         if self.issue.group.is_broken:
-            raise RuntimeError("the group's thread has ended")
+            raise RuntimeError("the group's Gloo thread has ended; create a new group")
         if self.line is None:
             return
         issuer = self.issue.issuer
         if issuer.lost is not None:
-            raise RuntimeError(f"out of step with the other ranks: one before it was not issued here: {issuer.lost}")
+            raise RuntimeError(f"out of step with the other ranks: an earlier one was not issued here: {issuer.lost}")
         issuer.lost = fetched.late_error
         if issuer.lost is not None:
             raise issuer.lost
 
     def communicator(self) -> dist.ProcessGroup:
-        """Return the group to issue on: of collectives, the companion that belongs to the line."""
+        """Return the group to issue on: for collectives, the side group of the serial queue."""
         group = self.issue.group
         if self.line is not group.staged:
             return self.process_group
@@ -187,7 +187,7 @@ class _Operation(Generic[T]):
         return companion
 
     def end(self, host: CUDAFuture[Any]) -> None:
-        """Copy to the device and complete the future; called when the host has what the others sent."""
+        """Copy to the device and complete the future; called when the host has received the data."""
         try:
             error = host.exception()
             if error is not None:

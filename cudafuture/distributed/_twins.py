@@ -1,4 +1,4 @@
-"""What stands on the host for the tensors of one operation, and torch's call of it, noted down until it is issued."""
+"""Staging buffers for the tensors of one operation, and torch's call of it, recorded until it is issued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOST = torch.device("cpu")
 
 
 def are_on_host(tensors: Any) -> bool:
-    """Say whether all tensors in arguments are on the host: nearly always they are."""
+    """Return True if all tensors in arguments are on the host, as they nearly always are."""
     for one in tensors:
         if isinstance(one, torch.Tensor):
             if not one.is_cpu:
@@ -32,7 +32,7 @@ def are_on_host(tensors: Any) -> bool:
 
 
 def each(tensors: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments that are tensors, lists of them, or anything else."""
+    """Yield the tensors in arguments that are tensors, lists of tensors, or other objects."""
     for one in tensors:
         if isinstance(one, torch.Tensor):
             yield one
@@ -41,7 +41,7 @@ def each(tensors: Any) -> Iterator[torch.Tensor]:
 
 
 class Twins:
-    """The tensors of one operation, and what stands for them on the host.
+    """Tensors of one operation, with their staging buffers on the host.
 
     `roles` has one letter for each argument in `tensors`: "r" is read, "w" written, "x" both, "-" neither.
     """
@@ -51,7 +51,7 @@ class Twins:
         self._read: list[torch.Tensor] = []
         self._written: list[torch.Tensor] = []
         self.arguments = [self._on_host(t) for t in tensors]
-        """What is given to torch in the place of the tensors."""
+        """The arguments for torch in place of the tensors."""
         for argument, role in zip(tensors, roles, strict=True):
             staged = [t for t in each((argument,)) if is_on_device(t)]
             self._read += staged if role in "rx" else []
@@ -69,13 +69,13 @@ class Twins:
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device} cannot go through the host")
-        known = self._twins.get(id(tensor))  # given twice, as in a collective in place
+        known = self._twins.get(id(tensor))  # given twice, as in an in-place collective
         if known is None:
             known = self._twins[id(tensor)] = twin(tensor, _HOST)
         return known
 
     def fetch(self) -> CUDAFuture[None]:
-        """Enqueue the copies to the host; the future has the events of their streams."""
+        """Enqueue the copies to the host; return a future with the events of their streams."""
         streams = streams_after(self._earlier, devices_of(self._read), 0, "staging.out_wait")
         try:
             with use_streams(*streams):
@@ -84,7 +84,7 @@ class Twins:
                     copy_between(self._twins[id(tensor)], tensor)
         except BaseException:
             for stream, current in zip(streams, _C.current_streams([s.device for s in streams]), strict=True):
-                current.wait_stream(stream)  # whoever goes on with the tensors comes after the copies before the error
+                current.wait_stream(stream)  # later work on the tensors comes after the copies that were enqueued
             raise
         fetched: CUDAFuture[None] = CUDAFuture()
         fetched.set_result(None, stream=streams)
@@ -93,7 +93,7 @@ class Twins:
         return fetched
 
     def store(self) -> list[torch.Stream]:
-        """Enqueue the copies into what is written, and return their streams."""
+        """Enqueue the copies into the written tensors, and return their streams."""
         streams = streams_after(self._earlier, devices_of(self._written), 0, "staging.in_wait")
         try:
             with use_streams(*streams):
@@ -102,14 +102,14 @@ class Twins:
                     copy_between(tensor, host)
         except BaseException:
             for stream in streams:
-                with contextlib.suppress(RuntimeError):  # of a device that is broken
+                with contextlib.suppress(RuntimeError):  # the device may be broken
                     stream.synchronize()  # the future that fails now has no events
             raise
         return streams
 
 
 class _Recorder:
-    """Stands for a process group while torch's own function checks its arguments and makes options of them."""
+    """Stand-in for a process group while torch's own function checks its arguments and creates the options."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._rank, self._size = process_group.rank(), process_group.size()
@@ -130,9 +130,9 @@ class _Recorder:
 
 
 def record(process_group: dist.ProcessGroup, call: Call, arguments: list[Any]) -> Call:
-    """Call torch's function as if on the group, and return what issues the same on the group that it is given.
+    """Call torch's function on a stand-in group, and return a function that issues the same call on a given group.
 
-    Raises what torch's function raises: nothing was issued then.
+    Errors of torch's function are raised here; nothing was issued then.
     """
     recorder = _Recorder(process_group)
     call(recorder, *arguments)

@@ -2,11 +2,11 @@
 
 The arguments are torch's, without ``async_op``. `group` is a torch process group, a
 :class:`~cudafuture.distributed.ProcessGroup`, or None for the default one. Tensors belong to the collective from the
-call until the future is complete. The value is the output: the same tensor, or list, that was passed in; None on a
-rank that gets none (``reduce`` and ``gather`` elsewhere than at `dst`, ``barrier``, and any rank outside of the group).
+call until the future is complete. The value is the output: the same tensor, or list, that was passed in. It is None on
+a rank without output (``reduce`` and ``gather`` on other ranks than `dst`, ``barrier``, any rank outside the group).
 
-Tensors may be on any device that has streams: those that the group's backend does not carry go through pinned memory
-of the host, in the order of the calls. All ranks give tensors on devices, or all on the host. No call blocks.
+Tensors may be on any device that has streams: tensors that the group's backend does not carry go through pinned host
+memory, in the order of the calls. All ranks give device tensors, or all give host tensors. No call blocks.
 
 Raises, at the call:
     TypeError, ValueError: wrong arguments, as torch raises them; tensors on the host and on a device in one call.
@@ -51,7 +51,7 @@ Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
 _SUM: Any = dist.ReduceOp.SUM
 
-# torch 2.13 has new names for these two, and warns of the old ones.
+# torch 2.13 has new names for these two, and warns about the old ones.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
@@ -75,8 +75,8 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
     plain = op is _SUM and isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
     if not plain or issue.detour is not None or issue.group.is_broken:
         return issue.run(pg, partial(_on, dist.all_reduce, op=op), tensor, (tensor,), "x")
-    # What torch's own function checks and converts takes longer than all of ours. So does each call of a function in a
-    # process that has just slept: hence no use of run() here.
+    # torch's own function checks and converts for longer than the rest of this path takes. Each Python call is slow too
+    # in a process that has just slept, so this path does not call run().
     try:
         work = (issue.issuer.process_group or pg).allreduce([tensor], _SUM_OPTIONS)
     except BaseException as e:
@@ -120,7 +120,7 @@ def broadcast(
 ) -> CUDAFuture[Tensor]:
     """Copy `tensor` from one rank into the `tensor` of all others; the value is `tensor`.
 
-    `src` is a global rank, `group_src` a rank in the group: exactly one of them is given.
+    `src` is a global rank, `group_src` a rank in the group: give exactly one of them.
 
     >>> broadcast(torch.arange(3), src=0).wait()
     tensor([0, 1, 2])
@@ -137,9 +137,9 @@ def broadcast(
 def reduce(
     tensor: Tensor, dst: int | None = None, op: Any = _SUM, group: Any = None, group_dst: int | None = None
 ) -> CUDAFuture[Tensor | None]:
-    """Reduce `tensor` over all ranks into the `tensor` of rank `dst`, where it is the value; elsewhere that is None.
+    """Reduce `tensor` over all ranks into the `tensor` of rank `dst`, where it is the value; elsewhere None.
 
-    Elsewhere the contents of `tensor` are undefined afterwards.
+    On other ranks the contents of `tensor` are undefined afterwards.
 
     >>> reduce(torch.ones(2), dst=0).wait()
     tensor([1., 1.])
@@ -208,7 +208,7 @@ def scatter(
     group: Any = None,
     group_src: int | None = None,
 ) -> CUDAFuture[Tensor]:
-    """Give each rank one of the tensors of rank `src` (default 0), into `tensor`, which is the value.
+    """Distribute the tensors of rank `src` (default 0), one to each rank, into `tensor`, which is the value.
 
     >>> scatter(torch.empty(2), [torch.ones(2)], src=0).wait()
     tensor([1., 1.])
@@ -248,7 +248,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: 
 
 
 def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:
-    """Send one tensor to each rank and get one from each; the value is `output_tensor_list`.
+    """Send one tensor to each rank and receive one from each; the value is `output_tensor_list`.
 
     >>> all_to_all([torch.empty(2)], [torch.ones(2)]).wait()
     [tensor([1., 1.])]
@@ -262,9 +262,9 @@ def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group:
 
 
 def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
-    """Call torch's function, but refuse a dtype that NCCL does not have before torch does.
+    """Call torch's function, but refuse dtypes that NCCL does not have before torch does.
 
-    Where torch raises, NCCL launches no later collective of the thread, and their futures succeed with unchanged
+    If torch raises, NCCL launches no later collective of the thread, and their futures succeed with unchanged
     tensors: torch seems to leave the group call open that it began (ncclGroupStart).
     """
     both = [tensors for tensors in (outputs, inputs) if isinstance(tensors, (list, tuple))]
@@ -283,7 +283,7 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Any = None,
 ) -> CUDAFuture[Tensor]:
-    """Send a part of `input` to each rank and get a part of `output` from each; the value is `output`.
+    """Send a part of `input` to each rank and receive a part of `output` from each; the value is `output`.
 
     The split sizes are rows for each rank; None: equal parts.
 
@@ -301,7 +301,7 @@ def all_to_all_single(
 def barrier(
     group: Any = None, device_ids: list[int] | None = None, timeout: timedelta | None = None
 ) -> CUDAFuture[None]:
-    """Complete when every rank has come here. `timeout`: where torch has it (2.13); None: that of the group.
+    """Complete when every rank has arrived. `timeout`: needs torch 2.13; None: the group's timeout.
 
     >>> barrier().wait()
     """

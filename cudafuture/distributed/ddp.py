@@ -18,11 +18,11 @@ S = TypeVar("S")
 def ddp_comm_hook(
     fn: Callable[[S, GradBucket], CUDAFuture[torch.Tensor]],
 ) -> Callable[[S, GradBucket], torch.futures.Future[torch.Tensor]]:
-    """Make a hook for ``DistributedDataParallel.register_comm_hook`` out of a function that returns a CUDAFuture.
+    """Create a hook for ``DistributedDataParallel.register_comm_hook`` from a function that returns a CUDAFuture.
 
-    `fn` gets the state given to ``register_comm_hook`` and a bucket of gradients; the value of its future replaces the
-    bucket: a tensor of the shape, dtype and device of ``bucket.buffer()``, which it may be. DDP does not divide by the
-    world size then. Chains of any length work, ``then_async`` included.
+    `fn` gets the state given to ``register_comm_hook`` and a bucket of gradients. The value of its future replaces the
+    bucket: a tensor of the shape, dtype and device of ``bucket.buffer()``, which it may be. DDP then does not divide by
+    the world size. Chains of any length work, ``then_async`` included.
 
     >>> import cudafuture.distributed as cfd
     >>> @ddp_comm_hook
@@ -32,7 +32,7 @@ def ddp_comm_hook(
     >>> # model = DistributedDataParallel(...); model.register_comm_hook(None, average)
 
     Raises (in ``backward``):
-        TypeError: `fn` returned something else than a CUDAFuture.
+        TypeError: `fn` returned another object than a CUDAFuture.
     """
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -41,7 +41,7 @@ def ddp_comm_hook(
             raise TypeError(f"the function of ddp_comm_hook() returns a CUDAFuture, not {future!r}")
         return future.to_torch()
 
-    # DDP looks at the annotations, and at the name.
+    # DDP checks the annotations and the name.
     hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = getattr(fn, "__name__", "hook")
     hook.__doc__ = fn.__doc__

@@ -1,14 +1,14 @@
-"""Collectives on Python objects, and the barrier that names the missing ranks: several steps each.
+"""Collectives on Python objects, and the barrier that names the missing ranks; each has several steps.
 
-They block while they run, so they run on threads of the library: object collectives on one, first in, first out, on
-connections of their own; monitored barriers on another. So nothing that is issued meanwhile gets between their steps,
-and an object collective that hangs does not delay a monitored barrier.
+They block while they run, so they run on library threads: object collectives on one, in call order, on a side group;
+monitored barriers on another. Operations that are issued meanwhile do not interleave with their steps, and an object
+collective that hangs does not delay a monitored barrier.
 
 Objects are pickled: unpickling runs code that the other ranks choose, so every rank must be trusted. With
 `weights_only=True` on every rank (torch 2.14), an object that `torch.load(weights_only=True)` refuses is an error.
 
-An object that cannot be pickled fails the future of its rank with the error of pickle; the others wait for it until
-their timeout.
+An object that cannot be pickled fails the future of its rank with pickle's error; the other ranks wait until their
+timeout.
 
 The examples have a default group of one process.
 """
@@ -37,18 +37,18 @@ __all__ = [
 
 
 def _safely(weights_only: bool) -> dict[str, Any]:
-    """Return torch's option for `weights_only`, which is new in torch 2.14; raise ValueError where torch lacks it."""
+    """Return torch's option for `weights_only`, which needs torch 2.14; raise ValueError if torch lacks it."""
     if not weights_only:
         return {}
     if "weights_only" not in inspect.signature(dist.all_gather_object).parameters:
-        raise ValueError(f"weights_only=True needs torch 2.14 or newer, and this is torch {torch.__version__}")
+        raise ValueError(f"weights_only=True needs torch 2.14 or newer; this is torch {torch.__version__}")
     return {"weights_only": True}
 
 
 def all_gather_object(
     object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False
 ) -> CUDAFuture[list[Any]]:
-    """Gather the `obj` of every rank into `object_list`, as long as the group is large; the value is `object_list`.
+    """Gather the `obj` of every rank into `object_list`, which has one entry per rank; the value is `object_list`.
 
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
@@ -69,9 +69,9 @@ def broadcast_object_list(
     group_src: int | None = None,
     weights_only: bool = False,
 ) -> CUDAFuture[list[Any]]:
-    """Replace `object_list` by that of rank `src` (default 0), of the same length; the value is `object_list`.
+    """Replace `object_list` by the list of rank `src` (default 0), of the same length; the value is `object_list`.
 
-    `device`: where the bytes travel, if the group has a backend other than NCCL for it; None: the host, if it can.
+    `device`: carries the bytes, if the group has a backend other than NCCL for it; None: the host, if possible.
 
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
@@ -99,7 +99,7 @@ def scatter_object_list(
     group_src: int | None = None,
     weights_only: bool = False,
 ) -> CUDAFuture[list[Any]]:
-    """Give each rank one object of rank `src` (default 0), as the first of its output list, which is the value.
+    """Distribute the objects of rank `src` (default 0), one to each rank; the value is the output list.
 
     >>> scatter_object_list([None], [{"shard": 0}], src=0).wait()
     [{'shard': 0}]
@@ -144,17 +144,17 @@ def gather_object(
 def monitored_barrier(
     group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> CUDAFuture[None]:
-    """Complete when every rank has entered; fail on every rank that has when some rank does not enter in time.
+    """Complete when every rank has entered; fail on every rank that entered if some rank does not enter in time.
 
-    Rank 0 fails with the first missing rank, in the order of ranks. The ranks meet in the group's store: the timeout
-    holds for the first call on a group too, and a barrier that has failed leaves the group usable. A rank that enters
-    a failed barrier late fails at once. A rank that has died is missing when the timeout is over.
+    Rank 0 fails with the first missing rank, in rank order. The ranks meet in the group's store: the timeout holds for
+    the first call on a group too, and a failed barrier leaves the group usable. A rank that enters a failed barrier
+    late fails at once. A rank that has died is missing when the timeout passes.
 
-    `timeout`: a timedelta, or seconds, from the call; None: that of the group. `wait_all_ranks`: name every missing
-    rank, not the first one only. Gloo only.
+    `timeout`: a timedelta, or seconds, from the call; None: the group's timeout. `wait_all_ranks`: name every missing
+    rank, not only the first one. Gloo only.
 
     Raises:
-        ValueError: the group's backend is not Gloo, or a timeout that is not a finite number of seconds.
+        ValueError: the group's backend is not Gloo, or the timeout is not a finite number of seconds.
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
@@ -164,7 +164,7 @@ def monitored_barrier(
     issue, pg = issued
     backend = dist.get_backend(pg)
     if backend != dist.Backend.GLOO:
-        raise ValueError(f"monitored_barrier() is for Gloo, and the group's backend is {backend}")
+        raise ValueError(f"monitored_barrier() needs Gloo, but the group's backend is {backend}")
     limit: timedelta
     if timeout is None:
         limit = timeout_of(pg)
@@ -174,5 +174,5 @@ def monitored_barrier(
         try:
             limit = timedelta(seconds=timeout)
         except (OverflowError, ValueError) as e:
-            raise ValueError(f"timeout is a timedelta, a number of seconds, or None, not {timeout!r}") from e
+            raise ValueError(f"timeout must be a timedelta, a number of seconds, or None, not {timeout!r}") from e
     return issue.run_monitored_barrier(pg, Deadline(limit), wait_all_ranks)

@@ -1,8 +1,7 @@
-"""send, recv and batches of them, each returning a CUDAFuture.
+"""Point-to-point operations: send, recv and batches of them, each returning a CUDAFuture.
 
-They are matched by peer, tag and their own order, not by that of collectives, so callbacks may use them as they like.
-Each that is pending on Gloo has a thread of its own blocked in it, since only that learns of its end: any number may be
-pending.
+They are matched by peer, tag and their own order, not by the order of collectives, so callbacks may use them freely.
+Each pending operation on Gloo has its own thread, which blocks until the operation ends. Any number may be pending.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 
 class Received(NamedTuple):
-    """What ``recv`` completes with."""
+    """Value of ``recv``."""
 
     tensor: torch.Tensor
     """The tensor that was passed in, filled."""
@@ -40,7 +39,7 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> CUDAFuture[None]:
-    """Send `tensor` to global rank `dst`, or to `group_dst` of the group; complete when it may be changed again.
+    """Send `tensor` to global rank `dst`, or to `group_dst` of the group; complete when the tensor may be changed.
 
     Raises:
         TypeError, ValueError: wrong arguments, as torch raises them.
@@ -66,7 +65,7 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> CUDAFuture[Received]:
-    """Receive into `tensor` from global rank `src`, or from `group_src` of the group; None: from whoever sends.
+    """Receive into `tensor` from global rank `src`, or from `group_src` of the group; None: from any rank.
 
     Raises:
         TypeError, ValueError: wrong arguments, as torch raises them.
@@ -93,7 +92,7 @@ irecv = recv
 def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Received | None]]:
     """Issue several ``torch.distributed.P2POp`` at once.
 
-    The value has one entry for each: :class:`Received` for ``irecv``, None for ``isend``.
+    The value has one entry per operation: :class:`Received` for ``irecv``, None for ``isend``.
 
     Raises:
         TypeError, ValueError, RuntimeError: the list is empty or its entries do not fit together.
@@ -120,7 +119,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
         works.extend(dist.batch_isend_irecv(ops))
         return works[0]
 
-    if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work stands for all
+    if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work for all operations
         return keep_until_ready(issue.run(pg, call, values), *(op.tensor for op in ops))
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
@@ -132,10 +131,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
 
 
 def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
-    """Return the rank in the group of another one: to itself, a rank can not send."""
+    """Return the rank in the group of another rank; raise ValueError if it is this rank."""
     peer = rank_in(group, rank, group_rank, name)
     if peer == group.rank():
-        raise ValueError(f"{name} is this rank itself: it sends to others, and receives from others")
+        raise ValueError(f"{name} is this rank itself; give the rank of another process")
     return peer
 
 
@@ -147,7 +146,7 @@ def _send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: in
 
 
 def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
-    """Say whether sends wait for their copies to the host, which one from the host must not overtake."""
+    """Return True if sends wait for their copies to the host: a send from the host must not overtake them."""
     return issue.group.sends_waiting > 0 and tensor.is_cpu
 
 
@@ -175,7 +174,7 @@ def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
 
 
 def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int) -> CUDAFuture[Received]:
-    """Who sent it, only the Work knows, and only when it is done."""
+    """Receive from any rank; only the completed Work knows the sender."""
 
     def received_by(work: Any) -> Received:
         return Received(tensor, dist.get_global_rank(group, work._source_rank()))

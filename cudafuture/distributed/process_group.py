@@ -1,4 +1,4 @@
-"""The process group that returns futures."""
+"""Process group whose operations return futures."""
 # ruff: noqa: D102 (the methods get the docstrings of the functions that they call)
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SUM = dist.ReduceOp.SUM
 
 
 class ProcessGroup:
-    """A torch process group, with the functions of :mod:`cudafuture.distributed` as methods.
+    """Torch process group, with the functions of :mod:`cudafuture.distributed` as methods.
 
     Args:
         group: a torch process group; None: the default one; ``GroupMember.NON_GROUP_MEMBER``: one that this rank is not
             in, whose methods return futures completed with None.
 
-    It adds nothing to the group but these names: any number of them may stand for one group, they share its order, and
-    they may be given wherever a `group` is asked for.
+    It adds only these names to the group. Any number of them may stand for one group, they share its order, and every
+    `group` argument accepts them.
 
     Raises:
         ValueError: `group` is None and ``init_process_group`` has not been called.
-        TypeError: it is no process group.
+        TypeError: `group` is not a process group.
 
     >>> pg = ProcessGroup()
     >>> pg.all_reduce(torch.ones(2)).then(lambda f: f.value() / pg.size()).wait()
@@ -61,7 +61,7 @@ class ProcessGroup:
     # ---- facts
 
     def rank(self) -> int:
-        """Return this process's rank in the group; -1: it is not in it.
+        """Return this process's rank in the group; -1 if it is not in the group.
 
         >>> ProcessGroup().rank()
         0
@@ -70,7 +70,7 @@ class ProcessGroup:
         return -1 if group is None else group.rank()
 
     def size(self) -> int:
-        """Return how many ranks the group has; -1: this one is not in it.
+        """Return the number of ranks in the group; -1 if this rank is not in the group.
 
         >>> ProcessGroup().size()
         1
@@ -79,7 +79,7 @@ class ProcessGroup:
         return -1 if group is None else group.size()
 
     def ranks(self) -> list[int]:
-        """Return the global ranks, in the order of the group; empty where this one is not in it.
+        """Return the global ranks, in the order of the group; an empty list if this rank is not in the group.
 
         >>> ProcessGroup().ranks()
         [0]
@@ -89,29 +89,29 @@ class ProcessGroup:
 
     @property
     def queue(self) -> _C.HostExecutor:
-        """The executor that runs callbacks of this group's futures, in the order in which they were attached.
+        """Executor that runs callbacks of this group's futures, in the order in which they were attached.
 
-        They have it by default. Give it as ``executor=`` to ``then()`` on any other future (a read from disk, say)
-        whose callback is to issue collectives on this group.
+        These futures use it by default. Give it as ``executor=`` to ``then()`` of any other future (such as a read
+        from disk) whose callback issues collectives on this group.
 
         Raises:
             ValueError: this rank is not in the group.
         """
         group = resolve(self.group)
         if group is None:
-            raise ValueError("this rank is not in the group: it has no callbacks")
+            raise ValueError("this rank is not in the group, so the group has no callbacks here")
         return group_of(group).callbacks
 
-    # ---- groups out of this one
+    # ---- groups of this one's ranks
 
     def new_group(self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> ProcessGroup:
-        """Make a group of some ranks of this one (ranks in this group; None: all); called by those ranks only.
+        """Create a group of some ranks of this one (ranks in this group; None: all); only those ranks call it.
 
-        It has this group's backend. `timeout`: None: torch's default for it. Survivors of a failure call it with one
-        another: the ranks that are gone take no part.
+        It has this group's backend. `timeout`: None: torch's default for the backend. After a failure, only the
+        survivors call it: the ranks that died take no part.
 
         Raises:
-            ValueError: this rank is not among them, or a rank is not in the group.
+            ValueError: this rank is not one of `ranks`, or a rank is not in the group.
 
         >>> ProcessGroup().new_group([0]).ranks()
         [0]
@@ -120,7 +120,7 @@ class ProcessGroup:
         members = list(range(len(mine))) if ranks is None else list(ranks)
         if any(not 0 <= r < len(mine) for r in members) or len(set(members)) != len(members):
             raise ValueError(
-                f"the group has the ranks 0 to {len(mine) - 1}, each of which may be given once, and new_group() was "
+                f"the group has the ranks 0 to {len(mine) - 1}, each of which may be given once, but new_group() was "
                 f"given {members}"
             )
         if self.rank() not in members:
@@ -129,26 +129,26 @@ class ProcessGroup:
         return ProcessGroup(make_group(self.group, tuple(sorted(mine[r] for r in members)), timeout))
 
     def split(self, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None) -> ProcessGroup:
-        """Make several groups at once, and return the one that this rank is in.
+        """Create several groups at once, and return the group that contains this rank.
 
         Args:
-            split_ranks: ranks in this group, for each new one; no rank in two of them. The same on every rank.
+            split_ranks: ranks in this group, for each new group; no rank in two of them. The same on every rank.
             timeout: of the new groups; None: torch's default for the backend.
 
         A rank that is in none of them gets a group whose methods return futures completed with None.
 
         Raises:
-            ValueError: a rank stands in two groups, or is not in this one.
+            ValueError: a rank is in two of the new groups, or is not in this group.
 
         >>> ProcessGroup().split([[0]]).ranks()
         [0]
         """
         listed = [r for part in split_ranks for r in part]
         if len(set(listed)) != len(listed):
-            raise ValueError(f"split() puts every rank into one group at most, and was given {list(split_ranks)}")
+            raise ValueError(f"split() puts every rank into one group at most, but was given {list(split_ranks)}")
         size = self.size()
         if size >= 0 and any(not 0 <= r < size for r in listed):
-            raise ValueError(f"the group has the ranks 0 to {size - 1}, and split() was given {list(split_ranks)}")
+            raise ValueError(f"the group has the ranks 0 to {size - 1}, but split() was given {list(split_ranks)}")
         for part in split_ranks:
             if self.rank() in part:
                 return self.new_group(part, timeout)
@@ -297,12 +297,12 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    """Make a group, as ``torch.distributed.new_group`` does, and return it as a :class:`ProcessGroup`.
+    """Create a group, as ``torch.distributed.new_group`` does, and return it as a :class:`ProcessGroup`.
 
-    Every rank of the default group calls it, in the same order; with `use_local_synchronization` only `ranks` need to.
+    Every rank of the default group calls it, in the same order; with `use_local_synchronization` only `ranks` call it.
     In a callback it raises InvalidStateError.
-    A rank that is not in it gets a group whose methods return futures completed with None. `sort_ranks`: False where
-    torch has it (2.13): the group has the ranks in the order in which they are given.
+    A rank that is not in `ranks` gets a group whose methods return futures completed with None. `sort_ranks`: False
+    (needs torch 2.13): the group has the ranks in the given order.
 
     >>> new_group([0]).ranks()
     [0]

@@ -105,7 +105,7 @@ def differ_in_a_callback(rank: int) -> None:
     with compared():
         error = group.all_reduce(ones(1)).then_async(second).exception(timeout=LONG)
     assert isinstance(error, CollectiveError)
-    assert f"in lane '{group.group.group_name}.0', first as #0" in str(error)
+    assert f"in serial queue '{group.group.group_name}.0', first as #0" in str(error)
     assert "in second()" in str(error)
 
 
