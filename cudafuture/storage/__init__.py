@@ -1,4 +1,4 @@
-"""Tensors on disk, past Python and the GIL, with futures: ``Engine`` and ``File``, and by name: ``Offloader``."""
+"""Tensor storage without the GIL in its path: files with futures (``File``), and stores by key (``Offloader``)."""
 
 from cudafuture._C import Snapshot
 from cudafuture.storage._digests import Digest, digest, digests

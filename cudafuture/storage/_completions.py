@@ -1,12 +1,12 @@
-"""Reads and writes whose completions are collected by the threads that submit: in turn, and with their callbacks.
+"""Reads and writes whose completions are collected, one after the other, by the threads that submit.
 
 ::
 
     submit() ──► pending ──► its I/O ends ──► settled ──► collected ──► callback
-                                              │            └── in a thread that calls in
-                                              └── by whoever comes first: the library's callback thread, or who waits
+                                              │            └── in a thread that calls a method
+                                              └── by the first of the library's callback thread and a waiting thread
 
-Callbacks submit, too, so collecting goes deeper with each of them; at ``DEEPEST`` the rest is left to the calls above.
+Callbacks may submit too, so each callback nests collection deeper; from ``DEEPEST`` on, the outer calls collect.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DEEPEST = 32
 
 
 class Operation:
-    """A read or write, from its submission to the end of its callback.
+    """One read or write, from its submission to the end of its callback.
 
     Args:
         memory: of its tensors.
-        callback: to be called once it has succeeded.
-        reported: whether its error goes to who has submitted it; else the next who synchronizes is told.
+        callback: called once the operation has succeeded.
+        reported: True: the submitting call raises the error; False: the next call that synchronizes raises it.
     """
 
     reads: bool
@@ -40,46 +40,46 @@ class Operation:
         self.callback = callback
         self.reported = reported
         self.thread = threading.get_ident()
-        self.transfer: CUDAFuture[Any] = CUDAFuture.completed(None)  # until it has begun
-        self.future: CUDAFuture[Any] | None = None  # of its user, who may have asked for one
+        self.transfer: CUDAFuture[Any] = CUDAFuture.completed(None)  # until the operation begins
+        self.future: CUDAFuture[Any] | None = None  # the user's, if the call returned one
         self.error: Exception | None = None
         self.settled = False
-        self.ended = threading.Event()  # its callback, too
+        self.ended = threading.Event()  # its callback has ended too
         self.turn = threading.Lock()  # held while it is settled; taken before the lock of the completions
 
     def begin(self) -> CUDAFuture[Any]:
-        """Begin the transfer, under the lock of the completions; raise what keeps it from that."""
+        """Begin the transfer, under the lock of the completions, or raise an error."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Do what is to be done when the transfer has ended, or raise what it has failed with."""
+        """Finish the operation after its transfer has ended, or raise the error of the transfer."""
         raise NotImplementedError
 
     def value(self) -> Any:
-        """Return what the future of the operation gives."""
+        """Return the value for the future of the operation."""
         raise NotImplementedError
 
 
 class Completions:
-    """What is pending, at most so much of it, and what has failed.
+    """Pending operations, up to a limit, and the errors of failed ones.
 
     Args:
-        most: operations that may be with the disk at a time.
-        lock: guards what is below, and what operations touch as they begin. Nothing is awaited under it.
+        most: limit of operations that are in flight at a time.
+        lock: guards the fields below, and the state that operations change as they begin. No thread waits under it.
 
-    ``failed`` has the errors that nobody has been told of, and whether they are of reads.
+    ``failed`` has the errors that no call has raised yet, each with a flag that is True for reads.
     """
 
     def __init__(self, most: int, lock: threading.Lock) -> None:
         self._most = most
         self._lock = lock
         self._pending: dict[Operation, None] = {}  # in the order in which they were submitted
-        self._called: dict[Operation, None] = {}  # whose callbacks are running
+        self._called: dict[Operation, None] = {}  # their callbacks are running
         self.failed: list[tuple[bool, Exception]] = []
         self._local = threading.local()
 
     def submit(self, operation: Operation) -> None:
-        """Begin an operation when there is room, and when none that is pending has to do with the same storage."""
+        """Begin an operation when there is room, and when no pending operation uses the same storage."""
         while True:
             with self._lock:
                 other = self._in_the_way(operation)
@@ -99,7 +99,7 @@ class Completions:
         return on_disk[0] if len(on_disk) >= self._most else None
 
     def _next(self, wanted: Callable[[Operation], bool]) -> Operation | None:
-        """Return the first such operation of which there is something left to do in this thread."""
+        """Return the first matching operation that this thread can still advance."""
         deepest = self._depth >= DEEPEST
         return next((op for op in self._pending if wanted(op) and not (deepest and op.settled)), None)
 
@@ -108,7 +108,7 @@ class Completions:
         return getattr(self._local, "depth", 0)
 
     def settle(self, operation: Operation) -> None:
-        """Do what is to be done when the transfer has ended; once, whoever comes."""
+        """Finish an operation whose transfer has ended; only the first call does so."""
         with operation.turn:
             if operation.settled:
                 return
@@ -116,7 +116,7 @@ class Completions:
             try:
                 operation.finish()
             except Exception as e:
-                error = e.with_traceback(None)  # whose frames would keep the offloader
+                error = e.with_traceback(None)  # its frames would keep the offloader
             with self._lock:
                 operation.settled = True
                 if error is not None:
@@ -147,7 +147,7 @@ class Completions:
             late = e
         self.settle(operation)
         with self._lock:
-            if late is not None and operation.error is None:  # of a device, after the transfer was complete
+            if late is not None and operation.error is None:  # a device error, after the transfer completed
                 self._fail(operation, late)
             if self._depth >= DEEPEST or operation not in self._pending:
                 return
@@ -167,9 +167,9 @@ class Completions:
             operation.ended.set()
 
     def collect(self, last: Operation) -> None:
-        """End what is done; if the last one that was submitted has a callback, return when that has run.
+        """End the operations that are done; if `last` has a callback, return when that has run.
 
-        Another thread may be the one that runs it.
+        Another thread may run it.
         """
         here = threading.get_ident() if last.callback is not None else None
         while self._end_next(lambda op: op.transfer.done() or (op.thread == here and op.callback is not None)):
@@ -178,9 +178,9 @@ class Completions:
             last.ended.wait()
 
     def drain(self, *, reads: bool | None = None) -> None:
-        """End all reads, all writes, or (None) both, and what their callbacks submit meanwhile; raise the first error.
+        """End all reads, all writes, or (None) both, and the operations that their callbacks submit.
 
-        That is the first one of an operation, if any, else of a callback. The others are named in a note.
+        Raise the first error of an operation, or else of a callback. A note names the other errors.
         """
         raised: list[Exception] = []
         while True:
@@ -192,9 +192,9 @@ class Completions:
         raise_first([*self._take_errors(reads), *raised])
 
     def _await_other_thread(self, reads: bool | None) -> bool:
-        """Wait for a callback that another thread is running, if there is one.
+        """Wait for a callback that another thread is running, if there is one; return True if there was.
 
-        Not from within a callback: another one may be waiting for that.
+        Inside a callback, do not wait: the other callback may be waiting for this one.
         """
         if self._depth > 0:
             return False
@@ -219,9 +219,9 @@ class Completions:
 
 
 def _complete(operation: Operation) -> Exception | None:
-    """Complete the future of an operation that is settled. Its callbacks do not run in here: it has an executor.
+    """Complete the future of a settled operation. Its callbacks run elsewhere, since the future has an executor.
 
-    Return the error with which the future fails although the transfer succeeded, if there is one.
+    Return the error with which the future fails although the transfer succeeded, or None.
     """
     future = operation.future
     if future is None:
@@ -235,7 +235,7 @@ def _complete(operation: Operation) -> Exception | None:
             future.set_result(operation.value())
     except BaseException as e:
         if not future.done():
-            future.set_exception(e.with_traceback(None))  # whose frames would keep the offloader
+            future.set_exception(e.with_traceback(None))  # its frames would keep the offloader
         if not isinstance(e, Exception):
             raise
         return e

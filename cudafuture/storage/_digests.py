@@ -1,4 +1,4 @@
-"""Digests of tensors: what their bytes must have, wherever they have travelled."""
+"""Digests of tensors: checksums of their bytes, the same wherever the bytes travel."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ _LEAF = 1 << 16  # bytes
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return the digest of the bytes of a tensor on the host, in the order of its elements; see ``Offloader.writev``.
+    """Return the digest of the bytes of a host tensor, in the order of its elements; see ``Offloader.writev``.
 
-    It is the XXH3 (64 bits) of the XXH3s of each 64 KiB, little-endian: so many may be taken at a time, in any order.
-    It tells damage from what was meant; it is no defence against who means harm.
+    It is the XXH3 (64 bits) of the XXH3s of each 64 KiB, little-endian, so the parts may be hashed in any order. It
+    detects damage; it does not protect against an attacker.
 
     Raises:
-        TypeError: it is no tensor, or one without memory.
+        TypeError: `tensor` is not a tensor, or has no memory.
         ValueError: it is on a device, or its elements are not all in its memory.
-
     >>> digest(torch.zeros(3)) == digest(torch.zeros(3, dtype=torch.int32))
     True
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
+        raise TypeError(f"expected a torch.Tensor, not {type(tensor).__qualname__}")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"a tensor of layout {tensor.layout} has no memory of its own")
     if not tensor.is_cpu:
-        raise ValueError(f"the bytes of a tensor on the host are wanted, not on {tensor.device}")
+        raise ValueError(f"the tensor is on {tensor.device}; copy it to the host first")
     data = tensor.detach()
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         data = data.resolve_conj().resolve_neg().contiguous()
@@ -41,10 +40,10 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the digests of parts of a contiguous tensor on the host: each begins at a byte, and has so many.
+    """Return the digests of parts of a contiguous host tensor; each part is its first byte and its size in bytes.
 
     Raises:
-        TypeError, ValueError: there is no such part, or it is no such tensor.
+        TypeError, ValueError: the part does not exist, or the tensor does not fit.
 
     >>> digests(torch.arange(4, dtype=torch.uint8), [(1, 2)]) == [digest(torch.tensor([1, 2], dtype=torch.uint8))]
     True
@@ -54,7 +53,7 @@ def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]]) -> list[int]
 
 
 class Digest:
-    """The digest of a tensor whose bytes come in pieces, in any order; the same as ``digest()`` of all of them.
+    """Digest of a tensor whose bytes arrive in pieces, in any order; it equals ``digest()`` of the whole tensor.
 
     >>> import torch
     >>> tensor = torch.arange(100_000).to(torch.uint8)
@@ -73,24 +72,24 @@ class Digest:
         self._native = _C.Checksum(nbytes)
 
     def add(self, at: int, piece: torch.Tensor) -> int:
-        """Take a contiguous piece on the host into account, whose bytes begin at `at`; return the piece's own digest.
+        """Add a contiguous host tensor whose bytes begin at `at`; return the piece's own digest.
 
-        Each byte is added once. Both digests are of the same bytes, also when the piece is changed meanwhile.
+        Each byte is added once. Both digests are of the same bytes, even if the piece changes during the call.
 
         Raises:
-            TypeError: it is no such tensor.
-            ValueError: it begins at no multiple of 64 KiB, or ends neither there nor with the tensor; or some of its
-                bytes were added before.
+            TypeError: `piece` is not such a tensor.
+            ValueError: it does not begin at a multiple of 64 KiB, or ends neither there nor with the tensor; or some of
+                its bytes were added before.
 
         >>> zeros = torch.zeros(3, dtype=torch.uint8)
         >>> Digest(3).add(0, zeros) == digest(zeros)
         True
         """
         if not isinstance(piece, torch.Tensor):
-            raise TypeError(f"{type(piece).__name__} is no tensor")
+            raise TypeError(f"expected a torch.Tensor, not {type(piece).__name__}")
         end = at + piece.nbytes
         if at % _LEAF or not 0 <= at <= end <= self._nbytes or (end % _LEAF and end < self._nbytes):
-            raise ValueError(f"bytes {at} to {end} of {self._nbytes} are no multiple of 64 KiB, nor the last ones")
+            raise ValueError(f"bytes {at} to {end} of {self._nbytes} are not a multiple of 64 KiB, nor the last ones")
         leaves = range(at, end, _LEAF)
         if not self._added.isdisjoint(leaves):
             raise ValueError(f"some of the bytes {at} to {end} were added before")
@@ -104,7 +103,7 @@ class Digest:
 
         Args:
             seed: of a digest that a store keeps: ``value(snapshot.seed) == snapshot.digest`` for the bytes of a
-                ``Snapshot``. That of ``digest()`` is 0.
+                ``Snapshot``. ``digest()`` has the seed 0.
 
         Raises:
             InvalidStateError: some bytes are missing.

@@ -1,13 +1,13 @@
-"""The folders of stores: who has which, and what is left of those that have died.
+"""Folders of stores: their locks, and the removal of folders whose process has died.
 
 ::
 
-    dir/.stores            locked while a store is made, swept or removed; goes with the last ephemeral store
-    dir/.new-store-*       one that is being made, or removed
+    dir/.stores            locked while a store is created, swept or removed; removed with the last ephemeral store
+    dir/.new-store-*       a store that is being created, or removed
     dir/store-*/lease      locked while an ephemeral store lives
-    dir/lock               locked while a durable store is open; holds the pid of who has it
+    dir/lock               locked while a durable store is open; holds the pid of its process
 
-Locks are flock's, which the kernel drops with the process, however that ends.
+The locks are flock's, which the kernel drops with the process, however the process ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _logger = logging.getLogger("cudafuture.storage")
 
 _PREFIX = "store-"
 _NEW = ".new-"
-_locks: set[int] = set()  # descriptors that hold locks, or are about to
+_locks: set[int] = set()  # descriptors that hold locks, or wait for them
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of the locks: else they would be held until it ends, too."""
+    """Close a forked child's copies of the locks, which would otherwise be held until the child exits."""
     for lock in list(_locks):
         os.close(lock)
     _locks.clear()
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class EphemeralHome:
-    """A folder of its own inside `dir`, which is swept when its process is gone."""
+    """Folder of one ephemeral store inside `dir`, which another store removes after its process has died."""
 
     def __init__(self, dir: str) -> None:
         with _storage_errors(dir):
@@ -64,18 +64,18 @@ class EphemeralHome:
                 self.path = str(new.rename(new.with_name(new.name.removeprefix(_NEW))))
 
     def leave(self) -> None:
-        """Remove the folder, and after the last one the file that was locked to make it."""
+        """Remove the folder, and after the last one the file that was locked to create it."""
         home = Path(self.path)
         _remove(home)
         _close(self.lock)
-        # Without waiting: the garbage collector may call this in a thread that is about to make another store.
+        # Do not block: the garbage collector may call this in a thread that is creating another store.
         with contextlib.suppress(OSError), _locked(home.parent / ".stores", fcntl.LOCK_NB):
             if not any(home.parent.glob(f"{_PREFIX}*")) and not any(home.parent.glob(f"{_NEW}{_PREFIX}*")):
                 (home.parent / ".stores").unlink()
 
 
 class DurableHome:
-    """The folder `dir`, of one process that writes, or of several that read."""
+    """Folder `dir` of a durable store, of one process that writes, or of several that read."""
 
     def __init__(self, dir: str, *, read_only: bool = False) -> None:
         self.path, self.read_only = dir, read_only
@@ -85,7 +85,7 @@ class DurableHome:
                 self.lock = _read_lock(dir)
                 return
             for folder in _make(Path(dir)):
-                with contextlib.suppress(PermissionError):  # a folder of others, which was there
+                with contextlib.suppress(PermissionError):  # another user's folder, which existed before
                     _sync(folder.parent)
             self.lock = _lock_or_fail(dir, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             try:
@@ -94,17 +94,17 @@ class DurableHome:
             except BaseException:
                 _close(self.lock)
                 raise
-            with contextlib.suppress(OSError):  # on a full disk: then others do not hear who it is
+            with contextlib.suppress(OSError):  # a full disk: other processes then cannot name this one
                 os.pwrite(self.lock, f"{os.getpid():<20}".encode(), 0)
 
     def leave(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self.lock is not None:
             _close(self.lock)
 
 
 def _read_lock(dir: str) -> int | None:
-    """Return the descriptor of a lock that readers share; None where a copy of a store has no file for it."""
+    """Return the descriptor of a lock that readers share; None if a copy of a store has no lock file."""
     try:
         return _lock_or_fail(dir, os.O_RDONLY, fcntl.LOCK_SH)
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def _is_writable(dir: str) -> bool:
 
 
 def durable_home(dir: str, read_only: bool) -> DurableHome:
-    """Return the home of a durable store; where the folder cannot be written, one to read."""
+    """Return the home of a durable store; if the folder cannot be written, return a read-only one."""
     if read_only:
         return DurableHome(dir, read_only=True)
     try:
@@ -148,7 +148,7 @@ def durable_home(dir: str, read_only: bool) -> DurableHome:
 
 
 def is_direct(home: Path, engine: Engine, direct: Literal["auto"] | bool, read_only: bool) -> bool:
-    """Return whether files there bypass the page cache. The first file of a disk that does without logs that."""
+    """Return True if files there bypass the page cache. The first file of a disk that does not is logged."""
     probe = next(home.glob("slab-*"), None) if read_only else home / ".cudafuture-probe"
     if probe is None:
         return False
@@ -158,18 +158,18 @@ def is_direct(home: Path, engine: Engine, direct: Literal["auto"] | bool, read_o
     except StorageError:
         if direct is True:
             raise
-        return False  # a disk that is full can be read all the same
+        return False  # a full disk can still be read
     finally:
         if not read_only:
             probe.unlink(missing_ok=True)
 
 
 def log_recovery(dir: str, read_only: bool, found: dict[str, Any]) -> None:
-    """Warn of damage and of a torn batch that opening a durable store has found, and say what it has removed."""
+    """Log the damage and the torn batch that opening a durable store found, and the files that it removed."""
     if found["has_lost_header"]:
         _logger.warning("%s/journal: one of its two headers is damaged; the other one is used", dir)
     if found["removed"]:
-        _logger.info("%s: removed %s, which no key had, as after a crash", dir, ", ".join(found["removed"]))
+        _logger.info("%s: removed %s, which no key uses, as after a crash", dir, ", ".join(found["removed"]))
     if found["torn_bytes"]:
         if read_only:
             where = "were left out"
@@ -188,13 +188,13 @@ def log_recovery(dir: str, read_only: bool, found: dict[str, Any]) -> None:
 
 
 def _sweep(dir: Path) -> None:
-    """Remove what is left of stores whose process is gone. Called with the lock of the folder."""
+    """Remove the remains of stores whose process has died. The caller holds the lock of the folder."""
     for unfinished in dir.glob(f"{_NEW}{_PREFIX}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     for home in dir.glob(f"{_PREFIX}*"):
         try:
             lease = _open(home / "lease", os.O_RDWR)
-        except OSError:  # its owner has just removed it; or it is no such folder
+        except OSError:  # its owner has just removed it, or it is not a store
             continue
         try:
             fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,14 +207,14 @@ def _sweep(dir: Path) -> None:
 
 
 def _remove(home: Path) -> None:
-    """Remove a store, whose name is the first to go: so what is left of it when this is cut short is swept, too."""
+    """Rename a store, then remove it: if this is cut short, the remains are swept too."""
     with contextlib.suppress(OSError):
         home = home.rename(home.with_name(_NEW + home.name))
     shutil.rmtree(home, ignore_errors=True)
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make a folder, and those that it is in; return it and those that were not there, the outermost first."""
+    """Create a folder and its parents; return the folder and the parents that did not exist, the outermost first."""
     missing = [folder, *itertools.takewhile(lambda parent: not parent.exists(), folder.parents)]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
@@ -238,7 +238,7 @@ def _close(lock: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder survive a crash."""
+    """Sync a folder, so that the names in it survive a crash."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(opened)
@@ -258,7 +258,7 @@ def _locked(path: Path, flags: int = 0) -> Iterator[None]:
 def _open_locked(path: Path, flags: int) -> int:
     while True:
         try:
-            lock = _open(path, os.O_RDONLY)  # perhaps another user's: in a sticky folder O_CREAT would fail
+            lock = _open(path, os.O_RDONLY)  # possibly another user's: in a sticky folder O_CREAT would fail
         except FileNotFoundError:
             lock = _open(path, os.O_RDONLY | os.O_CREAT)
         try:
@@ -278,4 +278,4 @@ def _storage_errors(dir: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as e:
-        raise StorageError(f"no store in {dir}: {e.strerror}", errno=e.errno, path=dir) from e
+        raise StorageError(f"no store can be opened in {dir}: {e.strerror}", errno=e.errno, path=dir) from e

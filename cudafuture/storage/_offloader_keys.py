@@ -1,4 +1,4 @@
-"""What is done with the keys of an offloader, and not with the bytes of its tensors."""
+"""Operations of an offloader on keys, not on the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["OffloaderKeys"]
 
 
 class OffloaderKeys:
-    """The methods of ``Offloader`` that find, link and delete keys."""
+    """Methods of ``Offloader`` that find, link and delete keys."""
 
     _native: _C.Store
 
     def delete(self, key: str) -> CUDAFuture[None]:
-        """Forget a key. Nobody finds it from now on; who reads it already still gets it.
+        """Delete a key. Later lookups do not find it; reads that have begun still return its tensor.
 
-        The future completes when that is so for good. It fails with NotFoundError when there is no such key.
+        The future completes when the deletion is durable. It fails with NotFoundError if the key does not exist.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -35,7 +35,7 @@ class OffloaderKeys:
         return self._native.erase([key])
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
-        """Forget many keys. Those that there are go, also when the future fails because another one is not there.
+        """Delete many keys. If some do not exist, the future fails, but the others are deleted.
 
         >>> from cudafuture.storage import Offloader
         >>> Offloader("states").deletev([]).wait()
@@ -45,13 +45,13 @@ class OffloaderKeys:
     def link(self, links: Mapping[str, str]) -> CUDAFuture[None]:
         """Give tensors a second key, without copying them: each key of `links` gets the tensor of the key it maps to.
 
-        That is the tensor which a read begun now would get. It stays as long as one of its keys does: writing or
-        deleting one changes nothing for the other. All links take effect together, or none: also across a crash of a
-        durable store, whose future completes when they are on the disk. It fails with NotFoundError when one of the
-        tensors is not there.
+        That is the tensor that a read begun now would return. It lives as long as one of its keys does: writing or
+        deleting one key does not change the other. All links take effect together or not at all, also across a crash of
+        a durable store, whose future completes when they are on disk. It fails with NotFoundError if one of the
+        tensors does not exist.
 
-        Links take no room in `capacity`, and the checksum stays valid. ``statistics().bytes`` counts the bytes of each
-        key, ``used`` those on disk.
+        Links use no room of `capacity`, and the checksum stays valid. ``statistics().bytes`` counts the bytes of each
+        key, ``used`` the bytes on disk.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -66,32 +66,32 @@ class OffloaderKeys:
         return self._native.link(links if type(links) is dict else dict(links))
 
     def map(self, key: str | Sequence[str], *, verify: bool = False) -> torch.Tensor:
-        """Return the tensor of a key without reading it: its pages come from the disk when they are touched.
+        """Return the tensor of a key without reading it: each page is read from disk on first access.
 
-        Of several keys it returns one flat tensor of all their elements, in the order of the keys.
+        For several keys it returns one flat tensor of all their elements, in the order of the keys.
 
-        The memory is a private mapping of the file (``mmap`` with MAP_PRIVATE). What you write to the tensor stays in
-        this process and never reaches the store. The tensor holds its place on the disk: it stays what it is when the
-        key is written again or deleted, as long as the store is open. Past the end of an ephemeral store it stays, too;
-        past that of a durable one, whoever opens the store next may write over the bytes.
+        The memory is a private mapping of the file (``mmap`` with MAP_PRIVATE). Changes to the tensor stay in this
+        process and never reach the store. The tensor holds its extent on disk: it does not change when the key is
+        rewritten or deleted, as long as the store is open. After an ephemeral store is closed it does not change
+        either; after a durable one is closed, the next process that opens the store may overwrite the bytes.
 
-        A disk that cannot read a page ends the process with SIGBUS; ``read`` raises. Use it where only parts of a large
-        tensor are wanted, or several processes read the same ones: they share the page cache, which ``read`` bypasses.
+        A disk that cannot read a page ends the process with SIGBUS, where ``read`` would raise. Map a tensor if you
+        need only parts of it, or if several processes read it: they share the page cache, which ``read`` bypasses.
 
-        Each key of a call takes a mapping of its own, and the kernel limits how many a process has
-        (``vm.max_map_count``). While the tensor lives its bytes count in the store's `capacity`.
+        Each key of a call takes its own mapping, and the kernel limits the mappings of a process
+        (``vm.max_map_count``). While the tensor lives, its bytes count in the store's `capacity`.
 
         Args:
             key: as for ``write``; or several, whose tensors have one dtype, and all but the last of which have a whole
                 number of pages (4 KiB).
-            verify: read all of it now, and compare its checksum. In a store without checksums this verifies nothing.
+            verify: read all bytes now, and compare the checksum. In a store without checksums this verifies nothing.
 
         Raises:
-            NotFoundError: there is no such key.
-            ChecksumError: with `verify`, the bytes are not those that were written.
+            NotFoundError: the key does not exist.
+            ChecksumError: with `verify`, the bytes changed after they were written.
             StorageError: the file cannot be mapped, or ends before the tensor does.
             InvalidStateError: the store is closed.
-            ValueError: several tensors cannot lie side by side in memory.
+            ValueError: several tensors cannot be mapped next to each other.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -103,10 +103,10 @@ class OffloaderKeys:
         return self._native.map([key] if isinstance(key, str) else list(key), verify)
 
     def keys(self) -> list[str]:
-        """Return all keys, in the order in which they were written last.
+        """Return all keys, in the order of their last writes.
 
         Raises:
-            InvalidStateError: the store is closed. So do the other methods that look keys up.
+            InvalidStateError: the store is closed. The other methods that look up keys raise it too.
 
         >>> from cudafuture.storage import Offloader
         >>> Offloader("states").keys()
@@ -125,10 +125,10 @@ class OffloaderKeys:
         return keys
 
     def stat(self, key: str) -> Entry:
-        """Return what is known of a key.
+        """Return dtype, shape and size of the tensor of a key.
 
         Raises:
-            NotFoundError: there is no such key.
+            NotFoundError: the key does not exist.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -142,9 +142,9 @@ class OffloaderKeys:
         return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
-        """Return a future of what is known of each key, None where there is no such key.
+        """Return a future of the entry of each key, None if the key does not exist.
 
-        Here it is done at once; that of a store elsewhere is not.
+        In this store the future is complete at once; in a remote store it is not.
 
         >>> from cudafuture.storage import Offloader
         >>> store = Offloader("states")
@@ -164,7 +164,7 @@ class OffloaderKeys:
         return CUDAFuture.completed([find(key) for key in keys])
 
     def list_keys(self) -> CUDAFuture[list[str]]:
-        """Return a future of ``keys()``, which is done: that of a store elsewhere is not.
+        """Return a future of ``keys()``, which is complete at once; in a remote store it is not.
 
         >>> from cudafuture.storage import Offloader
         >>> Offloader("states").list_keys().wait()

@@ -1,4 +1,4 @@
-"""The methods of an offloader that write and read tensors in parts."""
+"""Operations of an offloader that write and read tensors in parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OffloaderParts"]
 
 
 class OffloaderParts:
-    """The methods of ``Offloader`` that write and read tensors in parts."""
+    """Methods of ``Offloader`` that write and read tensors in parts."""
 
     _native: _C.Store
 
@@ -47,7 +47,7 @@ class OffloaderParts:
         return MultipartWrite(self, self._native.begin_write(key, dtype, shape, priority))
 
     def snapshots(self, keys: Iterable[str]) -> list[Snapshot | None]:
-        """Return a snapshot of each key, all of one time; None where there is no such key.
+        """Return a snapshot of each key, all of the same moment; None if the key does not exist.
 
         A snapshot keeps its tensor readable when the key is written again or deleted; see ``read_parts``.
 
@@ -70,23 +70,22 @@ class OffloaderParts:
         digests: torch.Tensor | None = None,
         priority: int = 0,
     ) -> CUDAFuture[None]:
-        """Fill tensors with parts of snapshots. Parts that lie side by side on the disk are read at once.
+        """Fill tensors with parts of snapshots. Parts that are adjacent on disk are read in one transfer.
 
-        A part that is a whole tensor is checked as ``read`` checks it, and fails the future with ChecksumError. Any
-        other part cannot be checked by itself: to check a tensor that was read in parts, pass their bytes through a
-        ``Digest`` and compare ``Digest.value(snapshot.seed)`` with ``snapshot.digest``.
+        A part that is a whole tensor is verified as by ``read``, and a mismatch fails the future with ChecksumError.
+        Other parts cannot be verified alone. To verify a tensor that was read in parts, add the parts to a ``Digest``
+        and compare ``Digest.value(snapshot.seed)`` with ``snapshot.digest``.
 
         Args:
             parts: a snapshot of this store, the byte of its tensor at which the part begins, a multiple of 64 KiB, and
-                the tensor to be filled: contiguous, on the host, of torch.uint8. It belongs to the read until the
-                future is done.
-            digests: a tensor of torch.uint64 on the host, with an element for each part, which belongs to the read
-                until the future is done: then it has the digests of the parts (see ``digest``).
+                the tensor to fill: contiguous, on the host, of torch.uint8. It belongs to the read until the future is
+                done.
+            digests: a tensor of torch.uint64 on the host, with an element for each part. It belongs to the read until
+                the future is done, and then has the digests of the parts (see ``digest``).
             priority: as for ``read``.
 
         Raises:
-            ValueError: a snapshot of another store; a part that does not lie in its tensor; a tensor that cannot be
-                filled.
+            ValueError: a snapshot is of another store, a part does not lie in its tensor, or a tensor cannot be filled.
             TypeError: a part is not such a tuple.
             InvalidStateError: the store is closed.
 

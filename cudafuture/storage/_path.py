@@ -1,4 +1,4 @@
-"""Paths as the native engine takes them."""
+"""Conversion of paths to the form that the native engine takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
     """Return a path as text.
 
     Raises:
-        TypeError: it is no path, or one of bytes.
+        TypeError: `path` is not a path, or a path of bytes.
         ValueError: it is not UTF-8 (a surrogate stands for a byte that is not), or has a NUL.
     """
     text = os.fspath(path)
@@ -22,5 +22,5 @@ def path_text(path: str | os.PathLike[str]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f"the path {text!r} is not UTF-8: no file can be read or written there ({e})") from None
+        raise ValueError(f"the path {text!r} is not UTF-8, so no file can have it: {e}") from None
     return text

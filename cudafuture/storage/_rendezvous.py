@@ -1,4 +1,4 @@
-"""Which of several places a key belongs to: the one that draws the highest number for it (rendezvous hashing)."""
+"""Rendezvous hashing: a key belongs to the store that draws the highest number for it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ _LONGEST_KEY = 1024  # bytes of UTF-8
 
 
 class Rendezvous:
-    """The places by name, each of which draws a number for every key: a hash (XXH3) of both names.
+    """Stores by name, each of which draws a number for every key: a hash (XXH3) of both names.
 
     Args:
-        names: of the places; their order means nothing.
-        weights: what share of the keys places get; 1 where nothing is said.
+        names: of the stores; their order does not matter.
+        weights: relative shares of the keys; the default is 1.
 
     Raises:
-        ValueError: a weight that is not positive and finite, or is that of no place.
+        ValueError: a weight is not positive and finite, or names no store.
     """
 
     def __init__(self, names: Iterable[str], weights: Mapping[str, float]) -> None:
-        from xxhash import xxh3_64_intdigest  # the rest of the package can be imported without
+        from xxhash import xxh3_64_intdigest  # the rest of the package can be imported without xxhash
 
         self._digest = xxh3_64_intdigest
         self._places = [(name, self._digest(name.encode()), weights.get(name, 1.0)) for name in names]
         if unknown := weights.keys() - {name for name, _, _ in self._places}:
             raise ValueError(
-                f"weights for {sorted(unknown)}, which are none of {[name for name, _, _ in self._places]}"
+                f"weights for {sorted(unknown)}, which are not among {[name for name, _, _ in self._places]}"
             )
         for name, _, weight in self._places:
             if not 0 < weight < math.inf:
-                raise ValueError(f"the weight of {name!r} is {weight!r}: a positive number is wanted")
+                raise ValueError(f"the weight of {name!r} is {weight!r}; it must be positive and finite")
 
     def where(self, key: str) -> str:
-        """Return the name of the place of a key.
+        """Return the name of the store of a key.
 
         Raises:
-            TypeError, ValueError: no such key can be.
+            TypeError, ValueError: the key is not valid.
         """
         encoded = _encoded(key)
         digest, log = self._digest, math.log
-        # 52 bits of the hash and a half: as a float neither 0 nor 1, whose logarithms would be of no use.
+        # 52 bits of the hash plus a half: as a float neither 0 nor 1, whose logarithms are useless.
         return max(
             (-weight / log(((digest(encoded, seed) >> 12) + 0.5) / (1 << 52)), name)
             for name, seed, weight in self._places
@@ -50,7 +50,7 @@ class Rendezvous:
 
 
 def _encoded(key: str) -> bytes:
-    """Return a key as UTF-8; refuse here what every store does, before any has begun."""
+    """Return a key as UTF-8; reject an invalid key before any store begins an operation."""
     if not isinstance(key, str):
         raise TypeError(f"a key is a str, not {key!r}")
     encoded = key.encode()  # a UnicodeEncodeError is a ValueError

@@ -1,4 +1,4 @@
-"""The shards of a store: their names, and their shares of a call."""
+"""Shards of a store: their names, and their shares of a call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 T = TypeVar("T")
 Merge = Callable[[list[Any], list[list[int]]], T]
-"""Makes what a call gives of what the shards have given, and of the places of the keys that each had."""
+"""Function that merges the values of the shards, given the positions of each shard's keys in the call."""
 
-_MOST_NAMED = 8  # keys that an error names
+_MOST_NAMED = 8  # keys that an error lists
 
 
 class Share(NamedTuple):
-    """What one shard has of a call."""
+    """Part of a call that one shard executes."""
 
     shard: str
     keys: Sequence[str]
@@ -43,7 +43,7 @@ class Share(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What has become of a share."""
+    """Error of one shard's share of a call."""
 
     shard: str
     keys: Sequence[str]
@@ -54,8 +54,8 @@ def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]
     """Return shards by name, in the order of the names.
 
     Raises:
-        ValueError: there are none; one of them comes twice, or two have one name, or one has none.
-        TypeError: a name is no str.
+        ValueError: there are no shards, one appears twice, two have the same name, or one has no name.
+        TypeError: a name is not a str.
     """
     pairs = offloaders.items() if isinstance(offloaders, Mapping) else [(_name_of(each), each) for each in offloaders]
     shards: dict[str, Store] = {}
@@ -66,24 +66,24 @@ def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]
             raise ValueError(f"two shards are called {name!r}: give a mapping of names to offloaders")
         shards[name] = shard
     if not shards:
-        raise ValueError("no offloaders: at least one is wanted")
+        raise ValueError("no offloaders were given: pass at least one")
     if len({id(shard) for shard in shards.values()}) < len(shards):
-        raise ValueError(f"one offloader stands for several of {sorted(shards)}")
+        raise ValueError(f"one offloader is used for several of {sorted(shards)}")
     return dict(sorted(shards.items()))
 
 
 def _name_of(shard: Store) -> str:
-    """Return what a shard is called by itself: never its place in a list, which would say nothing of where keys lie."""
+    """Return a shard's own name; its position in a list would not show where keys lie."""
     for fact in ("worker", "dir"):
         if isinstance(name := getattr(shard, fact, None), str):
             return name
-    raise ValueError(f"{shard!r} is of no worker and in no folder: give a mapping of names to offloaders")
+    raise ValueError(f"{shard!r} has no worker and no folder: give a mapping of names to offloaders")
 
 
 def blamed(failures: Sequence[Failure]) -> BaseException:
-    """Return the error of a call: that of the first share that failed, or else of the first whose shard is gone.
+    """Return the error of a call: that of the first failed share, or, if shards are lost, of the first lost one.
 
-    It keeps its type. Where a worker is gone, or did not answer, it says which shards and which keys that concerns.
+    It keeps its type. If a worker is lost or did not answer, the message names the shards and the keys.
     """
     lost = [failure for failure in failures if isinstance(failure.error, WorkerLostError)]
     first = (lost or failures)[0]
@@ -110,7 +110,7 @@ def _described(failure: Failure) -> str:
 
 
 def the_one(values: list[T], places: list[list[int]]) -> T:
-    """Return what the only shard has given."""
+    """Return the value of the only shard."""
     (value,) = values
     return value
 
@@ -118,19 +118,19 @@ def the_one(values: list[T], places: list[list[int]]) -> T:
 def part_of(
     tensor: torch.Tensor | None, places: Sequence[int]
 ) -> tuple[torch.Tensor | None, Callable[[CUDAFuture[T]], CUDAFuture[T]]]:
-    """Return what a shard fills of a tensor with an element for each key, and what is to be done with its future."""
-    if tensor is None or len(places) == tensor.numel():  # then they are in order
+    """Return the part of a per-key tensor that a shard fills, and a function to apply to the shard's future."""
+    if tensor is None or len(places) == tensor.numel():  # the shard has all keys, in order
         return tensor, lambda future: future
     part = torch.zeros(len(places), dtype=tensor.dtype, device="cpu")
 
     def gather(future: CUDAFuture[T]) -> CUDAFuture[T]:
         def put(_: object) -> None:
-            numbers = torch.int64 if part.dtype == torch.uint64 else part.dtype  # torch cannot index the other
+            numbers = torch.int64 if part.dtype == torch.uint64 else part.dtype  # torch cannot index uint64
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 whole, some = (each.detach().view(numbers) for each in (tensor, part))
                 whole.index_copy_(0, torch.tensor(places, device="cpu"), some)
 
-        future.add_done_callback(put, executor=callback_thread)  # before what joins the shards, which comes later
+        future.add_done_callback(put, executor=callback_thread)  # before the callback that joins the shards
         return future
 
     return part, gather
@@ -142,17 +142,17 @@ def total(values: list[int], places: list[list[int]]) -> int:
 
 
 def in_order(values: list[list[T]], places: list[list[int]]) -> list[T]:
-    """Return what the shards have given for their places in a call, in the order of that."""
+    """Return the values of the shards in the order of the call's keys."""
     found = {i: value for at, some in zip(places, values, strict=True) for i, value in zip(at, some, strict=True)}
     return [found[i] for i in range(len(found))]
 
 
 def nothing(values: list[None], *places: list[list[int]]) -> None:
-    """Say that all shards are done."""
+    """Return None when all shards are done."""
 
 
 def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
-    """Return the future of what may not even begin, while others have."""
+    """Call `begin` and return its future; if `begin` raises, return a failed future."""
     try:
         return begin(*args)
     except Exception as e:
@@ -160,7 +160,7 @@ def begun(begin: Callable[..., CUDAFuture[T]], *args: Any) -> CUDAFuture[T]:
 
 
 def error_of(part: CUDAFuture[Any]) -> BaseException | None:
-    """Return what a future that is done has failed with. Its ``exception()`` would wait for devices."""
+    """Return the error of a future that is done. Its ``exception()`` would wait for devices."""
     try:
         part.value()
     except BaseException as e:

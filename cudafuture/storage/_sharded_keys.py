@@ -1,4 +1,4 @@
-"""What is done with the keys of a sharded store, and not with its tensors."""
+"""Operations of a sharded store on keys, not on tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ShardedKeys:
-    """The methods of ``ShardedOffloader`` that find and list keys."""
+    """Methods of ``ShardedOffloader`` that find and list keys."""
 
     _shards: dict[str, Store]
     _inventory: Inventory
@@ -29,13 +29,13 @@ class ShardedKeys:
     _joined: Callable[..., CUDAFuture[Any]]
 
     def keys(self) -> list[str]:
-        """Return all keys: of one shard after the other, in the order of their names, each as the shard lists its own.
+        """Return all keys: shard by shard in the order of their names, each shard's keys in its own order.
 
-        Asks every shard, and waits. It never leaves out the keys of one that does not answer: those of the others are
-        to be had through ``shards``.
+        It asks every shard, and blocks. If a shard does not answer, it raises instead of omitting keys: list the others
+        through ``shards``.
 
         Raises:
-            WorkerLostError: a shard is gone; the error names it.
+            WorkerLostError: a shard is lost; the error names it.
 
         >>> from cudafuture.storage import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).keys()
@@ -60,11 +60,11 @@ class ShardedKeys:
         return len(self.keys())
 
     def stat(self, key: str) -> Entry:
-        """Return what is known of a key. Asks its shard, and waits.
+        """Return dtype, shape and size of the tensor of a key. It asks the key's shard, and blocks.
 
         Raises:
-            NotFoundError: there is no such key.
-            WorkerLostError: its shard is gone.
+            NotFoundError: the key does not exist.
+            WorkerLostError: its shard is lost.
 
         >>> import torch
         >>> from cudafuture.storage import Offloader, ShardedOffloader
@@ -81,7 +81,7 @@ class ShardedKeys:
         return entry
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
-        """Return a future of what is known of each key, None where there is no such key.
+        """Return a future of the entry of each key, None if the key does not exist.
 
         >>> from cudafuture.storage import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
@@ -119,7 +119,7 @@ class ShardedKeys:
         return self._joined("list keys", shares, merged)
 
     def trim(self) -> int:
-        """Remove the files in which nothing is, of all shards; return their bytes.
+        """Remove the empty files of all shards; return their bytes.
 
         >>> from cudafuture.storage import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()

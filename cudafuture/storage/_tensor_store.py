@@ -1,4 +1,4 @@
-"""What an offloader's tensors have on disk: reads and writes of it as operations that are completed in turn."""
+"""Store of an offloader's tensors on disk: reads and writes as operations that complete one after the other."""
 
 from __future__ import annotations
 
@@ -23,58 +23,58 @@ __all__ = ["Read", "TensorStore", "Write"]
 _logger = logging.getLogger("cudafuture.storage")
 
 Name = tuple[bool, tuple[Place, ...]]
-"""Whether it is a list, and the memory of its tensors."""
+"""A flag that is True for a list, and the memory of its tensors."""
 
 
 class Stored:
-    """What is on disk of a tensor or a list: its keys in the store, and whose memory they belong to."""
+    """Entry of a stored tensor or list: its keys in the store, and the storages that own it."""
 
     def __init__(self, keys: list[str], memory: list[TensorMemory], on_death: Callable[[object], None]) -> None:
         self.keys = keys
         self._storages = [weakref.ref(m.storage, on_death) for m in memory]
 
     def is_lost(self) -> bool:
-        """Say whether nobody can read it any more."""
+        """Return True if no tensor is left that could read it."""
         return any(ref() is None for ref in self._storages)
 
 
 class TensorStore:
-    """The memory of tensors, in an Offloader.
+    """Memory of tensors, in an Offloader.
 
-    What is stored belongs to the storage of a tensor, by a weak reference. When a storage is gone, its name is noted,
-    at whatever moment that is and under whatever lock; what was stored is deleted with the next operation.
+    An entry belongs to the storage of a tensor, by a weak reference. When a storage is freed, at any moment and under
+    any lock, its name is recorded; the next operation deletes the entry.
     """
 
     def __init__(self, store: Offloader) -> None:
         self.store = store
-        self.lock = threading.Lock()  # guards what is known of what is stored
+        self.lock = threading.Lock()  # guards the fields below
         self.known: dict[Name, Stored] = {}
         self._dead: deque[Name] = deque()
         self._numbers = itertools.count()
 
     def new(self, name: Name, memory: list[TensorMemory]) -> Stored:
-        """Return an entry with keys of its own, of which nothing is written yet."""
+        """Return an entry with new keys, which are not written yet."""
         number, dead = next(self._numbers), self._dead
         keys = [f"{number}.{i}" for i in range(len(memory))]
         return Stored(keys, memory, lambda _: dead.append(name))
 
     def forget_lost(self) -> None:
-        """Delete what nobody can read any more. Called under the lock."""
+        """Delete the entries that no tensor can read any more. The caller holds the lock."""
         while self._dead:
             name = self._dead.popleft()
             stored = self.known.get(name)
             if stored is not None and stored.is_lost():
                 del self.known[name]
-                self.store.deletev(stored.keys)  # an error of it is logged: there is nobody to be told
+                self.store.deletev(stored.keys)  # an error is logged: no caller can receive it
 
     def delete(self, keys: list[str]) -> None:
-        """Delete what there is of these keys, and wait for it. An error costs some room on disk, and is logged."""
+        """Delete those of the keys that exist, and block. An error only costs room on disk, and is logged."""
         try:
             there = [key for key in keys if key in self.store]
             if there:
                 self.store.deletev(there).wait()
         except CUDAFutureError as e:
-            _logger.warning("what is not needed any more remains on disk: %s", e)
+            _logger.warning("deleting replaced tensors failed, so they still take room on disk: %s", e)
 
 
 class _OfTensors(Operation):
@@ -92,27 +92,27 @@ class _OfTensors(Operation):
 
 
 class Write(_OfTensors):
-    """Tensors on their way to disk."""
+    """Write of tensors to disk."""
 
     reads = False
 
     def begin(self) -> CUDAFuture[Any]:
-        """Write under new keys: until that has succeeded, what was stored before stays what it is."""
+        """Write under new keys, so that the previous entry stays intact until the write has succeeded."""
         self.store.forget_lost()
         for m in self.memory:
             if not m.is_there:
-                raise RuntimeError("the tensor has no memory to be written: it is on disk already; read it first")
+                raise RuntimeError("the tensor has no memory to write, because it is on disk already; read it first")
         self.stored = self.store.new(self.name, self.memory)
         self.free = [m for m in self.memory if m.can_be_freed]
         views = (m.bytes() for m in self.memory)
         return self.store.store.writev(dict(zip(self.stored.keys, views, strict=True)))
 
     def finish(self) -> None:
-        """Give the memory back, and let the new entry take the place of an old one."""
+        """Free the memory, and replace the previous entry by the new one."""
         try:
             self.written: int = self.transfer.value()
         except Exception:
-            self.store.delete(self.stored.keys)  # of a list, some may have been written
+            self.store.delete(self.stored.keys)  # some tensors of a list may have been written
             raise
         for m in self.free:
             m.free()
@@ -128,7 +128,7 @@ class Write(_OfTensors):
 
 
 class Read(_OfTensors):
-    """Tensors on their way back to memory."""
+    """Read of tensors back into memory."""
 
     reads = True
 
@@ -143,7 +143,7 @@ class Read(_OfTensors):
         self.filled = value
 
     def begin(self) -> CUDAFuture[Any]:
-        """Take the entry away, have memory, and read."""
+        """Remove the entry, allocate memory, and read."""
         self.store.forget_lost()
         stored = self.store.known.get(self.name)
         if stored is None:
@@ -177,7 +177,7 @@ class Read(_OfTensors):
         return f"nothing is stored as {_described(listed, places)}: write it first; it can be read once"
 
     def finish(self) -> None:
-        """Free what it has on disk; or put everything back as it was, so that it can be tried again."""
+        """Delete the entry; after an error restore it and free the memory, so that the read can be retried."""
         try:
             self.transfer.value()
         except Exception:

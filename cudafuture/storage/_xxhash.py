@@ -1,4 +1,4 @@
-"""The xxHash library, for the native core: the one that the package ``xxhash`` carries, or is linked with."""
+"""XXH3 for the native core: from the library that the package ``xxhash`` bundles or links."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """Show the core where XXH3 is.
+    """Give the core the address of XXH3.
 
     Raises:
-        ImportError: the package's library does not offer it.
+        ImportError: the package's library does not export it.
     """
     import xxhash
 

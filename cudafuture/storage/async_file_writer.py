@@ -1,4 +1,4 @@
-"""TensorNVMe's AsyncFileWriter: a file that is written from its start to its end while the program goes on."""
+"""TensorNVMe's AsyncFileWriter: a file that is written sequentially while the program continues."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _HOST = torch.device("cpu")
 
 
 class AsyncFileWriter:
-    """Writes bytes and tensors to a file, one behind the other, while the program goes on: TensorNVMe's API.
+    """Writer of bytes and tensors to a file, one after the other, while the program continues: TensorNVMe's API.
 
-    What was given to a writer is on its way when the call returns, and belongs to the writer until ``synchronize``
-    returns: do not change it. Tensors on a device are copied to pinned memory on the host first, after the work that is
-    enqueued for them; from ``sync_before_step`` on tensors may be changed, though the writes go on.
+    Each call starts its write and returns. The data belongs to the writer until ``synchronize`` returns: do not change
+    it. Tensors on a device are first copied to pinned host memory, after the work that is enqueued for them. After
+    ``sync_before_step``, tensors may be changed although the writes continue.
 
-    Errors come out of ``synchronize`` and ``close``, with their type. The end of a writer, and of the process, waits
-    for what is on its way. Any thread may call; after a fork, the child may not.
+    ``synchronize`` and ``close`` raise the errors, with their type. Freeing a writer, and exiting the process, waits
+    for pending writes. Any thread may call; after a fork, the child may not.
 
     Args:
-        path: of the file, which is made, or emptied. Or an open file with a descriptor, which goes on where it stands,
-            and remains the caller's to close.
-        n_entries: writes that may be pending; one more waits for the oldest. The default is 16.
+        path: of the file, which is created, or emptied. Or an open file with a descriptor: writing starts at its
+            current position, and the caller closes it.
+        n_entries: limit of pending writes; the next write waits for the oldest. The default is 16.
         backend: ``"uring"``, ``"aio"`` or ``"pthread"``; see ``get_backends()``. The default is the engine of the
             process.
-        comm_stream: on which tensors of its device are copied to the host. The default is a stream of the pool.
-        n_tasks: nothing, as ``register_tasks``.
-        engine: what writes instead of the backend's.
+        comm_stream: copies tensors of its device to the host. The default is a stream of the pool.
+        n_tasks: has no effect, like ``register_tasks``.
+        engine: writes instead of the backend's engine.
 
     Raises:
         StorageError: the file cannot be opened.
-        ValueError: there is no such backend, or `n_entries` is less than 1.
+        ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AsyncFileWriter:
         self._end = weakref.finalize(self, _end, self._process, self._writes, file, serving if is_new else None)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append bytes, and return how many; what is no ``bytes`` is copied first. So it can serve as a file.
+        """Append bytes, and return their number; data other than ``bytes`` is copied. Python code may use it as a file.
 
         >>> with AsyncFileWriter("model") as writer:
         ...     torch.save({"w": torch.ones(2)}, writer)
@@ -97,16 +97,16 @@ class AsyncFileWriter:
         return len(held)
 
     def write_raw(self, py_ref: object, buffer: int, n_bytes: int, offset: int) -> CUDAFuture[int]:
-        """Write memory on the host to a place in the file; what is appended later goes behind it.
+        """Write host memory to an offset of the file; later appends go after it.
 
         Args:
-            py_ref: the owner of the memory, which is kept until that is written.
+            py_ref: the owner of the memory, which the writer keeps until the write is done.
             buffer: its address.
             n_bytes: its size.
-            offset: of the place, in bytes; ``writer.offset`` is the end of what was given to the writer so far.
+            offset: in bytes; ``writer.offset`` is the end of the data that the writer has so far.
 
         Raises:
-            TypeError: the owner is a tensor on a device.
+            TypeError: the owner is a device tensor.
 
         >>> numbers = torch.arange(4)
         >>> with AsyncFileWriter("numbers") as writer:
@@ -114,7 +114,7 @@ class AsyncFileWriter:
         32
         """
         if isinstance(py_ref, torch.Tensor) and is_on_device(py_ref):
-            raise TypeError(f"memory on {py_ref.device} has no address that the host could read: use write_tensor()")
+            raise TypeError(f"the host cannot read memory on {py_ref.device} by its address: use write_tensor()")
         if n_bytes < 0 or offset < 0:
             raise ValueError(f"n_bytes={n_bytes} and offset={offset} may not be negative")
         view = _view(py_ref, buffer, n_bytes)
@@ -125,13 +125,13 @@ class AsyncFileWriter:
 
         Args:
             tensor: may be dropped at once.
-            pinned: memory on the host for the copy of a tensor on a device, of its shape and dtype: it belongs to the
-                writer until the future is done. The default is memory of its own.
+            pinned: host memory for the copy of a device tensor, with its shape and dtype. It belongs to the writer
+                until the future is done. The default is new memory.
 
-        The future completes with the bytes that were written.
+        The future completes with the number of bytes written.
 
         Raises:
-            TypeError: no tensor, or one without memory of its own.
+            TypeError: `tensor` is not a tensor, or has no memory of its own.
             ValueError: `pinned` does not fit.
 
         >>> with AsyncFileWriter("numbers") as writer:
@@ -139,7 +139,7 @@ class AsyncFileWriter:
         12
         """
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a torch.Tensor is wanted, not {type(tensor).__qualname__}")
+            raise TypeError(f"expected a torch.Tensor, not {type(tensor).__qualname__}")
         nbytes = tensor.numel() * tensor.element_size()
         if not is_on_device(tensor):
             return self._append(lambda at: self._write_host(tensor, at), nbytes)
@@ -147,7 +147,7 @@ class AsyncFileWriter:
             is_on_device(pinned) or (pinned.shape, pinned.dtype) != (tensor.shape, tensor.dtype)
         ):
             raise ValueError(
-                f"pinned is a {pinned.dtype} of shape {tuple(pinned.shape)} on {pinned.device}; wanted is a "
+                f"pinned is a {pinned.dtype} of shape {tuple(pinned.shape)} on {pinned.device}; it must be a "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)} on the host"
             )
         return self._append(lambda at: self._write_device(tensor, pinned, at), nbytes)
@@ -155,7 +155,7 @@ class AsyncFileWriter:
     def sync_before_step(self) -> None:
         """Wait until every tensor that was given to the writer may be changed.
 
-        Those of a device are copied then; those of the host are written. Whether that went well says ``synchronize``.
+        Device tensors are then copied, and host tensors are written. ``synchronize`` raises the errors.
 
         >>> with AsyncFileWriter("numbers") as writer:
         ...     numbers = torch.ones(4)
@@ -168,7 +168,7 @@ class AsyncFileWriter:
         self._writes.wait_for_sources()
 
     def synchronize(self) -> None:
-        """Wait until everything is written, and raise the first error.
+        """Wait until all data is written, and raise the first error.
 
         >>> with AsyncFileWriter("numbers") as writer:
         ...     future = writer.write_tensor(torch.ones(4))
@@ -180,25 +180,25 @@ class AsyncFileWriter:
         self._writes.wait()
 
     def flush(self) -> None:
-        """Do nothing: files have this method. ``synchronize`` waits.
+        """Do nothing; files have this method. ``synchronize`` waits.
 
         >>> AsyncFileWriter("numbers").flush()
         """
 
     def register_h2d(self, num_tensors: int) -> None:
-        """Do nothing: ``sync_before_step`` knows the tensors that it has to wait for.
+        """Do nothing: ``sync_before_step`` knows the tensors to wait for.
 
         >>> AsyncFileWriter("numbers").register_h2d(2)
         """
 
     def register_tasks(self, num_tasks: int) -> None:
-        """Do nothing: ``synchronize`` knows the writes that it has to wait for.
+        """Do nothing: ``synchronize`` knows the writes to wait for.
 
         >>> AsyncFileWriter("numbers").register_tasks(2)
         """
 
     def close(self) -> None:
-        """Synchronize, and close the file.
+        """Synchronize, then close the file.
 
         >>> AsyncFileWriter("numbers").close()
         """
@@ -214,7 +214,7 @@ class AsyncFileWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # ---- how
+    # ---- implementation
 
     def _append(
         self,
@@ -246,11 +246,11 @@ class AsyncFileWriter:
             copied.value()
             return self._file.write(on_host, at)
 
-        # Not on the callback thread: a writer that dies there waits for this.
+        # Not on the callback thread: freeing a writer there would wait for this callback.
         return copied.then_async(write, executor=default_executor(), non_blocking=False), copied
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> CUDAFuture[None]:
-        """Enqueue a copy behind the work that is enqueued for the source."""
+        """Enqueue a copy after the work that is enqueued for the source."""
         earlier = earlier_work([source.device])
         if self.comm_stream is not None and self.comm_stream.device == source.device:
             streams = [self.comm_stream]
@@ -267,11 +267,11 @@ class AsyncFileWriter:
 
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:
-            raise InvalidStateError("a writer belongs to the process that has made it: make one after the fork")
+            raise InvalidStateError("a writer belongs to the process that created it: create one after the fork")
 
 
 def _view(owner: object, address: int, nbytes: int) -> torch.Tensor:
-    """Return a tensor over memory on the host that keeps its owner alive."""
+    """Return a tensor over host memory that keeps the memory's owner alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=_HOST)
     memory = (ctypes.c_char * nbytes).from_address(address)
@@ -280,18 +280,18 @@ def _view(owner: object, address: int, nbytes: int) -> torch.Tensor:
 
 
 class _Writes:
-    """The writes that are pending, at most so many, and the errors of those that were."""
+    """Pending writes, up to a limit, and the errors of finished ones."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lock = threading.Lock()  # guards what follows; nothing is awaited under it
+        self._lock = threading.Lock()  # guards the fields below; no thread waits under it
         self._pending: deque[CUDAFuture[int]] = deque()
-        self._sources: deque[CUDAFuture[Any]] = deque()  # done, and ready, when their tensors may be changed
+        self._sources: deque[CUDAFuture[Any]] = deque()  # done and ready when their tensors may be changed
         self._errors: list[Exception] = []
 
     @contextlib.contextmanager
     def room(self) -> Iterator[None]:
-        """Wait until there is room for one more, and hold the lock."""
+        """Wait until there is room for one more write, and hold the lock."""
         while True:
             with self._lock:
                 oldest = self._oldest() if len(self._pending) >= self._most else None
@@ -301,7 +301,7 @@ class _Writes:
             _await(oldest)
 
     def add(self, written: CUDAFuture[int], released: CUDAFuture[Any] | None) -> None:
-        """Add a write; called with the lock held."""
+        """Add a write; the caller holds the lock."""
         self._oldest()
         self._pending.append(written)
         while self._sources and _is_over(self._sources[0]):
@@ -310,7 +310,7 @@ class _Writes:
             self._sources.append(released)
 
     def _oldest(self) -> CUDAFuture[int] | None:
-        """Return the oldest write that is not done, and take away those that are."""
+        """Return the oldest write that is not done, and remove the writes that are."""
         while self._pending and self._pending[0].done():
             done = self._pending.popleft()
             try:
@@ -320,7 +320,7 @@ class _Writes:
         return self._pending[0] if self._pending else None
 
     def wait(self) -> None:
-        """Wait until none is pending, and raise the first error."""
+        """Wait until no write is pending, and raise the first error."""
         while True:
             with self._lock:
                 oldest = self._oldest()
@@ -356,13 +356,13 @@ def _is_over(future: CUDAFuture[Any]) -> bool:
 
 
 def _end(process: int, writes: _Writes, file: File, engine: Engine | None) -> None:
-    """End a writer that is closed, or that nobody holds any more, or whose process ends."""
+    """End a writer that is closed or freed, or whose process exits."""
     if os.getpid() != process:
         return
     try:
         writes.wait()
     except Exception as e:
-        _logger.error("%s: a writer was dropped before anyone was told: %s", file.path, e, exc_info=e)
+        _logger.error("%s: a writer was freed before a call raised its error: %s", file.path, e, exc_info=e)
     file.close()
     if engine is not None:
         engine.close()

@@ -1,4 +1,4 @@
-"""TensorNVMe's backends by name, and the engines that stand for them."""
+"""TensorNVMe's backends by name, and the engines that implement them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_THREADS = 1024
 
 
 def get_backends() -> set[str]:
-    """Return the names that DiskOffloader and AsyncFileWriter take for `backend`.
+    """Return the names that DiskOffloader and AsyncFileWriter accept as `backend`.
 
-    ``"uring"``: io_uring. ``"aio"``: what serves best here, io_uring or threads. ``"pthread"``: threads.
+    ``"uring"``: io_uring. ``"aio"``: the best available, io_uring or threads. ``"pthread"``: threads.
 
     >>> sorted(get_backends())
     ['aio', 'pthread', 'uring']
@@ -29,9 +29,9 @@ def get_backends() -> set[str]:
 
 
 def probe_backend(backend: str) -> bool:
-    """Say whether a backend of that name works here: bytes that it writes to a temporary file can be read again.
+    """Return True if a backend works here: it writes bytes to a temporary file and reads them back.
 
-    ``"uring"`` does not where the kernel or a sandbox forbids io_uring. Who asks for it all the same gets threads.
+    ``"uring"`` does not work if the kernel or a sandbox forbids io_uring. Selecting it then uses threads.
 
     >>> probe_backend("pthread"), probe_backend("tape")
     (True, False)
@@ -47,23 +47,23 @@ def probe_backend(backend: str) -> bool:
         ):
             file.write(written).wait()
             file.read(read).wait()
-    except OSError:  # a StorageError too
+    except OSError:  # StorageError is an OSError
         return False
     return torch.equal(written, read)
 
 
 def engine_of(backend: str, n_entries: int, given: Engine | None) -> tuple[Engine, bool]:
-    """Return the engine that was given, or what serves a backend; and whether it is a new one, for the caller to close.
+    """Return the given engine, or the engine of a backend; and True if it is new, so that the caller must close it.
 
-    ``"uring"`` and ``"aio"`` share the engine of the process; ``"pthread"`` has `n_entries` threads of its own.
+    ``"uring"`` and ``"aio"`` share the engine of the process; ``"pthread"`` has its own `n_entries` threads.
 
     Raises:
-        ValueError: there is no backend of that name, or `n_entries` is less than 1.
+        ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
     if backend not in _ENGINES:
-        raise ValueError(f"backend={backend!r}: one of {', '.join(sorted(_ENGINES))} is wanted")
+        raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(sorted(_ENGINES))}")
     if n_entries < 1:
-        raise ValueError(f"n_entries={n_entries}: at least one operation has to be pending")
+        raise ValueError(f"n_entries={n_entries} is less than 1: at least one operation must be allowed to be pending")
     if given is not None:
         return given, False
     if backend == "pthread":

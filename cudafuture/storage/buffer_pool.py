@@ -1,4 +1,4 @@
-"""Memory that disks and devices take as it is: single tensors, and pools that buffers are taken from."""
+"""Memory that disks and devices use without a copy: single tensors, and pools of buffers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Buffer", "BufferPool", "empty"]
 
 
 def empty(size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor on the host that a disk takes as it is, not initialized.
+    """Return an uninitialized host tensor that a disk reads and writes without a copy.
 
-    A write past the page cache copies other tensors first: direct I/O wants memory that begins at a multiple of the
-    disk's block, and torch's begins at 64 bytes. This one begins at a page (4 KiB), from 2 MiB on at a huge page, which
-    the kernel is asked to use: a disk reads few large pages faster than many small ones.
+    Direct I/O needs memory that begins at a multiple of the disk's block, but torch's memory begins at a multiple of 64
+    bytes, so direct writes first copy such tensors. This tensor begins at a page (4 KiB), from 2 MiB on at a huge page,
+    which the kernel is asked to use: a disk reads few large pages faster than many small ones.
 
     Args:
         size: as for ``torch.empty``.
@@ -39,10 +39,10 @@ def empty(size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.
 
 
 class Buffer:
-    """A part of a ``BufferPool``; see there.
+    """Part of a ``BufferPool``; see there.
 
-    It is the pool's again when it is released, or dropped, and nobody has a tensor of its memory any more: neither a
-    program, nor a read or write that is under way.
+    Its memory returns to the pool when it is released or freed, and no tensor uses the memory any more, neither in the
+    program nor in a read or write in flight.
     """
 
     def __init__(self, loan: _C.BufferLoan) -> None:
@@ -50,10 +50,10 @@ class Buffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its bytes: a tensor of torch.uint8, of as many as were asked for.
+        """Its bytes: a tensor of torch.uint8, of the requested size.
 
         Raises:
-            InvalidStateError: it was released.
+            InvalidStateError: the buffer was released.
         """
         tensor = self._loan.tensor
         if tensor is None:
@@ -61,10 +61,10 @@ class Buffer:
         return tensor
 
     def view(self, size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return its first bytes as a tensor of that shape and dtype (default: torch's).
+        """Return its first bytes as a tensor of the given shape and dtype (default: torch's).
 
         Raises:
-            InvalidStateError: it was released.
+            InvalidStateError: the buffer was released.
             ValueError: the tensor has more bytes than the buffer.
 
         >>> BufferPool(1 << 20).take(100).wait().view((5, 5)).shape
@@ -74,11 +74,11 @@ class Buffer:
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.tensor.numel():
-            raise ValueError(f"a tensor of {nbytes} bytes is more than the buffer has, {self.tensor.numel()}")
+            raise ValueError(f"a tensor of {nbytes} bytes is larger than the buffer of {self.tensor.numel()} bytes")
         return self.tensor[:nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Let go of the memory. Further calls do nothing.
+        """Release the memory. Further calls do nothing.
 
         >>> pool = BufferPool(1 << 20)
         >>> pool.take(1 << 20).wait().release()
@@ -99,25 +99,25 @@ class Buffer:
 
 
 class BufferPool:
-    """Memory of a fixed size, of which ``take`` gives parts: aligned buffers that disks and devices take as they are.
+    """Pool of a fixed size; ``take`` returns aligned buffers that disks and devices use without a copy.
 
-    When too little of it is free, the future of ``take`` completes later: what is exhausted slows a program down, and
-    does not end it. Requests are served in their order, so a large one is not passed by smaller ones for ever. A task
-    that needs two buffers takes them in one request: with one each, two tasks could wait for each other.
+    When too little memory is free, the future of ``take`` completes later, so exhaustion slows a program down and does
+    not end it. Requests are served in order, so smaller ones do not starve a large one. A task that needs two buffers
+    takes them in one request: with one request each, two tasks could wait for each other.
 
-    A copy between a device and pinned memory that a program starts by itself (``to(device, non_blocking=True)``) goes
-    on after the call. The program may release the buffer meanwhile, in the thread and under the stream of the copy: a
+    A copy between a device and pinned memory that a program starts itself (``to(device, non_blocking=True)``) continues
+    after the call. The program may release the buffer meanwhile, in the thread and under the stream of the copy: a
     pinned pool records an event on the releasing thread's current stream of each device that the process uses, and
-    lends the memory again when the devices have reached these events. A copy on another stream keeps its buffer until
-    it has finished. Reads and writes of the library hold the memory until they have finished.
+    reuses the memory when the devices have reached these events. A copy on another stream must keep its buffer until
+    the copy has finished. Reads and writes of the library hold the memory until they have finished.
 
-    The memory is allocated when the pool is made, and freed when the pool was closed or dropped and its last buffer is
-    gone.
+    The pool allocates its memory on creation. The memory is freed when the pool is closed or freed and its last buffer
+    is released.
 
     Args:
         nbytes: of the memory; rounded up to pages (4 KiB).
-        pin: whether it is page-locked, so that devices copy from and to it asynchronously. "auto" (default): where
-            there is an accelerator.
+        pin: page-lock the memory, so that devices copy from and to it asynchronously. "auto" (default): if there is an
+            accelerator.
 
     Raises:
         ValueError: `nbytes` is not positive.
@@ -137,42 +137,41 @@ class BufferPool:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes!r} is not positive")
         if pin not in ("auto", True, False):
-            raise ValueError(f"pin={pin!r}: 'auto', True or False is wanted")
+            raise ValueError(f"pin={pin!r} is not valid; use 'auto', True or False")
         self._nbytes = math.ceil(nbytes / PAGE) * PAGE
         self._is_pinned = torch.accelerator.is_available() if pin == "auto" else pin
         self._native = _C.make_buffer_pool(_arena(self._nbytes, self._is_pinned), self._is_pinned)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its memory."""
+        """The size of its memory in bytes."""
         return self._nbytes
 
     @property
     def free(self) -> int:
-        """The bytes that can be lent: no buffer has them, and no device uses them. They need not lie together."""
+        """The free bytes: no buffer has them, and no device uses them. They need not be adjacent."""
         return self._native.free
 
     @property
     def is_pinned(self) -> bool:
-        """Whether its memory is page-locked."""
+        """True if its memory is page-locked."""
         return self._is_pinned
 
     def take(self, nbytes: int) -> CUDAFuture[Buffer]:
-        """Return a future of a buffer, which begins at a page and has `nbytes` of its own.
+        """Return a future of a buffer of `nbytes` bytes, which begins at a page.
 
-        A request that waits can be cancelled. Callbacks run on the library's callback thread, unless they are given
-        an executor.
+        A waiting request can be cancelled. Callbacks run on the library's callback thread, unless you give an executor.
 
         Raises:
             ValueError: `nbytes` is negative, or more than the pool has.
-            InvalidStateError: the pool is closed. So fail the futures that wait when it is closed.
+            InvalidStateError: the pool is closed. Closing also fails the futures of waiting requests with it.
 
         >>> BufferPool(1 << 20).take(100).wait().tensor.shape
         torch.Size([100])
         """
         nbytes = operator.index(nbytes)
         if not 0 <= nbytes <= self._nbytes:
-            raise ValueError(f"{nbytes} bytes of a pool of {self._nbytes}")
+            raise ValueError(f"{nbytes} bytes were requested of a pool of {self._nbytes}")
         loan = _C.make_buffer_loan()
         return self._native.take(nbytes, Buffer(loan), loan, f"take {nbytes} bytes")
 
@@ -184,9 +183,9 @@ class BufferPool:
     def allocator(self) -> object:
         """Return a capsule of a ``c10::Allocator``, for C++ code whose threads must not wait for a future.
 
-        It allocates from the pool at once. When too little is free, or requests of ``take`` wait, it allocates memory
-        outside of the pool, which begins at a page as well, and counts that in ``outside``. The capsule has the name
-        "c10::Allocator". It keeps the pool, and C++ code keeps the capsule while it uses the allocator.
+        It allocates from the pool without waiting. When too little is free, or requests of ``take`` wait, it allocates
+        memory outside of the pool, which also begins at a page, and counts it in ``outside``. The capsule has the name
+        "c10::Allocator". It keeps the pool alive, and C++ code keeps the capsule while it uses the allocator.
 
         >>> BufferPool(1 << 20).allocator()  # doctest: +ELLIPSIS
         <capsule object "c10::Allocator" at 0x...>
@@ -194,7 +193,7 @@ class BufferPool:
         return self._native.allocator()
 
     def close(self) -> None:
-        """Give nothing more; futures that wait fail. Buffers stay until they are released.
+        """Refuse further requests; waiting futures fail. Buffers stay usable until they are released.
 
         >>> BufferPool(1 << 20).close()
         """
@@ -213,7 +212,7 @@ class BufferPool:
 def _shape(size: int | Sequence[int]) -> tuple[int, ...]:
     shape = (size,) if isinstance(size, int) else tuple(size)
     if any(each < 0 for each in shape):
-        raise ValueError(f"no tensor is of shape {list(shape)}")
+        raise ValueError(f"shape {list(shape)} has a negative size")
     return shape
 
 

@@ -1,4 +1,4 @@
-"""TensorNVMe's DiskOffloader: tensors whose memory is given back while they are on disk."""
+"""TensorNVMe's DiskOffloader: tensors whose memory is freed while they are on disk."""
 
 from __future__ import annotations
 
@@ -29,35 +29,37 @@ Callback = Callable[[], object]
 
 
 class DiskOffloader:
-    """Keeps tensors on disk and gives their memory back until they are read again: TensorNVMe's API.
+    """Offloader that keeps tensors on disk and frees their memory until they are read again: TensorNVMe's API.
 
-    A written tensor has no memory: its storage has size 0, for all its views. Reading it gives the memory and the
-    values back, once: then it has to be written again. What is stored belongs to the memory, not to the tensor object:
-    ``p`` can be read after ``p.data`` was written. When the last tensor over it is gone, so is what was stored. A view
-    of a part of a storage is stored for itself, and the storage keeps its memory; so does one that cannot be resized.
+    A written tensor has no memory: its storage has size 0, for all its views. Reading restores the memory and the
+    values once; after that it must be written again. The stored data belongs to the memory, not to the tensor object:
+    ``p`` can be read after ``p.data`` was written. When the last tensor of the memory is freed, the data is deleted. A
+    view of a part of a storage is stored separately, and the storage keeps its memory, as does one that cannot be
+    resized.
 
-    ``sync_*`` wait until they are done. ``async_*`` return a CUDAFuture, and may be given a callback without arguments,
-    which is called when the operation has succeeded. Callbacks only run in threads that are inside a call of this
-    class: each ``async_*`` runs those of what has ended, and one with a callback returns when that has run. They may
-    call anything here. Use the futures where work is to overlap. An exception of a callback comes out of the call that
-    has run it.
+    ``sync_*`` block until they are done. ``async_*`` return a CUDAFuture, and accept a callback without arguments,
+    which runs after the operation has succeeded. Callbacks only run in threads that are inside a call of this class:
+    each ``async_*`` runs the callbacks of operations that have ended, and one with a callback returns when that has
+    run. Callbacks may call any method here. To overlap work, use the futures. The call that runs a callback raises the
+    callback's exception.
 
-    The error of an operation comes out of its future, and of the next call that synchronizes it, with its type. A
+    The future of an operation raises its error, and so does the next call that synchronizes it, with its type. A
     tensor whose write has failed keeps its memory; one whose read has failed remains on disk, and can be read again.
 
-    Operations on one storage follow each other in the order of the calls. An operation holds what it needs: the tensors
-    may be dropped. Any thread may call; after a fork, the child may not.
+    Operations on one storage run in the order of the calls. An operation keeps its tensors alive. Any thread may call;
+    after a fork, the child may not.
 
     Args:
-        dir_name: a folder, which is made if there is none. A folder in it is the offloader's own, and vanishes with it.
-        n_entries: operations that may be with the disk at a time; one more waits for the oldest. The default is 16.
-        backend: ``"uring"``, the default, ``"aio"`` or ``"pthread"``; see ``get_backends()``. Where there is no
-            io_uring, threads do its work.
-        engine: what reads and writes instead of the backend's.
+        dir_name: a folder, which is created if it does not exist. The offloader has its own folder in it, which is
+            removed with the offloader.
+        n_entries: limit of operations in flight; the next operation waits for the oldest. The default is 16.
+        backend: ``"uring"``, the default, ``"aio"`` or ``"pthread"``; see ``get_backends()``. Without io_uring, threads
+            are used.
+        engine: reads and writes instead of the backend's engine.
 
     Raises:
         StorageError: the folder cannot be used.
-        ValueError: there is no such backend, or `n_entries` is less than 1.
+        ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
 
     def __init__(
@@ -77,16 +79,16 @@ class DiskOffloader:
         failed, own = self._completions.failed, serving if is_new else None
         self._end = weakref.finalize(self, _end, self._process, failed, store, own)
 
-    # ---- one after the other
+    # ---- synchronous operations
 
     def sync_write(self, tensor: torch.Tensor) -> None:
-        """Write a tensor to disk and give its memory back.
+        """Write a tensor to disk and free its memory.
 
-        What was stored of it before is replaced.
+        This replaces data that was stored for it before.
 
         Raises:
-            RuntimeError: it is not contiguous, or has no memory, being on disk already.
-            StorageError: the disk refuses.
+            RuntimeError: the tensor is not contiguous, or has no memory because it is on disk already.
+            StorageError: the write failed.
             InvalidStateError: the offloader is closed.
 
         >>> x = torch.ones(4)
@@ -98,11 +100,11 @@ class DiskOffloader:
         self._run(Write(self._store, tensor, reported=True))
 
     def sync_read(self, tensor: torch.Tensor) -> None:
-        """Give a tensor its memory and its values back; nothing of it is stored then.
+        """Restore the memory and the values of a tensor, and delete the stored data.
 
         Raises:
-            RuntimeError: nothing is stored of it, or of another size.
-            StorageError: the disk refuses, or (ChecksumError) gives something else.
+            RuntimeError: nothing is stored for the tensor, or data of another size.
+            StorageError: the read failed, or (ChecksumError) the bytes changed.
             InvalidStateError: the offloader is closed.
 
         >>> x = torch.arange(3)
@@ -115,7 +117,7 @@ class DiskOffloader:
         self._run(Read(self._store, tensor, reported=True))
 
     def sync_writev(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Write tensors to disk, as a list that is read as a whole, and give their memory back. See ``sync_write``.
+        """Write tensors to disk, as a list that is read as a whole, and free their memory. See ``sync_write``.
 
         >>> x, y = torch.ones(4), torch.zeros(2)
         >>> offloader = DiskOffloader("offload")
@@ -124,7 +126,7 @@ class DiskOffloader:
         self._run(Write(self._store, _listed(tensors), reported=True))
 
     def sync_readv(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the tensors of a list back what they had, which were written together in this order. See ``sync_read``.
+        """Restore the tensors of a list, which were written together in this order. See ``sync_read``.
 
         >>> x, y = torch.ones(1), torch.zeros(1)
         >>> offloader = DiskOffloader("offload")
@@ -135,17 +137,17 @@ class DiskOffloader:
         """
         self._run(Read(self._store, _listed(tensors), reported=True))
 
-    # ---- side by side
+    # ---- asynchronous operations
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> CUDAFuture[int]:
-        """Begin to write a tensor to disk. Do not change it until that is done; then it has no memory.
+        """Begin to write a tensor to disk. Do not change it until the future is done; then it has no memory.
 
         Args:
             tensor: contiguous, on the host or on a device.
-            callback: called without arguments when the memory has been given back.
+            callback: called without arguments when the memory has been freed.
 
-        The future completes with the bytes that were written, when the memory has been given back. For errors see
-        ``sync_write``; what the disk has to say comes out of the future, and of ``synchronize``.
+        The future completes with the number of bytes written, when the memory has been freed. For errors see
+        ``sync_write``; the future and ``synchronize`` raise the errors of the disk.
 
         >>> x = torch.ones(4)
         >>> offloader = DiskOffloader("offload")
@@ -189,7 +191,7 @@ class DiskOffloader:
         return self._start(Read(self._store, _listed(tensors), callback))
 
     def synchronize(self) -> None:
-        """Wait until nothing is pending, also of what callbacks submit meanwhile, and raise the first error.
+        """Wait until nothing is pending, including the operations that callbacks submit, and raise the first error.
 
         >>> x = torch.ones(4)
         >>> offloader = DiskOffloader("offload")
@@ -201,23 +203,23 @@ class DiskOffloader:
         self._drain(None)
 
     def sync_write_events(self) -> None:
-        """Wait until no write is pending, and raise the first error of one.
+        """Wait until no write is pending, and raise the first error of a write.
 
         >>> DiskOffloader("offload").sync_write_events()
         """
         self._drain(False)
 
     def sync_read_events(self) -> None:
-        """Wait until no read is pending, and raise the first error of one.
+        """Wait until no read is pending, and raise the first error of a read.
 
         >>> DiskOffloader("offload").sync_read_events()
         """
         self._drain(True)
 
-    # ---- the whole
+    # ---- the offloader itself
 
     def statistics(self) -> OffloaderStatistics:
-        """Return what the store below has done so far; a list has a key for each of its tensors.
+        """Return counts of the underlying store, in which a list has a key for each of its tensors.
 
         >>> DiskOffloader("offload").statistics().keys
         0
@@ -225,7 +227,7 @@ class DiskOffloader:
         return self._store.store.statistics()
 
     def close(self) -> None:
-        """Synchronize, and remove what is on disk: tensors that are there then remain without memory.
+        """Synchronize, and delete the data on disk: tensors that are on disk then remain without memory.
 
         >>> DiskOffloader("offload").close()
         """
@@ -243,32 +245,32 @@ class DiskOffloader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # ---- how
+    # ---- implementation
 
     def _start(self, operation: Operation) -> CUDAFuture[Any]:
         callback = operation.callback
         if callback is not None and not callable(callback):
-            raise TypeError(f"a callback is called without arguments; {callback!r} cannot be called")
+            raise TypeError(f"a callback must be callable without arguments, but {callback!r} is not callable")
         name = f"{'read' if operation.reads else 'write'} {self._store.store.dir}"
         future: CUDAFuture[Any] = CUDAFuture(name=name, executor=callback_thread)
         future.add_done_callback(self._look)
         operation.future = future
         self._submit(operation)
-        future.set_running_or_notify_cancel()  # the engine has the memory: nobody can cancel that
+        future.set_running_or_notify_cancel()  # the engine uses the memory, so it cannot be cancelled
         if operation.transfer.released is not None:
             future.released = operation.transfer.released
         self._completions.collect(operation)
         return future
 
     def _look(self, future: CUDAFuture[Any]) -> None:
-        """Keep an error from being logged: who synchronizes is told. And keep the offloader until then."""
+        """Retrieve the error, so that it is not logged: synchronizing raises it. Keep the offloader until then."""
         future.exception()
 
     def _run(self, operation: Operation) -> None:
         self._submit(operation)
         try:
             self._completions.end(operation)
-        except BaseException:  # Ctrl-C, say
+        except BaseException:  # such as Ctrl-C
             operation.reported = False
             raise
         if operation.error is not None:
@@ -277,7 +279,7 @@ class DiskOffloader:
     def _submit(self, operation: Operation) -> None:
         self._expect_own_process()
         if self._closed:
-            raise InvalidStateError("the offloader is closed: what it had is gone")
+            raise InvalidStateError("the offloader is closed, and its data is deleted")
         self._completions.submit(operation)
 
     def _drain(self, reads: bool | None) -> None:
@@ -286,21 +288,21 @@ class DiskOffloader:
 
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:
-            raise InvalidStateError("an offloader belongs to the process that has made it: make one after the fork")
+            raise InvalidStateError("an offloader belongs to the process that created it: create one after the fork")
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
-        raise RuntimeError("a list of tensors is wanted, not one tensor, which is no list of its rows")
+        raise RuntimeError("expected a list of tensors, not one tensor: its rows are not taken as a list")
     return list(tensors)
 
 
 def _end(process: int, failed: list[tuple[bool, Exception]], store: Offloader, engine: Engine | None) -> None:
-    """End an offloader that is closed, or that nobody holds any more, or whose process ends."""
+    """End an offloader that is closed or freed, or whose process exits."""
     if os.getpid() != process:
         return
     for _, error in failed:
-        _logger.error("%s: an offloader was dropped before anyone was told: %s", store.dir, error, exc_info=error)
+        _logger.error("%s: an offloader was freed before a call raised its error: %s", store.dir, error, exc_info=error)
     store.close()
     if engine is not None:
         engine.close()

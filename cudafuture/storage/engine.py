@@ -1,4 +1,4 @@
-"""What reads and writes files: one native thread with a queue of its own."""
+"""I/O engine that reads and writes files: one native thread with a queue."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ BACKENDS = ("auto", "io_uring", "threads")
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What an engine has done so far; see ``Engine.statistics()``."""
+    """Counts of an engine since it started; see ``Engine.statistics()``."""
 
     reads: int
-    """reads that have ended, however they did"""
+    """reads that have ended, with any outcome"""
     writes: int
     bytes_read: int
-    """bytes of those that have not failed"""
+    """bytes of the reads that have not failed"""
     bytes_written: int
     blocks: int
     """requests to the kernel"""
     again: int
-    """requests for the rest of one, or for one that the kernel sent back"""
+    """requests for the rest of a partial one, or for one that the kernel returned"""
     staged: int
-    """blocks that went by a buffer of the engine's: the kernel could not use the tensor's memory as it lies"""
+    """blocks that went through a staging buffer: the kernel could not use the tensor's memory directly"""
     copied: int
-    """of them blocks that a device filled or emptied"""
+    """staged blocks that a device filled or emptied"""
     pending: int
     """reads and writes that have not ended"""
 
 
 class Engine:
-    """Reads and writes files with io_uring, or with threads that block where that is not to be had.
+    """I/O engine that reads and writes files with io_uring, or with blocking threads if io_uring is not available.
 
-    A read or write is cut into blocks. At most `queue_depth` of them are with the kernel at a time; what is submitted
-    meanwhile waits its turn: first come first served, with what is at most a block and what is more taking turns. Those
-    with tensors on devices have at most three quarters of the blocks. Futures complete in any order.
+    A read or write is split into blocks. At most `queue_depth` blocks are in flight in the kernel; later ones wait:
+    first come, first served, alternating between operations of at most a block and larger ones. Operations with
+    tensors on devices use at most three quarters of the blocks. Futures complete in any order.
 
     Args:
-        backend: ``"io_uring"``, ``"threads"`` (pread and pwrite), or ``"auto"``: io_uring, or threads where the kernel
-            or a sandbox forbids that, or the library was built without it.
-        queue_depth: blocks with the kernel, 1 to 4,096. The default is 32.
+        backend: ``"io_uring"``, ``"threads"`` (pread and pwrite), or ``"auto"``: io_uring, or threads if the kernel or
+            a sandbox forbids io_uring, or the library was built without it.
+        queue_depth: blocks in flight in the kernel, 1 to 4,096. The default is 32.
         block_size: bytes, a multiple of 4,096 up to 1 GiB. The default is 512 KiB. The engine's memory is at most
-            ``queue_depth * block_size``, and only used for what has to be staged. It is pinned from the first time on
-            that a tensor on a device is read or written.
-        threads: of the backend of that name, 1 to 1,024. The default is 8.
-        max_pending: reads and writes that may be pending; whoever submits more blocks until there is room. The default
-            is any number: then back-pressure is what you make of the futures.
+            ``queue_depth * block_size``, and only used for staging. It is pinned from the first read or write of a
+            tensor on a device on.
+        threads: of the backend ``"threads"``, 1 to 1,024. The default is 8.
+        max_pending: limit of pending reads and writes; a caller that submits more blocks until there is room. The
+            default is no limit: limit them through the futures.
 
     Raises:
-        StorageError: there is no io_uring, and nothing else will do.
-        ValueError: an argument out of its range.
+        StorageError: ``backend="io_uring"`` was given, but io_uring is not available.
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Engine:
         _faults: Mapping[str, Any] | None = None,
     ) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r}: one of {', '.join(BACKENDS)} is wanted")
+            raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(BACKENDS)}")
         _expect("queue_depth", queue_depth, 1, 4096)
         _expect("block_size", block_size, PAGE, _LARGEST_BLOCK)
         _expect("threads", threads, 1, 1024)
         _expect("max_pending", 1 if max_pending is None else max_pending, 1, 1 << 62)
         if block_size % PAGE:
-            raise ValueError(f"block_size={block_size} is no multiple of {PAGE}")
+            raise ValueError(f"block_size={block_size} is not a multiple of {PAGE}")
         if queue_depth * block_size > _MOST_MEMORY:
             raise ValueError(
                 f"queue_depth={queue_depth} blocks of {block_size} bytes are more than {_MOST_MEMORY} bytes"
@@ -102,16 +102,16 @@ class Engine:
 
     @property
     def queue_depth(self) -> int:
-        """Blocks that may be with the kernel at a time."""
+        """Limit of blocks in flight in the kernel."""
         return self._queue_depth
 
     @property
     def block_size(self) -> int:
-        """Bytes of the largest block."""
+        """Size of the largest block in bytes."""
         return self._block_size
 
     def statistics(self) -> EngineStatistics:
-        """Return what has been done so far.
+        """Return the counts of this engine so far.
 
         >>> Engine().statistics().pending
         0
@@ -119,7 +119,7 @@ class Engine:
         return EngineStatistics(**self._native.statistics())
 
     def close(self) -> None:
-        """Take no more reads and writes, and wait until those that were submitted have ended.
+        """Refuse further reads and writes, and wait until the submitted ones have ended.
 
         >>> Engine().close()
         """
@@ -154,7 +154,7 @@ _default: Engine | None = None
 
 
 def default_engine() -> Engine:
-    """Return the engine that files use which were given none: one for the process, with the defaults of ``Engine``.
+    """Return the engine of files that were given none: one per process, with the defaults of ``Engine``.
 
     >>> default_engine() is default_engine()
     True

@@ -1,4 +1,4 @@
-"""A file whose reads and writes are futures."""
+"""File whose reads and writes are futures."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from cudafuture.storage.engine import Engine, default_engine
 __all__ = ["File"]
 
 _logger = logging.getLogger("cudafuture.storage")
-_without_direct: set[int] = set()  # devices of which that was logged
+_without_direct: set[int] = set()  # devices for which the missing direct I/O was logged
 
 MODES = ("r", "r+", "w", "w+")
 
 
 class File:
-    """A file that tensors are read from and written to, at any offset and of any length.
+    """File for reading and writing tensors, at any offset and of any length.
 
-    Tensors are on the host or on devices, of any dtype and with any strides; what is stored are their elements, as
-    ``tensor.contiguous()`` lays them out. A tensor belongs to the read or write until its future is done: do not change
-    one that is written, nor look at one that is read. A write's ``future.released`` may complete sooner than the write:
-    from then on the tensor may be changed. Reads and writes of one file that overlap have no order among them, other
-    than that of futures that you wait for.
+    Tensors are on the host or on devices, of any dtype and with any strides; the file stores their elements as
+    ``tensor.contiguous()`` orders them. A tensor belongs to the read or write until its future is done: do not change
+    a tensor that is being written, and do not read one that is being filled. A write's ``future.released`` may complete
+    before the write: after that, the tensor may be changed. Overlapping reads and writes of one file have no order,
+    except through futures that you wait for.
 
-    On devices, a write takes the tensor as the caller's current stream leaves it, and a read fills it after what that
-    stream has had to do so far. They are copied on streams of the pool, by way of pinned buffers of the engine. The
-    future of a read completes when the last copy is enqueued; its events order whoever waits for it.
+    On devices, a write takes the tensor as the caller's current stream leaves it, and a read fills it after the work
+    that is enqueued on that stream. They are copied on pool streams, through pinned staging buffers of the engine. The
+    future of a read completes when the last copy is enqueued; its events order the consumers.
 
-    Files bypass the page cache where they can (O_DIRECT): whole pages go from the tensor's memory, if that is aligned,
-    else by way of a buffer. Pages of which a write covers a part only go through the cache.
+    Files bypass the page cache if possible (O_DIRECT): whole pages go directly from the tensor's memory if it is
+    aligned, and through a staging buffer if not. Pages that a write covers partially go through the cache.
 
     Args:
         path: of the file.
-        mode: ``"r"`` and ``"r+"`` want a file that exists, to read, or to read and write; ``"w"`` and ``"w+"`` make an
-            empty one, to write, or to read and write.
-        engine: what reads and writes; by default the process's own.
-        direct: whether to bypass the page cache: ``"auto"``, the default, where the file system can; True: StorageError
-            where it cannot; False: never.
+        mode: ``"r"`` and ``"r+"`` open an existing file, to read, or to read and write; ``"w"`` and ``"w+"`` create an
+            empty file, to write, or to read and write.
+        engine: reads and writes; by default the engine of the process.
+        direct: bypass the page cache: ``"auto"``, the default: if the file system can; True: fail with StorageError if
+            it cannot; False: never.
 
     Raises:
-        StorageError: the file cannot be opened; ``errno`` says why.
-        ValueError: a mode or `direct` that does not exist; a path that is not UTF-8, or has a NUL.
+        StorageError: the file cannot be opened; ``errno`` has the reason.
+        ValueError: the mode or `direct` is not valid; the path is not UTF-8, or has a NUL.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class File:
         direct: Literal["auto"] | bool = "auto",
     ) -> None:
         if mode not in MODES:
-            raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)} is wanted")
+            raise ValueError(f"mode={mode!r} is not valid; use one of {', '.join(MODES)}")
         if direct not in ("auto", True, False):
-            raise ValueError(f"direct={direct!r}: 'auto', True or False is wanted")
+            raise ValueError(f"direct={direct!r} is not valid; use 'auto', True or False")
         self._path = path_text(path)
         self._mode = mode
         self._engine = engine or default_engine()
@@ -76,20 +76,20 @@ class File:
 
     @property
     def path(self) -> str:
-        """The path that it was opened with."""
+        """The path that the file was opened with."""
         return self._path
 
     @property
     def is_direct(self) -> bool:
-        """Whether it bypasses the page cache."""
+        """True if the file bypasses the page cache."""
         return self._native.is_direct
 
     @property
     def size(self) -> int:
-        """Bytes in the file, of writes that have completed.
+        """The size of the file in bytes, after the writes that have completed.
 
         Raises:
-            StorageError: the system does not say.
+            StorageError: the system call failed.
             InvalidStateError: the file is closed.
         """
         return self._native.size
@@ -97,16 +97,17 @@ class File:
     def read(self, tensor: torch.Tensor, offset: int = 0, *, priority: int = 0) -> CUDAFuture[int]:
         """Fill a tensor with the bytes of the file from `offset` on.
 
-        The future completes with the bytes that were read, which are those of the tensor; it fails with StorageError
-        where the file ends before, and on any other error: its ``errno``, ``wanted`` and ``got`` say more.
+        The future completes with the number of bytes read, which is the tensor's size. If the file ends before, or on
+        any other error, it fails with StorageError, which has ``errno``, ``wanted`` and ``got``.
 
-        `priority` is that of the future, of the streams that copy, and of the I/O: 0 is the default, and a negative one
-        goes before all others that the engine has not begun. One block of eight is theirs, so nothing starves.
+        `priority` applies to the future, the streams that copy, and the I/O: 0 is the default, and a negative one
+        precedes all others that the engine has not begun. One block of eight is reserved for the others, so none
+        starves.
 
         Raises:
-            TypeError: no tensor, or one without memory on the host or on a device with streams.
-            ValueError: a negative offset, or a tensor that cannot be filled: its elements share memory (as those of
-                ``expand`` do); or whose elements are not all in its memory.
+            TypeError: `tensor` is not a tensor, or has no memory on the host or on a device with streams.
+            ValueError: the offset is negative, or the tensor cannot be filled: its elements share memory (as with
+                ``expand``), or are not all in its memory.
             InvalidStateError: the engine is closed.
 
         >>> file = File("numbers", "w+")
@@ -119,10 +120,10 @@ class File:
         return self.readv((tensor,), offset, priority=priority)
 
     def write(self, tensor: torch.Tensor, offset: int = 0, *, priority: int = 0) -> CUDAFuture[int]:
-        """Write a tensor to the file, from `offset` on; the file grows where it has to.
+        """Write a tensor to the file, from `offset` on; the file grows if necessary.
 
-        The future completes with the bytes that were written, which are those of the tensor, when the kernel has them:
-        ``sync()`` is what makes them survive a crash of the machine. For errors see ``read``.
+        The future completes with the number of bytes written, which is the tensor's size, when the kernel has them:
+        ``sync()`` makes them survive a crash of the machine. For errors see ``read``.
 
         >>> File("numbers", "w").write(torch.eye(3)[:, 1]).wait()
         12
@@ -140,7 +141,7 @@ class File:
         (32, 0, [1, 2, 3])
         """
         if self._mode == "w":
-            raise io.UnsupportedOperation(f"{self._path} is open to be written only")
+            raise io.UnsupportedOperation(f"{self._path} is open for writing only; open it with mode 'w+' or 'r+'")
         return self._transfer(True, tensors, offset, priority)
 
     def writev(self, tensors: Iterable[torch.Tensor], offset: int = 0, *, priority: int = 0) -> CUDAFuture[int]:
@@ -150,7 +151,7 @@ class File:
         11
         """
         if self._mode == "r":
-            raise io.UnsupportedOperation(f"{self._path} is open to be read only")
+            raise io.UnsupportedOperation(f"{self._path} is open for reading only; open it with mode 'r+'")
         return self._transfer(False, tensors, offset, priority)
 
     def _transfer(self, reads: bool, tensors: Iterable[torch.Tensor], offset: int, priority: int) -> CUDAFuture[int]:
@@ -160,10 +161,10 @@ class File:
         return self._engine._native.transfer(self._native, reads, list(tensors), offset, name, priority)
 
     def allocate(self, size: int) -> None:
-        """Have blocks of the disk for `size` bytes, so that writes there cannot run out of room, and are faster.
+        """Allocate disk blocks for `size` bytes, so that writes there cannot run out of room, and are faster.
 
         Raises:
-            StorageError: there is not so much room.
+            StorageError: the disk has too little room.
 
         >>> file = File("numbers", "w")
         >>> file.allocate(1 << 20)
@@ -173,10 +174,10 @@ class File:
         self._native.allocate(size)
 
     def truncate(self, size: int) -> None:
-        """Cut the file off, or fill it with zeros, so that it has `size` bytes.
+        """Truncate the file, or extend it with zeros, to `size` bytes.
 
         Raises:
-            StorageError: the system refuses.
+            StorageError: the system call failed.
 
         >>> file = File("numbers", "w+")
         >>> file.truncate(100)
@@ -186,10 +187,10 @@ class File:
         self._native.truncate(size)
 
     def sync(self) -> CUDAFuture[None]:
-        """Return a future that completes when all writes that have completed before this call survive a crash.
+        """Return a future that completes when all writes that completed before this call survive a crash.
 
-        When it fails, with StorageError, what was written since the last one is in doubt; trying again does not help.
-        The name of a file that is new is its folder's, which is to be synced by itself (``os.fsync``).
+        If it fails, with StorageError, the data written since the last sync is in doubt, and a retry does not help.
+        The name of a new file belongs to its folder, which must be synced separately (``os.fsync``).
 
         >>> file = File("numbers", "w")
         >>> file.write(torch.ones(3)).then_async(lambda written: file.sync()).wait()
@@ -219,4 +220,4 @@ class File:
         device = Path(self._path).stat().st_dev
         if device not in _without_direct:
             _without_direct.add(device)
-            _logger.warning("%s: no direct I/O there, so files go through the page cache", self._path)
+            _logger.warning("%s: direct I/O is not available there, so files go through the page cache", self._path)

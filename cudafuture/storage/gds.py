@@ -1,6 +1,6 @@
-"""GPUDirect Storage, through KvikIO: between the disk and the memory of a GPU, and nothing in between.
+"""GPUDirect Storage, through KvikIO: transfers between the disk and GPU memory without host memory in between.
 
-Optional: ``pip install cudafuture[gds]``. Where a machine has no GPUDirect Storage KvikIO goes by memory of the host.
+It is optional: ``pip install cudafuture[gds]``. Without GPUDirect Storage on the machine, KvikIO uses host memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cudafuture.storage.file import File
 __all__ = ["GDSFile"]
 
 _DEVICES = {"cuda"}
-_AT_A_TIME = 8  # reads and writes; KvikIO cuts each and has threads of its own
+_AT_A_TIME = 8  # reads and writes; KvikIO splits each and has its own threads
 
 
 class GDSFile(File):
-    """A file whose tensors on CUDA devices go by GPUDirect Storage; all others as with ``File``, which it is.
+    """File whose tensors on CUDA devices use GPUDirect Storage; all others are handled as by ``File``.
 
-    A tensor goes directly when it is on a CUDA device and contiguous, and so are all others of its ``readv`` or
-    ``writev``. Such a write begins when what the caller's current stream had to do has finished, and such a read too:
-    the disk knows nothing of streams. A future that has begun cannot be cancelled.
+    A tensor is transferred directly if it is on a CUDA device and contiguous, and so are all others of its ``readv`` or
+    ``writev``. Direct reads and writes begin when the work on the caller's current stream has finished: the disk knows
+    no streams. A future that has begun cannot be cancelled.
 
     Args:
         path, mode, engine, direct: as for ``File``.
@@ -63,7 +63,7 @@ class GDSFile(File):
         if offset < 0:
             raise ValueError(f"offset={offset} is negative")
         if self._closed:
-            return CUDAFuture.failed(InvalidStateError(f"the file was closed before this could begin: {self._path}"))
+            return CUDAFuture.failed(InvalidStateError(f"the file was closed before the operation began: {self._path}"))
         earlier = earlier_work(devices_of(given))
         future = earlier.then(
             lambda _: self._move(reads, given, offset), priority=priority, executor=self._threads, non_blocking=False
@@ -73,7 +73,7 @@ class GDSFile(File):
         return future
 
     def _move(self, reads: bool, tensors: list[torch.Tensor], offset: int) -> int:
-        """Move the bytes, and return how many they are."""
+        """Transfer the bytes, and return their number."""
         move = self._handle.pread if reads else self._handle.pwrite
         moves, place = [], offset
         for tensor in tensors:
@@ -87,7 +87,7 @@ class GDSFile(File):
         return place - offset
 
     def _error_of(self, move: Any, wanted: int, offset: int, reads: bool) -> StorageError | None:
-        """Wait for one move; return what went wrong."""
+        """Wait for one transfer; return its error, or None."""
         got, code, reason = 0, None, "there the file ends"
         try:
             got = move.get()
@@ -100,7 +100,7 @@ class GDSFile(File):
         return StorageError(message, errno=code, path=self._path, offset=offset, wanted=wanted, got=got)
 
     def close(self) -> None:
-        """Begin no more reads and writes. What is under way goes on to its end.
+        """Refuse further reads and writes. Operations in flight complete.
 
         >>> GDSFile("numbers", "w").close()  # doctest: +SKIP
         """

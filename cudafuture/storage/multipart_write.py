@@ -1,4 +1,4 @@
-"""A tensor that is written to a store in parts."""
+"""Multipart write of a tensor to a store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["MultipartWrite"]
 
 
 class MultipartWrite:
-    """A tensor that separate calls write in parts, and that takes effect as a whole; see ``Offloader.begin_write()``.
+    """Tensor that separate calls write in parts, and that takes effect as a whole; see ``Offloader.begin_write()``.
 
     Readers see the old tensor of the key until ``commit`` has completed. Parts may be put in any order, from several
-    threads, and several may be in flight. A multipart write that is dropped without ``commit`` is aborted; so are those
-    that are open when the store is closed.
+    threads, and several may be in flight. A multipart write that is freed without ``commit`` is aborted, and so are
+    those that are open when the store is closed.
 
     >>> from cudafuture.storage import Offloader
     >>> store = Offloader("states")
@@ -33,30 +33,30 @@ class MultipartWrite:
     """
 
     def __init__(self, store: OffloaderParts, native: _C.MultipartWrite) -> None:
-        self._store = store  # a store that is dropped is closed
+        self._store = store  # a store that is freed is closed
         self._native = native
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The size of the whole tensor in bytes."""
         return self._native.nbytes
 
     def put(self, at: int, tensor: torch.Tensor, *, digest: int | None = None) -> CUDAFuture[int]:
         """Write the bytes of a tensor as the part that begins at byte `at` of the whole tensor.
 
-        The future completes with the bytes of the part. It fails as a write does; then ``commit`` fails, too. The
-        tensor belongs to the write until ``future.released`` is done.
+        The future completes with the bytes of the part. If the write of the part fails, so does ``commit``. The tensor
+        belongs to the write until ``future.released`` is done.
 
         Args:
-            at: a multiple of 64 KiB. The part ends at one, too, or at the end of the whole tensor.
+            at: a multiple of 64 KiB. The part must end at a multiple too, or at the end of the whole tensor.
             tensor: contiguous, on the host, of any dtype.
-            digest: the digest that the bytes of the part must have (see ``digest``); with another one the future fails
+            digest: the digest that the bytes of the part must have (see ``digest``); on a mismatch the future fails
                 with ChecksumError.
 
         Raises:
-            ValueError: the part does not lie in the tensor, or some of its bytes belong to an earlier part; or the
-                tensor is not contiguous, or on a device.
-            TypeError: it is not a tensor, or has no memory.
+            ValueError: the part does not lie in the tensor, some of its bytes belong to an earlier part, or the tensor
+                is not contiguous, or on a device.
+            TypeError: `tensor` is not a tensor, or has no memory.
             InvalidStateError: the write was committed or aborted, or the store is closed.
 
         >>> from cudafuture.storage import Offloader
@@ -69,12 +69,12 @@ class MultipartWrite:
     def commit(self, *, digest: int | None = None) -> CUDAFuture[int]:
         """Give the key the tensor, when all parts in flight have ended.
 
-        The future completes with the tensor's bytes, in a durable store when they and the key are on the disk. Of
-        several writes and deletions of a key the last one wins; this one counts from the call of ``commit``.
+        The future completes with the tensor's bytes, in a durable store when they and the key are on disk. Of several
+        writes and deletions of a key the last one wins; this one counts from the call of ``commit``.
 
         The future fails with the error of the first part that failed, with InvalidStateError if bytes are missing, with
-        ChecksumError if the digest differs, and as ``Offloader.write`` does. Then the write is aborted, and the key is
-        as it was.
+        ChecksumError if the digest differs, and as ``Offloader.write`` does. Then the write is aborted, and the key
+        does not change.
 
         Args:
             digest: the digest that the bytes of the whole tensor must have, as ``Digest`` computes it.
@@ -90,7 +90,7 @@ class MultipartWrite:
         return self._native.commit(digest)
 
     def abort(self) -> None:
-        """Give the write up. It frees its room on the disk when the parts in flight have ended.
+        """Abort the write. It frees its room on disk when the parts in flight have ended.
 
         It does nothing after ``commit`` or ``abort``, and never raises.
 

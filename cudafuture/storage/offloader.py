@@ -1,4 +1,4 @@
-"""Tensors by name on disk: what does not fit into memory, and is wanted again later."""
+"""Store of tensors by key on disk, for tensors that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 
 
 class Offloader(OffloaderKeys, OffloaderParts):
-    """A store of tensors by name, in a folder.
+    """Store of tensors by key, in a folder.
 
-    ``write`` puts a tensor under a key, ``read`` gets it back; both return futures, and take tensors on the host and on
-    devices. A key that is written again is replaced at once or not at all: whoever reads it meanwhile gets the old
-    tensor or the new one. Tensors lie in large files whose blocks are used again; small ones are written many at once.
+    ``write`` stores a tensor under a key, ``read`` returns it; both return futures, and take tensors on the host and on
+    devices. A rewrite of a key is atomic: concurrent readers see either the old tensor or the new one. Tensors lie in
+    slabs, large files whose blocks are reused; small tensors are written many at once.
 
-    A store is ephemeral, unless it is `durable`: it has a folder of its own inside `dir`, which vanishes with it. When
-    its process is killed, the next store in `dir` removes it.
+    By default a store is ephemeral: it has its own folder inside `dir`, which is removed with the store. If its process
+    is killed, the next store in `dir` removes the folder.
 
-    A durable store is `dir` itself. A write's future completes when its data and its name are on the disk
-    (``fdatasync``, of many writes at a time). After a crash everything whose future was done is there, and nothing that
-    is not whole. One process at a time can write it. Several processes can read it while none writes: with `read_only`,
-    or where the folder cannot be written.
+    A `durable` store is `dir` itself. A write's future completes when its data and its key are on disk (``fdatasync``,
+    in a group commit). After a crash, the store has every write whose future was done, and no partial one. One process
+    at a time can write it. Several processes can read it while none writes: with `read_only`, or if the folder cannot
+    be written.
 
     Args:
-        dir: the folder; made where it is not there.
-        engine: what reads and writes; by default the process's own. Its blocks have to be a multiple of 64 KiB, and
-            256 KiB at least.
-        direct: whether to bypass the page cache, as for ``File``; not where a disk's unit is more than a page.
-        checksum: whether to take checksums of what is written (XXH3, of data and key), and check them when it is read.
-        durable: whether the store is to outlive its process, and crashes.
+        dir: the folder; created if it does not exist.
+        engine: reads and writes; by default the engine of the process. Its blocks must be a multiple of 64 KiB, and at
+            least 256 KiB.
+        direct: bypass the page cache, as for ``File``; not if a disk's unit is larger than a page.
+        checksum: compute checksums of writes (XXH3, of data and key), and verify them on reads.
+        durable: keep the store after its process ends, and after crashes.
         read_only: open a durable store without changing it: writes and deletions fail with StorageError (EROFS). A
-            folder that cannot be written is opened so by itself, with a warning in the log.
-        capacity: bytes that the store's files may have, at least 1; what does not fit, in one piece, is a QuotaError.
-            Rewriting a key needs room for both tensors. By default there is no limit.
+            folder that cannot be written is opened like this automatically, with a warning in the log.
+        capacity: limit of the bytes of the store's files, at least 1; a write that finds no extent of its size fails
+            with QuotaError. Rewriting a key needs room for both tensors. By default there is no limit.
 
     Raises:
-        StorageError: the folder cannot be used; or it is another process's durable store: the message says whose.
+        StorageError: the folder cannot be used, or is another process's durable store; the message names the process.
         ChecksumError: the journal of a durable store is damaged; see ``salvage``.
-        ValueError: an argument out of its range; a path that is not UTF-8, or has a NUL.
+        ValueError: an argument is out of its range; the path is not UTF-8, or has a NUL.
     """
 
     _opened_to_read = "read"
@@ -77,16 +77,16 @@ class Offloader(OffloaderKeys, OffloaderParts):
         capacity: int | None = None,
     ) -> None:
         if direct not in ("auto", True, False):
-            raise ValueError(f"direct={direct!r}: 'auto', True or False is wanted")
+            raise ValueError(f"direct={direct!r} is not valid; use 'auto', True or False")
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity={capacity!r} is not at least 1")
         if read_only and not durable:
             raise ValueError("read_only=True is for a durable store: an ephemeral one begins empty")
         engine = engine or default_engine()
         if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
-            raise ValueError(f"{engine!r}: its blocks are no multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
+            raise ValueError(f"{engine!r}: its blocks are not a multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
         _xxhash.install()
-        self._dir = str(Path(path_text(dir)).absolute())  # wherever this process goes meanwhile
+        self._dir = str(Path(path_text(dir)).absolute())  # the process may change its working directory
         self._capacity, self._durable = capacity, durable
         home = durable_home(self._dir, read_only) if durable else EphemeralHome(self._dir)
         self._read_only = isinstance(home, DurableHome) and home.read_only
@@ -107,36 +107,36 @@ class Offloader(OffloaderKeys, OffloaderParts):
             raise
         if durable:
             log_recovery(self._dir, self.read_only, self._native.recovery())
-        self._engine = engine  # which ends when nobody holds it
+        self._engine = engine  # keeps it alive
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self._native, home, self._pid)
         _open_stores.add(self)
 
     @property
     def dir(self) -> str:
-        """The folder that it was given."""
+        """The folder that was passed as `dir`."""
         return self._dir
 
     @property
     def is_direct(self) -> bool:
-        """Whether it bypasses the page cache."""
+        """True if the store bypasses the page cache."""
         return self._is_direct
 
     @property
     def durable(self) -> bool:
-        """Whether it outlives its process."""
+        """True if the store outlives its process."""
         return self._durable
 
     @property
     def read_only(self) -> bool:
-        """Whether the store refuses writes, links and deletions."""
+        """True if the store refuses writes, links and deletions."""
         return self._read_only
 
     @staticmethod
     def salvage(dir: str | os.PathLike[str], *, engine: Engine | None = None) -> SalvagedStore:
-        """Open what is left of a durable store whose journal is damaged, to read it. Nothing on the disk changes.
+        """Open the remains of a durable store whose journal is damaged, for reading. Nothing on disk changes.
 
-        Every tensor is read once; the keys are those whose bytes match. For arguments and errors see ``Offloader``.
+        It reads every tensor once, and keeps the keys whose bytes match. For arguments and errors see ``Offloader``.
 
         >>> Offloader("states", durable=True).close()
         >>> with Offloader.salvage("states") as found:
@@ -148,14 +148,13 @@ class Offloader(OffloaderKeys, OffloaderParts):
         return SalvagedStore(dir, engine=engine)
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
-        """Put a tensor under a key, in place of what was there.
+        """Write a tensor under a key, and replace the previous one.
 
-        The future completes with the tensor's bytes. It fails with QuotaError, or with StorageError when the disk
-        refuses; then the key is as it was. The tensor belongs to the write until ``future.released`` is done: do not
-        change it before. One on a device is taken as the caller's current stream leaves it.
+        The future completes with the tensor's bytes. It fails with QuotaError, or with StorageError if the disk fails;
+        then the key does not change. The tensor belongs to the write until ``future.released`` is done: do not change
+        it before. A device tensor is taken as the caller's current stream leaves it.
 
-        Of several writes of a key that are under way at the same time the one that was asked for last wins. A write
-        cannot be cancelled.
+        Of several concurrent writes of a key, the last call wins. A write cannot be cancelled.
 
         Args:
             key: 1 to 1,024 bytes of UTF-8 without NUL.
@@ -163,8 +162,8 @@ class Offloader(OffloaderKeys, OffloaderParts):
             priority: of the future, of the streams that copy from a device, and of the I/O; see ``File.read``.
 
         Raises:
-            ValueError: no such key can be; the tensor's elements are not all in its memory.
-            TypeError: no tensor, or one without memory.
+            ValueError: the key is not valid, or the tensor's elements are not all in its memory.
+            TypeError: `tensor` is not a tensor, or has no memory.
             InvalidStateError: the store is closed.
 
         >>> store = Offloader("states")
@@ -182,22 +181,22 @@ class Offloader(OffloaderKeys, OffloaderParts):
         written: torch.Tensor | None = None,
         atomic: bool = False,
     ) -> CUDAFuture[int]:
-        """Put many tensors under their keys. Each is written as ``write`` does: one may fail, and the others not.
+        """Write many tensors under their keys, each as by ``write``: one may fail while the others succeed.
 
-        The future completes with the bytes of all, or fails as the first one does that fails. With too little room for
-        all of them it fails with QuotaError, and nothing is written.
+        The future completes with the bytes of all tensors, or fails with the first error. If there is too little room
+        for all of them, it fails with QuotaError, and nothing is written.
 
         Args:
-            digests: what the bytes of some keys must have (see ``digest``), as they are on their way to the disk. Where
-                they have another, the future fails with ChecksumError, and the key is as it was. This costs nothing
-                where the store takes checksums.
-            written: a tensor of torch.bool on the host, with an element for each key, which belongs to the write until
-                the future is done: then it says which were written, also where the future has failed.
-            atomic: change all keys together, or none: also for a ``readv`` meanwhile, and across a crash of a durable
-                store. By default each key changes by itself.
+            digests: the expected digests of some keys' bytes (see ``digest``), as the bytes go to the disk. On a
+                mismatch the future fails with ChecksumError, and the key does not change. This costs nothing if the
+                store computes checksums.
+            written: a tensor of torch.bool on the host, with an element for each key. It belongs to the write until the
+                future is done, and then is True for the keys that were written, even if the future has failed.
+            atomic: change all keys together, or none, also for a concurrent ``readv``, and across a crash of a durable
+                store. By default each key changes separately.
 
         Raises:
-            ValueError: a digest is of none of the keys, or no number of 64 bits; `written` is another tensor.
+            ValueError: a digest has none of the keys, or is not a number of 64 bits; `written` does not fit.
 
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
@@ -214,12 +213,12 @@ class Offloader(OffloaderKeys, OffloaderParts):
         *,
         priority: int = 0,
     ) -> CUDAFuture[torch.Tensor]:
-        """Get the tensor that was written under a key.
+        """Return a future of the tensor that was written under a key.
 
         The future completes with `out`, filled, or with a new tensor on `device`, by default the host. It fails with
-        NotFoundError when there is no such key; with ChecksumError when the bytes are not those that were written, and
-        with StorageError when the disk refuses: then `out` may hold anything. The tensor on a device is filled after
-        what the caller's current stream has had to do so far; the events of the future order whoever waits for it.
+        NotFoundError if the key does not exist, with ChecksumError if the bytes changed, and with StorageError if the
+        disk fails: then the contents of `out` are undefined. A device tensor is filled after the work on the caller's
+        current stream; the events of the future order the consumers.
 
         Args:
             key: as for ``write``.
@@ -228,7 +227,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
             priority: of the future, of the streams that copy to a device, and of the I/O; see ``File.read``.
 
         Raises:
-            ValueError: `out` does not have the dtype and shape of what was written, or both were given.
+            ValueError: `out` does not have the written dtype and shape, or both `out` and `device` were given.
             InvalidStateError: the store is closed.
 
         >>> store = Offloader("states")
@@ -250,14 +249,14 @@ class Offloader(OffloaderKeys, OffloaderParts):
         priority: int = 0,
         digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
-        """Get many tensors, in the order of the keys. What lies side by side on the disk is read at once.
+        """Return a future of many tensors, in the order of the keys. Adjacent extents are read in one transfer.
 
-        The future fails as the first ``read`` does that fails.
+        The future fails with the first error, as ``read`` does.
 
         Args:
-            digests: a tensor of torch.uint64 on the host, with an element for each key, which belongs to the read until
-                the future is done: then it has the digests of what was read (see ``digest``). This costs nothing where
-                the store takes checksums.
+            digests: a tensor of torch.uint64 on the host, with an element for each key. It belongs to the read until
+                the future is done, and then has the digests of the read bytes (see ``digest``). This costs nothing if
+                the store computes checksums.
 
         >>> store = Offloader("states")
         >>> store.writev({"weight": torch.ones(2), "bias": torch.zeros(1)}).wait()
@@ -268,25 +267,25 @@ class Offloader(OffloaderKeys, OffloaderParts):
         _not_both(outs, device)
         names = list(keys)
         if outs is not None and len(outs) != len(names):
-            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to fill")
         into = None if outs is None else list(outs)
         return self._native.read(names, into, device, True, priority, digests)
 
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done.
 
-        It fails as the first of those does that fail from now on. For a store that is not durable nothing is
-        synced: done means that the kernel has it.
+        It fails with the first error of those that fail from now on. In a store that is not durable nothing is synced:
+        done means that the kernel has the bytes.
 
         >>> Offloader("states").flush().wait()
         """
         return self._native.flush()
 
     def trim(self) -> int:
-        """Remove the files in which nothing is, and return their bytes.
+        """Remove the empty files, and return their bytes.
 
-        They are kept otherwise, since writing over blocks that a file has is fastest, and removed when the disk is
-        full.
+        The store keeps empty files otherwise, since overwriting allocated blocks is fastest, and removes them when the
+        disk is full.
 
         >>> Offloader("states").trim()
         0
@@ -295,7 +294,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         return self._native.trim()
 
     def statistics(self) -> OffloaderStatistics:
-        """Return what there is, and what has been done so far.
+        """Return the sizes of the store and its counts so far.
 
         >>> Offloader("states").statistics().keys
         0
@@ -303,12 +302,12 @@ class Offloader(OffloaderKeys, OffloaderParts):
         return OffloaderStatistics(capacity=self._capacity, **self._native.statistics())
 
     def close(self) -> None:
-        """Take no more calls, and wait until those that were made have ended. An ephemeral store is gone then.
+        """Refuse further calls, and wait until earlier ones have ended. An ephemeral store is then removed.
 
         >>> Offloader("states").close()
         """
         if self._end.alive and os.getpid() == self._pid:
-            self._native.retire().wait()  # which Ctrl-C interrupts
+            self._native.retire().wait()  # Ctrl-C interrupts this wait
         self._end()
 
     def __enter__(self) -> Offloader:
@@ -325,7 +324,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
 _open_stores: weakref.WeakSet[Offloader] = weakref.WeakSet()
 
 
-@atexit.register  # after the native module's, so before it: engines have to be there
+@atexit.register  # after the native module's handler, so it runs before that: engines must still exist
 def _close_all() -> None:
     for store in list(_open_stores):
         store.close()
@@ -337,7 +336,7 @@ def _not_both(out: object, device: object) -> None:
 
 
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:
-    """Close a store whose user does, or has gone, or exits. A forked child leaves it to its parent."""
+    """Close a store that is closed or freed, or whose process exits. A forked child leaves it to its parent."""
     if os.getpid() == pid:
         try:
             native.close()

@@ -1,4 +1,4 @@
-"""The salvage of a durable store whose journal is damaged."""
+"""Salvage of a durable store whose journal is damaged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _AT_ONCE = 64 << 20  # bytes that are read at a time
 
 
 class SalvagedStore(Offloader):
-    """The keys of a damaged durable store that can be verified, read-only; see ``Offloader.salvage()``.
+    """Keys of a damaged durable store that can be verified, read-only; see ``Offloader.salvage()``.
 
-    Its keys are those whose records are valid, and whose bytes match their checksums.
+    It has the keys whose records are valid and whose bytes match their checksums.
 
     >>> Offloader("states", durable=True).close()
     >>> with Offloader.salvage("states") as found, Offloader("mended", durable=True) as mended:
@@ -63,10 +63,10 @@ class SalvagedStore(Offloader):
 
     @property
     def uncertain(self) -> frozenset[str]:
-        """The keys whose tensors may be old or deleted, as later records are damaged, or that have no checksums."""
+        """The keys without checksums, or whose tensors may be old or deleted because later records are damaged."""
         return self._uncertain
 
     @property
     def damage(self) -> list[tuple[int, int]]:
-        """The stretches of the journal that are damaged or torn: their offsets and sizes, in bytes."""
+        """The ranges of the journal that are damaged or torn: their offsets and sizes, in bytes."""
         return list(self._damage)

@@ -1,4 +1,4 @@
-"""Tensors by name on several disks: each key has one, which its name decides."""
+"""Sharded store of tensors by key on several disks: the name of a key selects its disk."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ T = TypeVar("T")
 class ShardedOffloader(ShardedKeys):
     """Several stores that are used as one: each key lies on one of them, its shard. The interface is ``Offloader``'s.
 
-    The names of the key and of the shards alone decide which shard that is, by rendezvous hashing: it is the one with
-    the highest hash (XXH3) of both names. So every process that gives the shards the same names finds the same keys, in
-    whatever order it gives them; and where one of n shards is added or taken away, 1/n of the keys belong elsewhere,
-    and the others stay where they are. Nothing is moved by itself: what lies where it does not belong is not seen.
+    Only the names of the key and of the shards select the shard, by rendezvous hashing: it is the one with the highest
+    hash (XXH3) of both names. Every process that gives the shards the same names therefore finds the same keys, in any
+    order of the shards. If one of n shards is added or removed, 1/n of the keys belong elsewhere, and the others stay.
+    Nothing is moved automatically: keys on a shard where they do not belong are not found.
 
-    The call of one key is a call of its shard, and with a shard in this process, its future. A call of many keys is one
-    call of each shard that has some of them, and done when all of those are. Once it is made, it cannot be cancelled;
-    nor can any call of a shard elsewhere. ``released`` of a write completes when no shard needs the tensors any more.
+    A call with one key is a call of its shard, and, with a shard in this process, returns its future. A call with many
+    keys calls each shard that has some of them once, and is done when all of those are done. It cannot be cancelled,
+    nor can any call of a remote shard. ``released`` of a write completes when no shard needs the tensors any more.
 
-    A shard whose worker has died fails what is asked of it with WorkerLostError, which names the shard and the keys;
-    the others go on. ``lost()`` says what is gone with it. Its keys stay its own: nothing is written where nobody would
-    look for it. A store of the shards that are left has all their keys, and spreads the others over them.
+    A shard whose worker has died fails its calls with WorkerLostError, which names the shard and the keys; the other
+    shards continue. ``lost()`` returns the keys that are lost with it. Its keys stay its own: they are not written to
+    another shard, where no reader would look. A store of the remaining shards still has all keys on these shards, and
+    distributes the lost shard's keys over them.
 
     Args:
-        offloaders: local ones, remote ones, or both. A mapping gives their names; otherwise that of a remote one is its
-            ``worker``, that of a local one its ``dir``, and they have to differ. Give names where stores outlive a
-            process: a folder that has moved is another name.
-        weights: what share of the keys shards get, in proportion to each other, by name; 1 where nothing is said.
+        offloaders: local ones, remote ones, or both. A mapping gives their names; otherwise the name of a remote one is
+            its ``worker``, that of a local one its ``dir``, and the names must differ. Give names if stores outlive a
+            process: moving a folder changes its name.
+        weights: relative shares of the keys, by shard name; the default is 1.
 
     Raises:
-        ValueError: no offloaders, one of them twice, two with the same name, or one whose name cannot be told; a weight
-            that is not positive, or is that of no shard.
-        TypeError: a name that is no str.
+        ValueError: no offloaders, one of them twice, two with the same name, or one without a name; a weight is not
+            positive, or names no shard.
+        TypeError: a name is not a str.
 
     The idea is Thaler and Ravishankar's, "A name-based mapping scheme for rendezvous" (University of Michigan, 1996)
     and "Using name-based mappings to increase hit rates" (IEEE/ACM Transactions on Networking 6(1), 1998); the weights
@@ -70,7 +71,7 @@ class ShardedOffloader(ShardedKeys):
         self._shards = named(offloaders)
         self._rendezvous = Rendezvous(self._shards, weights or {})
         self._closed = False
-        # A shard in this process dies with it.
+        # A shard in this process dies with this process.
         self._inventory = Inventory(name for name, shard in self._shards.items() if not isinstance(shard, Offloader))
 
     @property
@@ -80,14 +81,14 @@ class ShardedOffloader(ShardedKeys):
 
     @property
     def durable(self) -> bool:
-        """Whether all shards outlive their process."""
+        """True if all shards outlive their process."""
         return all(shard.durable for shard in self._shards.values())
 
     def where(self, key: str) -> str:
-        """Return the name of the shard that a key belongs to, whether it is there or not.
+        """Return the name of the shard that a key belongs to, also if the key does not exist.
 
         Raises:
-            TypeError, ValueError: no such key can be.
+            TypeError, ValueError: the key is not valid.
 
         >>> store = ShardedOffloader({"a": Offloader("one disk"), "b": Offloader("another disk")})
         >>> [store.where(key) for key in ("weight", "bias", "step")]
@@ -96,11 +97,11 @@ class ShardedOffloader(ShardedKeys):
         return self._rendezvous.where(key)
 
     def lost(self) -> dict[str, list[str]]:
-        """Return which shards are gone, and what with them: for each by name the keys that are known to be there.
+        """Return the lost shards, by name, each with the keys that are known to be on it.
 
-        A shard is gone when something that was asked of it has failed with WorkerLostError. This asks nothing, and does
-        not wait: ``keys()`` asks all. A key is known when this object has written, read or listed it there and not
-        deleted it, or when it is not known whether a write was done.
+        A shard is lost when one of its calls has failed with WorkerLostError. This method asks no shard, and does not
+        block: ``keys()`` asks all. A key is known if this object has written, read or listed it there and not deleted
+        it, or if the outcome of its write is unknown.
 
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).lost()
         {}
@@ -110,7 +111,7 @@ class ShardedOffloader(ShardedKeys):
     # ---- futures
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
-        """Put a tensor under a key, in place of what was there; see ``Offloader.write``.
+        """Write a tensor under a key, and replace the previous one; see ``Offloader.write``.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.write("weight", torch.eye(3)).wait()
@@ -128,7 +129,7 @@ class ShardedOffloader(ShardedKeys):
         digests: Mapping[str, int] | None = None,
         written: torch.Tensor | None = None,
     ) -> CUDAFuture[int]:
-        """Put many tensors under their keys; see ``Offloader.writev``. A shard refuses its share alone.
+        """Write many tensors under their keys; see ``Offloader.writev``. Each shard refuses its share separately.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
@@ -157,7 +158,7 @@ class ShardedOffloader(ShardedKeys):
         *,
         priority: int = 0,
     ) -> CUDAFuture[torch.Tensor]:
-        """Get the tensor that was written under a key; see ``Offloader.read``.
+        """Return a future of the tensor that was written under a key; see ``Offloader.read``.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.write("weight", torch.arange(3)).wait()
@@ -178,7 +179,7 @@ class ShardedOffloader(ShardedKeys):
         priority: int = 0,
         digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
-        """Get many tensors, in the order of the keys; see ``Offloader.readv``.
+        """Return a future of many tensors, in the order of the keys; see ``Offloader.readv``.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.writev({"weight": torch.ones(2), "bias": torch.zeros(1)}).wait()
@@ -190,7 +191,7 @@ class ShardedOffloader(ShardedKeys):
         if outs is not None and device is not None:
             raise ValueError("pass either out or device, not both: out already has a device")
         if outs is not None and len(outs) != len(names):
-            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to fill")
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
 
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[list[torch.Tensor]]:
@@ -201,7 +202,7 @@ class ShardedOffloader(ShardedKeys):
         return self._ask("read", names, begin, _shard.in_order, priority)
 
     def delete(self, key: str) -> CUDAFuture[None]:
-        """Forget a key; see ``Offloader.delete``.
+        """Delete a key; see ``Offloader.delete``.
 
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.write("weight", torch.eye(3)).wait()
@@ -213,7 +214,7 @@ class ShardedOffloader(ShardedKeys):
         return self._ask("delete", [key], lambda shard, _: shard.delete(key), _shard.nothing)
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
-        """Forget many keys; see ``Offloader.deletev``.
+        """Delete many keys; see ``Offloader.deletev``.
 
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).deletev([]).wait()
         """
@@ -232,7 +233,7 @@ class ShardedOffloader(ShardedKeys):
         return self._joined("flush", shares, _shard.nothing)
 
     def close(self) -> None:
-        """Close all shards, also when one of them fails to.
+        """Close all shards, even if closing one of them fails.
 
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).close()
         """
@@ -251,7 +252,7 @@ class ShardedOffloader(ShardedKeys):
         gone = f"; lost: {', '.join(map(repr, lost))}" if (lost := self.lost()) else ""
         return f"<ShardedOffloader of {', '.join(map(repr, self._shards))}{gone}>"
 
-    # ---- how
+    # ---- implementation
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -265,7 +266,7 @@ class ShardedOffloader(ShardedKeys):
         merge: _shard.Merge[T],
         priority: int = 0,
     ) -> CUDAFuture[T]:
-        """Begin a call on each shard that has some of the keys, given by their places; return the future of all."""
+        """Begin a call on each shard that has some of the keys, given by position; return the future of all shares."""
         self._expect_open()
         places: dict[str, list[int]] = {}
         for i, key in enumerate(keys):
@@ -292,9 +293,9 @@ class ShardedOffloader(ShardedKeys):
         priority: int = 0,
         verb: Verb = "ask",
     ) -> CUDAFuture[T]:
-        """Return the future of all shares: done when they all are, so that no shard uses a tensor any more."""
+        """Return the future of all shares: done when all are done, so that no shard uses a tensor any more."""
         future: CUDAFuture[T] = CUDAFuture(name=what, priority=priority, executor=callback_thread)
-        future.set_running_or_notify_cancel()  # the shards have the memory: nobody can cancel that
+        future.set_running_or_notify_cancel()  # the shards use the memory, so it cannot be cancelled
 
         def ended(_: object) -> None:
             error: BaseException | None
@@ -307,7 +308,7 @@ class ShardedOffloader(ShardedKeys):
                         failures.append(Failure(name, keys, error))
                 error = blamed(failures) if failures else None
                 values = [] if failures else [merge([part.value() for _, _, part in shares])]
-            except BaseException as e:  # a shard has not given what was asked for, say
+            except BaseException as e:  # for example, a shard returned a wrong value
                 error = e
             if error is None:
                 future.set_result(values[0])
@@ -315,7 +316,7 @@ class ShardedOffloader(ShardedKeys):
                 future.set_exception(error)
 
         parts = collect_all([share.future for share in shares])
-        parts.then(ended, priority=priority, executor=callback_thread)  # on streams that come after those of the parts
+        parts.then(ended, priority=priority, executor=callback_thread)  # on streams ordered after those of the parts
         if verb == "write":
             sources = collect_all([share.future.released or share.future for share in shares])
             future.released = sources.then(lambda _: None)
@@ -323,7 +324,7 @@ class ShardedOffloader(ShardedKeys):
 
     @contextlib.contextmanager
     def _asking(self, name: str, *keys: str) -> Iterator[Store]:
-        """Give a shard, and have its error say which one it is.
+        """Yield a shard, and add its name to errors of the block.
 
         Raises:
             InvalidStateError: the store is closed.
@@ -333,4 +334,4 @@ class ShardedOffloader(ShardedKeys):
             yield self._shards[name]
         except (WorkerLostError, TimeoutError) as error:
             self._inventory.ended("ask", name, keys, error)
-            raise blamed([Failure(name, keys, error)])  # noqa: B904 - which has it for its cause
+            raise blamed([Failure(name, keys, error)])  # noqa: B904 - it has the error as its cause

@@ -1,4 +1,4 @@
-"""The interface of a store of tensors by name, and the description of a tensor in it."""
+"""Interface of a store of tensors by key, and description of a tensor in it."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class OffloaderStatistics:
 
     keys: int
     bytes: int
-    """of the tensors of those"""
+    """total bytes of the tensors of the keys"""
     used: int
-    """bytes that tensors have on disk: those included that are being written, or still read after they were replaced.
-    What is less than a page (4 KiB) has one to itself where it was written alone"""
+    """bytes of the tensors on disk, including those that are being written, or still read after a rewrite. A tensor of
+    less than a page (4 KiB) takes a whole page if it was written alone"""
     capacity: int | None
     slabs: int
-    """files"""
+    """number of slab files"""
     slab_bytes: int
-    """of those files"""
+    """total bytes of the slab files"""
     journal_bytes: int
     reads: int
-    """tensors whose reading has ended, however it did"""
+    """tensors whose read has ended, with any outcome"""
     writes: int
     transfers: int
-    """reads and writes that the engine was asked for: fewer than of tensors where small ones went together"""
+    """reads and writes submitted to the engine: fewer than tensors if small ones went together"""
     checksum_errors: int
     pending: int
     """calls that have not ended"""
 
 
 def expected_digests(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int] | None) -> list[int | None]:
-    """Return what the bytes of each tensor must have, as ``Store.writev`` is told.
+    """Return the expected digest of each tensor, from the arguments of ``Store.writev``.
 
     Raises:
-        ValueError: a digest is of none of the keys, or no integer of 64 bits without a sign.
+        ValueError: a digest has none of the keys, or is not an unsigned integer of 64 bits.
     """
     digests = digests or {}
     for key, digest in digests.items():
@@ -76,7 +76,7 @@ def expect_one_for_each(tensor: torch.Tensor | None, dtype: torch.dtype, keys: i
 
 
 class Store(Protocol):
-    """The methods of a store of tensors by name, for type annotations.
+    """Methods of a store of tensors by key, for type annotations.
 
     ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them.
 
@@ -89,7 +89,7 @@ class Store(Protocol):
 
     @property
     def durable(self) -> bool:
-        """Whether the tensors survive the end of the process that keeps them."""
+        """True if the tensors survive the end of the process that keeps them."""
         ...
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
@@ -149,23 +149,23 @@ class Store(Protocol):
         ...
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
-        """Look many keys up; None where there is no such key."""
+        """Look up many keys; return a future of their entries, None if the key does not exist."""
         ...
 
     def list_keys(self) -> CUDAFuture[list[str]]:
-        """List all keys; does not wait."""
+        """Return a future of all keys; do not block."""
         ...
 
     def trim(self) -> int:
-        """Remove files in which nothing is; return their bytes."""
+        """Remove empty files; return their bytes."""
         ...
 
     def flush(self) -> CUDAFuture[None]:
-        """Return a future that completes when all writes and deletions so far have."""
+        """Return a future that completes when all writes and deletions so far are done."""
         ...
 
     def close(self) -> None:
-        """Wait for all calls, and accept no more."""
+        """Wait for all calls, and refuse further ones."""
         ...
 
     def __enter__(self) -> Self: ...

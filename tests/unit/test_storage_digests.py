@@ -71,7 +71,7 @@ def test_pieces_in_any_order_have_the_digest_of_the_whole(size: int) -> None:
 def test_a_piece_has_whole_leaves() -> None:
     total = Digest(200_000)
     for at, size in ((1, 65536), (0, 65535), (65536, 134_465), (-65536, 65536), (131_072, 1000)):
-        with pytest.raises(ValueError, match="no multiple of 64 KiB"):
+        with pytest.raises(ValueError, match="not a multiple of 64 KiB"):
             total.add(at, contents(size))
     total.add(0, contents(200_000))
     assert total.value() == digest(contents(200_000))
@@ -232,7 +232,7 @@ def test_bytes_are_added_to_a_digest_once() -> None:
     for begin, end in ((0, 1), (1, 2), (1, 3)):
         with pytest.raises(ValueError, match="added before"):
             parts.add(begin << 16, tensor[begin << 16 : end << 16])
-    with pytest.raises(TypeError, match="no tensor"):
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
         parts.add(2 << 16, [1])  # type: ignore[arg-type]
     parts.add(2 << 16, tensor[2 << 16 :])
     assert parts.value() == digest(tensor)

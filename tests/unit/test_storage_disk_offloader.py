@@ -219,7 +219,7 @@ def test_only_contiguous_tensors_are_taken(offloader: DiskOffloader) -> None:
     for other in (None, [x], "x", 1.0):
         with pytest.raises((TypeError, AttributeError)):
             offloader.sync_write([other])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="called without arguments"):
+    with pytest.raises(TypeError, match="callable without arguments"):
         offloader.async_write(x, callback=7)  # type: ignore[arg-type]
     assert size(x) == 80
 

@@ -284,10 +284,10 @@ def test_modes(engine: Engine, tmp_path: Path) -> None:
     assert (raised.value.errno, raised.value.path) == (errno.ENOENT, str(path))
     with File(path, "w", engine=engine) as file:
         done(file.write(torch.ones(4)))
-        with pytest.raises(io.UnsupportedOperation, match="to be written only"):
+        with pytest.raises(io.UnsupportedOperation, match="for writing only"):
             file.read(torch.ones(4))
     with File(path, engine=engine) as file:
-        with pytest.raises(io.UnsupportedOperation, match="to be read only"):
+        with pytest.raises(io.UnsupportedOperation, match="for reading only"):
             file.write(torch.ones(4))
         got = torch.zeros(4)
         assert done(file.read(got)) == 16

@@ -222,7 +222,7 @@ def test_shards_that_cannot_be_told_apart_are_refused(near: Offloader, far: Far,
         with pytest.raises(ValueError, match=r"two shards are called '.*near'"):
             ShardedOffloader([near, twin])
         assert ShardedOffloader({"one": near, "two": twin}).shards.keys() == {"one", "two"}
-    with pytest.raises(ValueError, match="stands for several"):
+    with pytest.raises(ValueError, match="is used for several"):
         ShardedOffloader({"one": far, "two": far})
     with pytest.raises(ValueError, match="give a mapping"):
         ShardedOffloader([ShardedOffloader([near, far])])
