@@ -1,4 +1,4 @@
-"""Reading batches ahead of the program that uses them, and copying them to its device."""
+"""Prefetch of batches: it reads them ahead of the program that uses them, and copies them to its device."""
 
 from cudafuture.prefetch.prefetcher import Prefetcher, prefetch
 from cudafuture.prefetch.statistics import PrefetchStatistics

@@ -1,4 +1,4 @@
-"""The arguments of prefetch()."""
+"""Arguments of prefetch()."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options:
     across_epochs: bool | Callable[[int], object]
 
     def __post_init__(self) -> None:
-        """Raise unless all are valid."""
+        """Raise unless all arguments are valid."""
         for name in ("depth", "priority") if self.bytes is None else ("depth", "priority", "bytes"):
             if type(getattr(self, name)) is not int:
                 raise TypeError(f"{name}={getattr(self, name)!r}: pass an int")
@@ -35,10 +35,10 @@ class Options:
         if type(self.across_epochs) is not bool and not callable(self.across_epochs):
             raise TypeError(f"across_epochs={self.across_epochs!r}: pass True, False or a callable")
         if self.depth < 1:
-            raise ValueError(f"depth={self.depth}: at least one batch is read ahead")
+            raise ValueError(f"depth={self.depth} is less than 1: at least one batch must be read ahead")
         if self.bytes is not None and self.bytes < 1:
-            raise ValueError(f"bytes={self.bytes}: at least 1, or None for any number")
+            raise ValueError(f"bytes={self.bytes} is less than 1; pass None for no limit")
         if self.pin not in (True, False, "auto"):
             raise ValueError(f"pin={self.pin!r}: pass True, False or 'auto'")
         if self.priority > 0:
-            raise ValueError(f"priority={self.priority}: 0 (the default) or negative (more urgent)")
+            raise ValueError(f"priority={self.priority} is positive; pass 0 (the default) or less (more urgent)")

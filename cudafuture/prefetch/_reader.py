@@ -1,4 +1,4 @@
-"""Reading an iterable ahead of its consumer.
+"""Reader of an iterable that runs ahead of its consumer.
 
 ::
 
@@ -33,21 +33,21 @@ from cudafuture.prefetch._structure import find_all_tensors
 
 __all__ = ["Reader"]
 
-_PATIENCE = 2.0  # seconds that the end of the process waits for readers that are sending a batch
+_PATIENCE = 2.0  # seconds that the exit of the process waits for readers that are sending a batch
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()  # those that may have a thread
 
 
 class Reader:
-    """Reads one iterator, sends its items to the device, and keeps them until the consumer takes them.
+    """Reader of one iterator, which sends its items to the device, and keeps them until the consumer takes them.
 
     Args:
         iterator: of the iterable; an async one is read by a task.
-        sender: None: the target is the host, and items go on as they are, through the transform.
+        sender: None: the target is the host, and items are passed on without a copy, through the transform.
         options: of the prefetcher.
-        snapshot: the state_dict() of the iterable; None where it has none.
+        snapshot: the state_dict() of the iterable; None if it has none.
         consumer: the stream that the memory of the copies belongs to.
-        pending: batches of the epoch before that have not been taken yet; they count.
+        pending: batches of the previous epoch that have not been taken yet; they count too.
         number: of the epoch.
     """
 
@@ -69,34 +69,34 @@ class Reader:
         self.number = number
         self._copies: deque[list[_C.EventView]] = deque()  # the events behind the copies that were enqueued last
         self._pid = os.getpid()
-        # Guards what follows. Re-entrant, as a garbage collection under it may drop the epoch, which closes the reader.
+        # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
         self._lock = threading.RLock()
         self._batches: deque[Batch] = deque()
         self._untaken: dict[int, Batch] = {}  # by id: those that the consumer has not acknowledged
-        self._waiting: deque[CUDAFuture[None]] = deque()  # complete when consumers have to look again
+        self._waiting: deque[CUDAFuture[None]] = deque()  # complete when consumers must check again
         self.is_closed = False
-        self.has_read_all = False  # and not failed
+        self.has_read_all = False  # and has not failed
         self.is_blocked = False  # inside the iterable, or until the device has finished copies
-        self._ended: CUDAFuture[None] | None = None  # completes when nothing is read any more; None: never started
+        self._ended: CUDAFuture[None] | None = None  # completes when reading has ended; None: never started
         self._task: asyncio.Task[None] | None = None
 
     # ---- the consumer's side
 
     def start(self) -> None:
-        """Start to read, in a thread, with the settings of the caller's: grad mode, autocast, current device."""
+        """Start to read, in a thread, with the caller's settings: grad mode, autocast, current device."""
         _readers.add(self)
         self._ended = submit(self._run, executor=_OneThread())
 
     def start_task(self, before: Reader | None) -> None:
-        """Start to read in a task of the running event loop, once the task of the reader before has ended."""
+        """Start to read in a task of the running event loop, once the task of the previous reader has ended."""
         self._ended = CUDAFuture(name="prefetch")
         earlier = None if before is None else before._task
         self._task = asyncio.get_running_loop().create_task(self._run_async(earlier))
 
     def take(self) -> Batch | CUDAFuture[None]:
-        """Return the next batch, whose copy may not be enqueued yet; where none was read, a future to wait for.
+        """Return the next batch, whose copy may not be enqueued yet, or a future to wait for if none has been read.
 
-        ``acknowledge`` has to follow for the batch.
+        The consumer must acknowledge the batch.
         """
         with self._lock:
             if self._batches:
@@ -109,20 +109,20 @@ class Reader:
             return waiting
 
     def acknowledge(self, batch: Batch) -> None:
-        """Let the reader read one batch more, as the consumer has this one."""
+        """Acknowledge a batch, so that the reader may read one more."""
         with self._lock:
             if id(batch) in self._untaken:
-                if not batch.taken.done():  # an interrupted call may have got here
+                if not batch.taken.done():  # an interrupted call may have completed it
                     batch.taken.set_result(None)
                 del self._untaken[id(batch)]
 
     def close(self) -> None:
-        """Stop reading, and drop the batches that nobody has taken. Does not wait for the iterable.
+        """Stop reading, and drop the batches that were not taken. Do not wait for the iterable.
 
-        It can be called again, and finishes what an interrupted call has left.
+        It can be called again, and finishes the work of an interrupted call.
         """
         if not self.is_of_this_process():
-            return  # the thread is not here, and may have held the lock
+            return  # the thread is not in this process, and may have held the lock
         with self._lock:
             self.is_closed = True
             for batch in list(self._untaken.values()):  # also one that an interrupted consumer had just taken
@@ -138,9 +138,9 @@ class Reader:
         return os.getpid() == self._pid
 
     def wait_until_ended(self, timeout: float | None = None) -> None:
-        """Block until nothing is inside the iterable any more. Raises TimeoutError.
+        """Block until no thread or task is inside the iterable any more; raise TimeoutError after `timeout`.
 
-        A task of the running event loop is not waited for: the next reader's task does that.
+        Do not wait for a task of the running event loop: the next reader's task does that.
         """
         if self._ended is None or not self.is_of_this_process():
             return
@@ -151,7 +151,7 @@ class Reader:
         self._ended.exception(timeout)
 
     def goes_on(self) -> bool:
-        """Return whether there is a thread or task that reads: not in a forked child, nor in the next event loop."""
+        """Return whether a thread or task reads: not in a forked child, nor in the next event loop."""
         if self._ended is None or not self.is_of_this_process():
             return False
         return self._task is None or self._task.get_loop() is _running_loop()
@@ -177,14 +177,14 @@ class Reader:
     def _cancel(task: asyncio.Task[None]) -> None:
         loop = task.get_loop()
         if loop is _running_loop():
-            task.cancel()  # at once: the iterable may be given another state next
+            task.cancel()  # at once: the caller may load another state into the iterable next
         elif not loop.is_closed():
             loop.call_soon_threadsafe(task.cancel)
 
     # ---- the reader's side
 
     def _run(self) -> None:
-        """Read until the iterable ends or fails, or the consumer closes; blocks."""
+        """Read until the iterable ends or fails, or the consumer closes; block."""
         try:
             while self._wait_for_room():
                 batch = self._new_batch()
@@ -206,7 +206,7 @@ class Reader:
             self._end()
 
     async def _run_async(self, earlier: asyncio.Task[None] | None) -> None:
-        """Read as ``_run`` does. A cancellation that is not the consumer's is an error of the epoch."""
+        """Read as ``_run`` does. A cancellation that does not come from the consumer is an error of the epoch."""
         batch: Batch | None = None
         try:
             if earlier is not None and earlier.get_loop() is asyncio.get_running_loop():
@@ -243,7 +243,7 @@ class Reader:
         return len(pending) >= depth or (most is not None and sum(place.nbytes for place in pending) >= most)
 
     def _wait_for_room(self) -> bool:
-        """Block until a batch more may be read; return False when the consumer has closed."""
+        """Block until one more batch may be read; return False if the consumer has closed."""
         while self._is_full():
             self.pending.popleft().taken.wait()
         return not self.is_closed
@@ -254,11 +254,11 @@ class Reader:
         return not self.is_closed
 
     def snapshot(self) -> Any:
-        """Return a copy of the state of the iterable, which may go on to change it; None where it has none."""
+        """Return a copy of the state of the iterable, which may change it later; None if it has none."""
         return None if self._snapshot is None else copy.deepcopy(self._snapshot())
 
     def _offer(self, batch: Batch) -> bool:
-        """Show a batch that was read to the consumer; return False if that has closed, or the batch has failed."""
+        """Pass a batch to the consumer; return False if the consumer has closed, or the batch has failed."""
         if not batch.future.done() and (self.has_read_all or not batch.is_end):
             try:
                 batch.state = self.snapshot()
@@ -277,7 +277,7 @@ class Reader:
         return not (self.is_closed or failed)
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
-        """Show the error of the iterable to the consumer at its batch. StopIteration is none."""
+        """Pass the error of the iterable to the consumer, in place of a batch. StopIteration is not an error."""
         if isinstance(error, (StopIteration, StopAsyncIteration)):
             self.has_read_all = True
             return
@@ -288,16 +288,16 @@ class Reader:
         self._offer(batch)
 
     def _end(self) -> None:
-        """Show the end to the consumer, and drop the iterator: its workers end with it."""
+        """Pass the end to the consumer, and drop the iterator, which ends its workers."""
         batch = self._new_batch()
         batch.is_end = True
         self._offer(batch)
-        if not batch.future.done():  # the state of the iterable could be had
+        if not batch.future.done():  # the state of the iterable was read without an error
             batch.future.set_result(None)
         self._iterator, self._snapshot = iter(()), None
 
     def _send(self, batch: Batch, item: Any) -> bool:
-        """Send a batch to the device; return whether that worked."""
+        """Send a batch to the device; return whether that succeeded."""
         place = self.pending[-1]
         try:
             if self._sender is None:
@@ -315,7 +315,7 @@ class Reader:
                 if self._sender is not None:
                     self._sender.keep_memory(batch)
             finally:
-                was_cancelled = batch.future.cancelled()  # by the program, which got it
+                was_cancelled = batch.future.cancelled()  # by the program, which has it
                 if not was_cancelled:
                     batch.future.set_exception(_at_batch(error))
             return was_cancelled
@@ -333,7 +333,7 @@ class Reader:
 
 
 class _Place:
-    """One of the places of batches that may be read ahead."""
+    """Slot of one batch that may be read ahead."""
 
     def __init__(self, taken: CUDAFuture[None]) -> None:
         self.taken = taken
@@ -341,7 +341,7 @@ class _Place:
 
 
 class _OneThread(Executor):
-    """Runs a function in a thread that the end of the process does not wait for, unlike those of a pool."""
+    """Executor that runs a function in a thread that the exit of the process does not wait for."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Start a thread."""
@@ -349,7 +349,7 @@ class _OneThread(Executor):
 
 
 async def _whole(sending: CUDAFuture[bool]) -> bool:
-    """Await the end of a send. A cancellation is raised behind it: the sender serves one thread at a time."""
+    """Await the end of a send, and raise a cancellation only after it: the sender serves one thread at a time."""
     try:
         return await sending
     except asyncio.CancelledError:
@@ -367,7 +367,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _look_at(future: CUDAFuture[Any]) -> None:
-    """Have the error of a batch that nobody wants not be logged."""
+    """Retrieve the error of a dropped batch, so that it is not logged."""
     with contextlib.suppress(BaseException):
         future.value()  # and not exception(), which waits for the device
 
@@ -389,7 +389,7 @@ def _at_batch(error: BaseException) -> BaseException:
 
 @atexit.register
 def _close_all() -> None:
-    """End the readers before the devices go. A reader that is blocked ends with the process."""
+    """End the readers before the devices are destroyed. A blocked reader ends with the process."""
     readers = [reader for reader in _readers if reader.is_of_this_process()]
     for reader in readers:
         reader.close()

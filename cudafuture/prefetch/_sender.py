@@ -1,4 +1,4 @@
-"""The way of one batch to its device.
+"""Sender of batches to their device.
 
 ::
 
@@ -27,54 +27,54 @@ from cudafuture.streams import own_stream, use_streams
 
 __all__ = ["Batch", "Sender"]
 
-_REMEMBERED = 8  # batches whose largest one is the size of the slabs that are reserved
+_REMEMBERED = 8  # batches; the largest of them is the size of reserved slabs
 
 
 @dataclass(eq=False)
 class Batch:
-    """One item of the iterable, or its end, on its way to the consumer."""
+    """One item of the iterable, or its end, in flight to the consumer."""
 
     future: CUDAFuture[Any]
     taken: CUDAFuture[None]
     """Completes when the consumer takes the batch."""
     state: Any = None
-    """The state_dict() of the iterable behind this batch."""
+    """The state_dict() of the iterable after this batch."""
     is_end: bool = False
     packing_since: float | None = None
-    """When the device had room for the copy, in seconds of ``time.perf_counter()``."""
+    """Time at which the device had room for the copy, in seconds of ``time.perf_counter()``."""
     owner: torch.Stream | None = None
     """The stream that the memory of the copies belongs to; None: nothing was copied."""
     memory: list[torch.Tensor] = field(default_factory=list)
-    """Tensors in the memory that the owner's stream was given for the copies, one for each storage."""
+    """Tensors in the memory that was allocated on the owner's stream for the copies, one for each storage."""
     others: list[torch.Tensor] = field(default_factory=list)
-    """Tensors in memory of other streams: those that the transform made, and those that were on the device before."""
+    """Tensors in memory of other streams: results of the transform, and tensors that were on the device before."""
 
     def record_use(self, stream: torch.Stream) -> None:
-        """Keep memory that does not belong to `stream` from being used again before the stream has got here."""
+        """Prevent the reuse of memory that does not belong to `stream` before the stream has reached this point."""
         if not _C.edge_stands("prefetch.record_stream"):
             return
         for tensor in self.others if stream == self.owner else [*self.others, *self.memory]:
             tensor.record_stream(stream)
 
     def drop(self) -> None:
-        """Free a batch that nobody takes: its memory is used again when the copy into it has finished."""
+        """Drop a batch that is not taken: its memory is reused when the copy into it has finished."""
         if _C.edge_stands("prefetch.drop_wait"):
             self.future.add_done_callback(functools.partial(_order_owner, self))
 
     def forget(self) -> None:
-        """Drop a future that has failed: the traceback of its error has frames that have this batch."""
+        """Drop a failed future: the traceback of its error has frames that keep this batch alive."""
         if self.future.done():
             self.future = CUDAFuture.completed(None)
 
 
 def _order_owner(batch: Batch, future: CUDAFuture[Any]) -> None:
-    """Have the stream that the memory belongs to wait for the copy."""
+    """Make the stream that the memory belongs to wait for the copy."""
     for event in future.events.values() if batch.owner is not None else ():
         event.wait(batch.owner)
 
 
 class Sender:
-    """Copies batches to one device, on a stream of its own.
+    """Sender that copies batches to one device, on its own stream.
 
     Args:
         device: with streams.
@@ -92,10 +92,10 @@ class Sender:
         self.nbytes = 0  # of tensors that were copied to the device
 
     def reserve(self, most: int) -> None:
-        """Allocate a slab for a batch to come, on the current stream of the calling thread, the consumer's.
+        """Allocate a slab for a later batch, on the current stream of the calling thread, which is the consumer's.
 
-        A copy into the slab has to wait for what the consumer has enqueued until now. Memory that is allocated when the
-        batch is there would have it wait for more.
+        A copy into the slab waits for the work that the consumer has enqueued until now. Memory allocated when the
+        batch arrives would make the copy wait for more.
         """
         if not self._wanted or len(self._slabs) >= most:
             return
@@ -106,14 +106,14 @@ class Sender:
         self._slabs.append((slab, _C.current_streams([self.device])[0]))
 
     def release_slabs(self) -> None:
-        """Free the slabs that were reserved."""
+        """Free the reserved slabs."""
         self._slabs.clear()
 
     def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> int:
-        """Enqueue the copies of `item` and complete the batch's future with the events behind them.
+        """Enqueue the copies of `item` and complete the batch's future with their events.
 
-        Returns the bytes of all tensors of the item. Blocks while the host copies to the staging buffer. What is raised
-        fails the future.
+        Return the bytes of all tensors of the item. Block while the host copies to the staging buffer. An error fails
+        the future.
         """
         leaves, others = find_leaves(item)
         packed = [leaves[i] for i in _C.packable(leaves)]
@@ -145,7 +145,7 @@ class Sender:
         return nbytes + sum(tensor.nbytes for tensor in loose)
 
     def keep_memory(self, batch: Batch) -> None:
-        """Keep the memory of a batch that has failed from being used again before the copy into it has finished."""
+        """Prevent the reuse of a failed batch's memory before the copy into it has finished."""
         for tensor in batch.memory:
             tensor.record_stream(self.stream)
 
@@ -156,7 +156,7 @@ class Sender:
         while self._pack and (slab is None or slab.nbytes < wanted):
             try:
                 slab, batch.owner = self._slabs.popleft()
-            except IndexError:  # none, or the consumer has released them just now
+            except IndexError:  # there is none, or the consumer has just released them
                 slab = None
                 break
         with use_streams(batch.owner):  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class Sender:
         return leaf.to(self.device, **({"non_blocking": True} if _takes_non_blocking(leaf.to) else {}))
 
     def _others(self, value: Any, memory: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors on the device that are in other memory than that of the copies, one for each storage."""
+        """Return tensors on the device that are in other memory than the copies, one for each storage."""
         ours = {tensor.untyped_storage()._cdata for tensor in memory}
         on_device = [tensor for tensor in find_tensors(value) if tensor.device == self.device]
         by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in on_device}
@@ -194,7 +194,7 @@ class Sender:
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(to).parameters
-    except (TypeError, ValueError):  # of native code
+    except (TypeError, ValueError):  # native code
         return True
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any or "non_blocking" in parameters
@@ -205,6 +205,6 @@ def _can_pin() -> bool:
         return torch.empty(1, pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError) as error:
         logging.getLogger("cudafuture.prefetch").warning(
-            "prefetch() copies from memory that is not pinned, and the copies may block: %s", error
+            "prefetch() copies from memory that is not pinned, so the copies may block: %s", error
         )
         return False

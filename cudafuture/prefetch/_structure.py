@@ -1,4 +1,4 @@
-"""Batches of any nesting: their tensors, and a batch like another with other tensors in it."""
+"""Structure of nested batches: their tensors, and a batch with the same structure and other tensors."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def find_leaves(batch: object) -> tuple[list[Any], list[Any]]:
 
 
 def find_all_tensors(objects: list[Any]) -> list[torch.Tensor]:
-    """Return the plain tensors inside objects of any kind; of very large objects those that a search finds."""
+    """Return the plain tensors inside objects of any kind; for very large objects, the ones that the search reaches."""
     return search_objects(objects, objects, True)
 
 
 def map_leaves(batch: Any, fn: Callable[[Any], Any], pass_on: Callable[[Any], object] | None = None) -> Any:
-    """Return a batch of the same structure with ``fn(leaf)`` for each leaf. The given one is not changed.
+    """Return a batch of the same structure with ``fn(leaf)`` for each leaf. The given batch does not change.
 
     Leaves are tensors and objects with a method ``to``. Lists, tuples, named tuples, mappings, dataclasses, classes
     that derive from these, and classes registered with ``torch.utils._pytree`` are structure. Any other object is
-    passed on, and ``pass_on`` is called with it, unless it is None, a number, a string or a class.
+    passed on unchanged, and ``pass_on`` is called with it, unless it is None, a number, a string or a class.
     """
     if isinstance(batch, torch.Tensor):
         return fn(batch)
@@ -78,7 +78,7 @@ def map_leaves(batch: Any, fn: Callable[[Any], Any], pass_on: Callable[[Any], ob
 
 
 def _map_dataclass(batch: Any, recur: Callable[[Any], Any]) -> Any:
-    """Map the fields. One that is a mapping, too, has most of them twice, as keys and as attributes."""
+    """Map the fields. A dataclass that is also a mapping has most of them twice, as keys and as attributes."""
     is_mapping = isinstance(batch, MutableMapping)
     mapped = _map_mapping(batch, recur) if is_mapping else copy.copy(batch)
     for field in dataclasses.fields(batch):

@@ -1,4 +1,4 @@
-"""Batches of any iterable, on the device before the program asks for them."""
+"""Prefetcher: batches of any iterable, on the device before the program needs them."""
 
 from __future__ import annotations
 
@@ -35,45 +35,45 @@ def prefetch(
     futures: bool = False,
     across_epochs: bool | Callable[[int], object] = False,
 ) -> Prefetcher:
-    """Read an iterable ahead, and copy its batches to a device while the batches before are in use.
+    """Read an iterable ahead, and copy its batches to a device while earlier batches are in use.
 
     Args:
-        iterable: a DataLoader, or any other iterable or async iterable. Each ``for`` over the prefetcher makes one
-            iterator of it, in the caller's thread; a thread of the prefetcher pulls the items. An async iterable is
-            pulled in the running event loop, and is for ``async for``.
-        device: where to; None (default): the current accelerator, or the host where there is none. On the host nothing
-            is copied, and all else is the same.
+        iterable: a DataLoader, or any other iterable or async iterable. Each ``for`` over the prefetcher creates one
+            iterator, in the caller's thread; a thread of the prefetcher reads the items. An async iterable is read in
+            the running event loop, and is for ``async for``.
+        device: the destination; None (default): the current accelerator, or the host if there is none. On the host
+            nothing is copied, and the rest is the same.
         depth: batches that are read ahead of the one in use, at least 1. Default 2.
         bytes: bytes of tensors that are read ahead; reading stops at `depth` or at `bytes`, whichever is reached first,
-            and one batch is always read. None (default): any number.
+            but one batch is always read. None (default): no limit.
         priority: of the stream of the copies; lower is more urgent, 0 (default), -1 high.
-        pin: whether staging buffers are pinned memory, without which a copy on CUDA blocks the reader. "auto"
-            (default): where that is possible; True: an error comes out at the first batch where it is not.
+        pin: use pinned memory for staging buffers; without it a copy on CUDA blocks the reader. "auto" (default): if
+            possible; True: the first batch raises an error if not.
         transform: called with each batch on the device, in the prefetcher's thread, with the stream of the copies
             current and the grad mode and autocast of the thread that began the epoch. The program gets its result.
             None (default): none.
-        pack: copy the tensors of a batch at once, through one staging buffer; see ``cudafuture.copy``. One tensor that
-            is kept then keeps the memory of its batch. Default True.
-        futures: yield a CUDAFuture of each batch as soon as the iterable has given it, which completes when the copy is
-            enqueued, and fails where there was an error. Default False: yield batches.
-        across_epochs: at the end of the iterable make the next iterator at once, and read ahead for the next ``for``. A
-            callable is called with the number of the epoch, from 0, before each iterator is made: such as
+        pack: copy the tensors of a batch in one transfer, through one staging buffer; see ``cudafuture.copy``. One kept
+            tensor then keeps the memory of its batch. Default True.
+        futures: yield a CUDAFuture of each batch as soon as the iterable has returned it. The future completes when the
+            copy is enqueued, and fails on an error. Default False: yield batches.
+        across_epochs: at the end of the iterable create the next iterator at once, and read ahead for the next ``for``.
+            A callable is called with the number of the epoch, from 0, before each iterator is created: such as
             ``sampler.set_epoch``. Default False.
 
     A batch is a tensor or any nesting of lists, tuples, named tuples, mappings, dataclasses, and classes that
     ``torch.utils._pytree`` knows. Objects with a method ``to`` are moved by it, after their ``pin_memory`` if they have
-    one. What is no tensor, and what is on the device already, is passed on.
+    one. Other objects, and tensors that are on the device already, are passed on unchanged.
 
-    Streams are ordered both ways. The stream that is current where a batch is taken waits for the batch's copy. Batches
-    lie in memory of that stream, and a copy into memory waits for what the consumer had enqueued before it took a
-    batch. So batches can be dropped, or kept as long as one likes. ``record_stream`` is called only for batches that
-    are taken on another stream than the one before, for results of `transform`, for what was on the device before, and
-    with `futures`. The current streams of the caller stay as they are.
+    Streams are ordered in both directions. The stream that is current when a batch is taken waits for the batch's copy.
+    Batches lie in memory of that stream, and a copy into memory waits for the work that the consumer had enqueued
+    before it took a batch. Batches can therefore be dropped or kept at any time. ``record_stream`` is called only for
+    batches that are taken on another stream than the previous one, for results of `transform`, for tensors that were on
+    the device before, and with `futures`. The current streams of the caller do not change.
 
-    An error of the iterable, of the copy or of the transform is raised at its batch, and ends the epoch.
+    An error of the iterable, of the copy or of the transform is raised in place of its batch, and ends the epoch.
 
     Raises:
-        TypeError: no iterable, or an argument of another type.
+        TypeError: `iterable` is not an iterable, or an argument has another type.
         ValueError: a depth or a number of bytes below 1, a priority above 0, or a device without streams.
 
     >>> for batch in prefetch([{"x": torch.ones(2), "id": 7}], "cpu"):
@@ -88,10 +88,10 @@ def prefetch(
 
 
 class Prefetcher:
-    """An iterable whose batches are read ahead and lie on the device. ``prefetch`` makes one, and says what it does.
+    """Iterable whose batches are read ahead and lie on the device. ``prefetch`` creates and documents it.
 
     Each ``for`` or ``async for`` over it is one epoch. It can be left at any time; the next one begins with a new
-    iterator. One epoch is read at a time, so that a new one ends the one before.
+    iterator. One epoch is read at a time, so a new one ends the previous one.
     """
 
     def __init__(self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: Options) -> None:
@@ -101,24 +101,24 @@ class Prefetcher:
         self._options = options
         self._is_async = not hasattr(iterable, "__iter__")
         self._number = 0  # of the next epoch
-        self._state: Any = None  # of the iterable, behind the batch that was taken last; None: not known
+        self._state: Any = None  # of the iterable, after the batch that was taken last; None: not known
         self._current: Reader | None = None  # of the epoch that was begun last
         self._ahead: Reader | None = None  # of the epoch that the next __iter__ begins, and that is read already
-        self._error: Exception | None = None  # that the next __iter__ raises
+        self._error: Exception | None = None  # the next __iter__ raises it
         self._counted = PrefetchStatistics()
 
     def __iter__(self) -> Epoch:
-        """Begin an epoch; the one before ends."""
+        """Begin an epoch; the previous one ends."""
         if self._is_async:
             raise TypeError("the iterable of this prefetcher is an async one: use `async for`")
         return self._begin()
 
     def __aiter__(self) -> Epoch:
-        """Begin an epoch for ``async for``; the one before ends."""
+        """Begin an epoch for ``async for``; the previous one ends."""
         return self._begin()
 
     def __len__(self) -> int:
-        """Return the length of the iterable; raise TypeError where it has none."""
+        """Return the length of the iterable; raise TypeError if it has none."""
         return len(self._iterable)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -134,18 +134,18 @@ class Prefetcher:
             if reader is not None:
                 reader.close()
         if self._ahead is not None:
-            self._number = self._ahead.number  # which nobody has seen
+            self._number = self._ahead.number  # that epoch has not begun
         self._ahead = self._error = None
         if self._sender is not None:
             self._sender.release_slabs()
 
     def __del__(self) -> None:
-        """Close."""
-        with contextlib.suppress(AttributeError):  # of a prefetcher whose constructor was interrupted
+        """Close the prefetcher."""
+        with contextlib.suppress(AttributeError):  # its constructor was interrupted
             self.close()
 
     def statistics(self) -> PrefetchStatistics:
-        """Return what was done since the prefetcher was made.
+        """Return the counters since the prefetcher was created.
 
         >>> batches = prefetch(["a", "b"], "cpu")
         >>> list(batches)
@@ -156,10 +156,10 @@ class Prefetcher:
         return dataclasses.replace(self._counted, bytes=0 if self._sender is None else self._sender.nbytes)
 
     def state_dict(self) -> Any:
-        """Return a copy of the state of the iterator, or else of the iterable, behind the batch that was taken last.
+        """Return a copy of the state of the iterator, or else of the iterable, after the batch that was taken last.
 
-        That is what their ``state_dict`` returned. Batches that are read ahead do not count, so a resumed program gets
-        them again. Where `across_epochs` is a callable the state is ``{"epoch": number, "iterable": that}``.
+        It is the result of their ``state_dict``. Batches that are read ahead do not count, so a resumed program gets
+        them again. If `across_epochs` is a callable, the state is ``{"epoch": number, "iterable": state}``.
 
         Raises:
             TypeError: neither the iterable nor its iterator has a method state_dict.
@@ -175,7 +175,7 @@ class Prefetcher:
         return {"epoch": epoch, "iterable": state} if callable(self._options.across_epochs) else state
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the next epoch begin behind the batch at which `state` was taken; the current one ends.
+        """Make the next epoch begin after the batch at which `state` was taken; the current one ends.
 
         Raises:
             TypeError: the iterable has no load_state_dict().
@@ -214,7 +214,7 @@ class Prefetcher:
         return Epoch(self, self._current)
 
     def _stop(self) -> Reader | None:
-        """Close, and block until no thread is inside the iterable any more. Returns the reader that read last."""
+        """Close, and block until no thread is inside the iterable any more; return the last reader."""
         readers = [reader for reader in (self._current, self._ahead) if reader is not None]
         self.close()
         for reader in readers:
@@ -222,7 +222,7 @@ class Prefetcher:
         return readers[-1] if readers else None
 
     def _make_reader(self, pending: deque[Any]) -> Reader:
-        """Make an iterator of the iterable, and what reads it. `pending` are batches that count as read ahead."""
+        """Create an iterator of the iterable, and its reader. `pending` are batches that count as read ahead."""
         number = self._number
         if callable(self._options.across_epochs):
             self._options.across_epochs(number)
@@ -240,7 +240,7 @@ class Prefetcher:
             reader.start()
 
     def _begin_ahead(self, reader: Reader) -> None:
-        """Read on with the next epoch when a reader has come to its end; in the consumer's thread."""
+        """Start to read the next epoch when a reader has reached its end; in the consumer's thread."""
         if not (self._options.across_epochs and reader.has_read_all and self._current is reader):
             return
         if self._ahead is None and self._error is None and not reader.is_closed:
@@ -253,7 +253,7 @@ class Prefetcher:
                 self._start(self._ahead, reader)
 
     def _count(self, reader: Reader, batch: Batch, loader: float, since: float, until: float) -> None:
-        """Count a batch that was taken, and keep the state behind it. Times are those of ``Epoch._next``."""
+        """Count a batch that was taken, and keep the state after it. Times are those of ``Epoch._next``."""
         device = min(max((batch.packing_since or since) - since, 0.0), until - since)
         before = self._counted
         self._counted = PrefetchStatistics(
@@ -268,7 +268,7 @@ class Prefetcher:
 
 
 class Epoch:
-    """The iterator of one epoch. It closes when it is dropped."""
+    """Iterator of one epoch. It closes when it is freed."""
 
     def __init__(self, prefetcher: Prefetcher, reader: Reader) -> None:
         self._prefetcher, self._reader = prefetcher, reader
@@ -283,7 +283,7 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch, for whose copy the current stream waits; raise the error that came instead of it."""
+        """Return the next batch, for whose copy the current stream waits; raise an error in place of its batch."""
         if self._prefetcher._is_async:
             raise TypeError("the iterable of this prefetcher is an async one: use `async for`")
         began = time.perf_counter()
@@ -318,7 +318,7 @@ class Epoch:
         return self._reader.take()
 
     def _hand_out(self, batch: Batch, loader: float, since: float, end: type[Exception]) -> Any:
-        """Order the current stream after the batch and return that; where there is no more, raise `end`."""
+        """Order the current stream after the batch and return the batch; raise `end` if there is no more."""
         gives_future = self._options.futures and not batch.is_end
         value = batch.future if gives_future else batch.future.wait(non_blocking=True)
         until = time.perf_counter()
@@ -331,7 +331,7 @@ class Epoch:
         return value
 
     def _let_read(self, batch: Batch) -> None:
-        """Let the reader read one batch more, into memory of the current stream."""
+        """Allow the reader to read one more batch, into memory of the current stream."""
         if self._sender is not None and not batch.is_end:
             self._reader.consumer = _C.current_streams([self._sender.device])[0]
             self._sender.reserve(self._options.depth)
@@ -353,13 +353,13 @@ class Epoch:
             self._sender.release_slabs()
 
     def __del__(self) -> None:
-        """Close."""
-        with contextlib.suppress(AttributeError):  # of an epoch whose constructor was interrupted
+        """Close the epoch."""
+        with contextlib.suppress(AttributeError):  # its constructor was interrupted
             self.close()
 
 
 def _device_of(device: torch.device | str | int | None) -> torch.device:
-    """Return the device with its index; the current accelerator for None, or the host where there is none."""
+    """Return the device with its index; for None, the current accelerator, or the host if there is none."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     at = torch.device(device)
@@ -373,7 +373,7 @@ def _has_state(iterable: Any) -> bool:
 
 
 def _completion(future: CUDAFuture[Any]) -> CUDAFuture[None]:
-    """Return a future that completes when `future` does, and has no device to wait for."""
+    """Return a future that completes when `future` does, without waiting for a device."""
     completion: CUDAFuture[None] = CUDAFuture(name="prefetch")
     future.add_done_callback(lambda _: completion.set_result(None))
     return completion

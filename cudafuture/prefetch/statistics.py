@@ -9,14 +9,14 @@ __all__ = ["PrefetchStatistics"]
 
 @dataclass(frozen=True)
 class PrefetchStatistics:
-    """Counters of a prefetcher since it was made. Times are seconds of the consumer's thread."""
+    """Counters of a prefetcher since it was created. Times are seconds of the consumer's thread."""
 
     batches: int = 0
     """Batches that the consumer has taken."""
     bytes: int = 0
     """Bytes of tensors that were copied to the device, also for batches that were read ahead and dropped."""
     waited_for_loader: float = 0.0
-    """Seconds that the consumer waited because the iterable had not given the batch yet."""
+    """Seconds that the consumer waited because the iterable had not returned the batch yet."""
     waited_for_packing: float = 0.0
     """Seconds that it waited for the copy to the staging buffer, for the transform, and for copies to be enqueued."""
     waited_for_device: float = 0.0
@@ -24,5 +24,5 @@ class PrefetchStatistics:
 
     @property
     def waited(self) -> float:
-        """Seconds that the consumer waited in all."""
+        """Seconds that the consumer waited in total."""
         return self.waited_for_loader + self.waited_for_packing + self.waited_for_device

@@ -1,4 +1,4 @@
-"""Optimizer state in a store: training of models whose optimizer does not fit into memory."""
+"""Optimizer state in a store: training of models whose optimizer state does not fit into memory."""
 
 from cudafuture.swap._offload import offload
 from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer

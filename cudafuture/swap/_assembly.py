@@ -1,4 +1,4 @@
-"""Parameters that are put together from partitions of half precision, which lie in memory, in a store, or in files."""
+"""Assembly of parameters from partitions of half precision, which lie in memory, in a store, or in files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Partition", "assembled", "partitions_of"]
 
 @dataclass(frozen=True)
 class Partition:
-    """Neighbouring elements of a parameter in half precision."""
+    """Adjacent elements of a parameter in half precision."""
 
     numel: int
     dtype: torch.dtype
     tensor: torch.Tensor | None
-    """the elements; None: they are elsewhere"""
+    """the elements; None: they are in the store or in a file"""
     key: str | None
     """in the store"""
     path: str | os.PathLike[str] | None
@@ -33,7 +33,7 @@ class Partition:
 
     @property
     def staged_bytes(self) -> int:
-        """The bytes of its elements in whole pages; those in memory count, too, which bounds a round."""
+        """The bytes of its elements in whole pages; elements in memory count too, which bounds a round."""
         return pages(self.numel * self.dtype.itemsize)
 
 
@@ -45,7 +45,7 @@ def partitions_of(
     Args:
         infos: of each partition: a tensor, the number of its elements, and None, a key of the store or a path.
         numel: of the parameter.
-        dtype: of partitions for which no tensor gives one.
+        dtype: of partitions without a tensor.
         store: of the keys.
 
     Raises:
@@ -70,7 +70,7 @@ def partitions_of(
 def assembled(
     parameters: Sequence[Sequence[Partition]], store: Store, buffers: Sequence[torch.Tensor]
 ) -> Iterator[list[torch.Tensor]]:
-    """Read and cast parameters in as many rounds as the buffers need.
+    """Read and cast parameters, in as many rounds as the buffers need.
 
     Args:
         parameters: their partitions.
@@ -104,7 +104,7 @@ def assembled(
 
 
 def _place(partitions: Sequence[Partition], free: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return a tensor for each partition, cut off the first buffer with room for all; None if there is none."""
+    """Return a tensor for each partition, from the first buffer with room for all of them, or None."""
     needed = sum(partition.staged_bytes for partition in partitions)
     for i, buffer in enumerate(free):
         if buffer.numel() >= needed:

@@ -1,4 +1,4 @@
-"""The memory of the host for state that is in flight."""
+"""Host memory for optimizer state that is in flight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _logger = logging.getLogger("cudafuture.swap")
 
 
 class Buffers:
-    """A pool that is allocated with the first request, and replaced where a program does not give its memory back.
+    """Pool that the first request allocates, and that is replaced if the program does not release its memory.
 
     Args:
-        given: the bytes that the user has given. None: as many as the largest of some units needs, for each of them.
-        units: that are read, computed or written at one time.
-        least_unit: the bytes from which the size of a unit counts.
+        given: the size that the user has given. None: the largest unit's size, times `units`.
+        units: the number of units that are read, computed or written at one time.
+        least_unit: the minimum size of a unit.
     """
 
     def __init__(self, given: int | None, units: int, least_unit: int) -> None:
@@ -30,7 +30,7 @@ class Buffers:
         self._pool: BufferPool | None = None
 
     def expect_room(self, nbytes: int, name: Callable[[], str]) -> None:
-        """Use a larger pool from the next request on, if a unit of some bytes needs that.
+        """Use a larger pool from the next request on, if a unit of `nbytes` bytes needs it.
 
         Raises:
             ValueError: the user has given fewer bytes than the unit needs; `name` is called for the message.
@@ -41,17 +41,17 @@ class Buffers:
             self.nbytes, self._pool = self._units * nbytes, None
 
     def take(self, nbytes: int) -> CUDAFuture[Buffer]:
-        """Request a buffer of at most the size of the pool."""
+        """Request a buffer, at most as large as the pool."""
         self._pool = BufferPool(self.nbytes) if self._pool is None else self._pool
         return self._pool.take(nbytes)
 
     def expect(self, request: CUDAFuture[Buffer]) -> bool:
-        """Wait a little for memory that nothing in flight holds; return whether the request has come through.
+        """Wait shortly for memory that nothing in flight holds; return True if the request has completed.
 
-        If not, it is cancelled, and the next request gets a new pool: a program keeps tensors of the old one, or an
-        exception whose frames have such tensors. The old pool's memory is freed when those are dropped.
+        If not, it is cancelled, and the next request creates a new pool: the program keeps tensors of the old one, or
+        an exception whose frames have such tensors. The old pool's memory is freed when those are freed.
         """
-        wait([request], timeout=_PATIENCE)  # another thread may still release what has ended
+        wait([request], timeout=_PATIENCE)  # another thread may still release the memory of ended operations
         if request.done() or not request.cancel():
             return True
         _logger.warning("tensors or exceptions that the program keeps hold the swap buffers; new ones are allocated")

@@ -3,10 +3,10 @@
     <name>/checkpoints/<checkpoint>/<number>              the manifest: groups, and each parameter's values and tensors
     <name>/saved/<checkpoint>/<number>/<key of a chunk>   the tensors to which the manifest refers
 
-Each ``save()`` of a checkpoint has a number of its own, above all that the store has of that checkpoint:
+Each ``save()`` of a checkpoint has its own number, higher than all numbers of that checkpoint in the store:
 
 1. The tensors are linked or written, under keys that no manifest refers to yet.
-2. The manifest is written. From now on the checkpoint is the one with this number: the highest with a manifest.
+2. The manifest is written. This commits the checkpoint: the highest number with a manifest is the current one.
 3. The manifests and tensors of lower numbers are deleted. ``save()`` does not wait for that.
 
 A crash or an error before 2 leaves tensors without a manifest, and one before 3 leaves two manifests. All keys that do
@@ -35,12 +35,12 @@ from cudafuture.swap._pipeline import Pipeline
 __all__ = ["Checkpoints", "SwappedStates"]
 
 _FORMAT = 2
-_LARGEST_VALUE = 1 << 16  # bytes of a tensor that is in the manifest; larger ones have keys of their own
+_LARGEST_VALUE = 1 << 16  # bytes of a tensor in the manifest; larger ones have their own keys
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class SwappedStates(Protocol):
-    """The states that a checkpoint holds."""
+    """States that a checkpoint contains."""
 
     pipeline: Pipeline
     optimizer_class: type[torch.optim.Optimizer]
@@ -55,7 +55,7 @@ class SwappedStates(Protocol):
 
 
 class Checkpoints(ABC):
-    """The methods of an offloaded optimizer that save and load checkpoints."""
+    """Methods of an offloaded optimizer that save and load checkpoints."""
 
     _namespace: Namespace
     _lock: threading.RLock
@@ -70,15 +70,15 @@ class Checkpoints(ABC):
     def _forget_reads(self) -> None: ...
 
     def save(self, checkpoint: str) -> None:
-        """Keep the state of all parameters, and the options of their groups, under a name in the store.
+        """Save the state of all parameters, and the options of their groups, under a name in the store.
 
-        In an ``Offloader`` a checkpoint is links to the tensors, so it copies none of them: later steps write new ones.
-        Other stores copy. A checkpoint of the same name is replaced when the new one is complete. Values of parameters
-        are not in it, unless they have master weights.
+        In an ``Offloader`` a checkpoint links to the tensors without copying them, because later steps write new ones.
+        Other stores copy. A checkpoint of the same name is replaced when the new one is complete. A checkpoint does not
+        contain the values of parameters, unless they have master weights.
 
         Raises:
-            SwapError: state of a step before cannot be written.
-            StorageError: the checkpoint cannot be written; an older one of the name is as it was.
+            SwapError: state of an earlier step cannot be written.
+            StorageError: the checkpoint cannot be written; an older one of the name does not change.
             TypeError: an option or a value of a state has a type that ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
 
@@ -99,15 +99,15 @@ class Checkpoints(ABC):
             self._is_settled = True
 
     def load(self, checkpoint: str) -> None:
-        """Take over the state and the groups' options of a checkpoint, whatever its chunks were.
+        """Restore the state and the groups' options of a checkpoint, for any chunk size.
 
-        State of the parameters' dtype is cast where that is another one now, as ``load_state_dict()`` does.
+        State of the parameters' dtype is cast if that dtype has changed, as ``load_state_dict()`` does.
 
         Raises:
-            NotFoundError: there is no checkpoint of that name, or a tensor of it is missing; nothing has changed.
-            ValueError: its groups, the shapes of its parameters, or its optimizer's class are others than this one's.
+            NotFoundError: the checkpoint does not exist, or one of its tensors is missing; nothing has changed.
+            ValueError: its groups, the shapes of its parameters, or its optimizer's class differ from this one's.
             StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
-                options are as they were: load it again, or another one.
+                options have not changed: load it again, or load another one.
 
         >>> from cudafuture.storage import Offloader
         >>> from cudafuture.swap import offload
@@ -137,7 +137,7 @@ class Checkpoints(ABC):
         """Delete a checkpoint.
 
         Raises:
-            NotFoundError: there is no checkpoint of that name.
+            NotFoundError: the checkpoint does not exist.
 
         >>> from cudafuture.storage import Offloader
         >>> from cudafuture.swap import offload
@@ -151,15 +151,15 @@ class Checkpoints(ABC):
             _delete(self._namespace.store, self._namespace.name, checkpoint)
 
     def _settle(self) -> None:
-        """Wait for the writes of a call of save() that was interrupted: the list of keys lacks them until they end."""
+        """Wait for the writes of an interrupted save(): the list of keys lacks them until they end."""
         if not self._is_settled:
-            self._namespace.store.flush().exception()  # an error of a write is its call's
+            self._namespace.store.flush().exception()  # the call that wrote raises an error of the write
             self._is_settled = True
 
 
 @dataclass(frozen=True)
 class _Listing:
-    """The keys of all checkpoints of an optimizer."""
+    """Keys of all checkpoints of an optimizer."""
 
     keys: dict[tuple[str, int], list[str]]
     """the keys of manifests and tensors, by checkpoint and number"""
@@ -190,7 +190,7 @@ class _Listing:
         """Return the number of a checkpoint.
 
         Raises:
-            NotFoundError: there is no checkpoint of that name.
+            NotFoundError: the checkpoint does not exist.
         """
         if checkpoint not in self.numbers:
             known = ", ".join(map(repr, sorted(self.numbers))) or "none"
@@ -200,7 +200,7 @@ class _Listing:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The tensors of a checkpoint that is being saved, whose keys begin with `place`."""
+    """Tensors of a checkpoint that is being saved; their keys begin with `place`."""
 
     place: str
     links: dict[str, str] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class _Contents:
     """tensors in memory, by key"""
 
     def add(self, swapper: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
-        """Add a parameter's tensors; return its entry in the manifest, from which ``_keys`` and ``_bounds`` follow."""
+        """Add a parameter's tensors; return its manifest entry, from which ``_keys`` and ``_bounds`` are derived."""
         state, like = swapper.state(parameter), swapper.like(parameter)
         tensors = {name: (t.dtype, tuple(t.shape), len(state.bounds)) for name, t in state.stored.items()}
         for chunk in state.chunks():
@@ -238,7 +238,7 @@ class _Contents:
 
 
 def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
-    """Save the state of all parameters, no write of which is in flight."""
+    """Save the state of all parameters; none of them is being written."""
     if not checkpoint or "/" in checkpoint:
         raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is empty or has a '/'")
     listing = _Listing.of(store, name)
@@ -271,12 +271,12 @@ def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor, and not of a subclass."""
+    """Return True if a value is a tensor, and not of a subclass."""
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _loadable(value: Any, what: str) -> Any:
-    """Return a value as a checkpoint holds it: with Python's numbers in place of numpy's.
+    """Return a value in the form that a checkpoint stores: with Python's numbers in place of numpy's.
 
     Raises:
         TypeError: ``load()`` could not read the value; the message begins with `what`.
@@ -298,7 +298,7 @@ def _loadable(value: Any, what: str) -> Any:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as e:
         raise TypeError(
-            f"{what} has the type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. Use numbers, "
+            f"{what} has the type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store. Use numbers, "
             "strings or tensors, or lists, tuples or dicts of those"
         ) from e
     return value
@@ -316,7 +316,7 @@ def _bounds(entry: dict[str, Any], chunks: int) -> list[tuple[int, int]]:
 
 
 def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
-    """Return the names of a class of optimizers and of its bases, which keep state of the same kind."""
+    """Return the names of an optimizer class and of its bases, which keep state of the same kind."""
     return [c.__name__ for c in optimizer.__mro__ if issubclass(c, torch.optim.Optimizer)][:-1]
 
 
@@ -334,11 +334,11 @@ def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
     manifest = _manifest(store, _key(name, checkpoint, number), checkpoint)
     classes = _class_names(swapper.optimizer_class)
     if classes[0] not in manifest["classes"] and manifest["classes"][0] not in classes:
-        raise ValueError(f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, and the optimizer is {classes[0]}")
+        raise ValueError(f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, but the optimizer is {classes[0]}")
     found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
     wanted = [[tuple(swapper.like(parameter).shape) for parameter in group["params"]] for group in groups]
     if found != wanted:
-        raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, and the optimizer {wanted}")
+        raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, but the optimizer {wanted}")
     place = _place(name, checkpoint, number)
     _expect_tensors(store, place, checkpoint, manifest)
     for group, entries in zip(groups, manifest["parameters"], strict=True):
@@ -372,7 +372,7 @@ def _tensors_of(store: Store, place: str, entry: dict[str, Any]) -> dict[str, to
 
 
 def _delete(store: Store, name: str, checkpoint: str) -> None:
-    """Delete a checkpoint: its manifests first, so that tensors without one are left where this is interrupted."""
+    """Delete a checkpoint, its manifests first, so that an interrupt leaves only tensors without a manifest."""
     listing = _Listing.of(store, name)
     listing.number(checkpoint)
     kept = listing.of_checkpoint(checkpoint)
@@ -395,5 +395,5 @@ def _key(name: str, checkpoint: str, number: int) -> str:
 
 
 def _place(name: str, checkpoint: str, number: int) -> str:
-    """Return the beginning of the keys of a checkpoint's tensors."""
+    """Return the prefix of the keys of a checkpoint's tensors."""
     return f"{name}/saved/{checkpoint}/{number}/"

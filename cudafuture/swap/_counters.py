@@ -14,7 +14,7 @@ __all__ = ["SwapCounters"]
 
 @dataclass
 class SwapCounters:
-    """Sums since the optimizer was made."""
+    """Sums since the optimizer was created."""
 
     steps: int = 0
     bytes_read: int = 0
@@ -40,7 +40,7 @@ class SwapCounters:
         return SwapCounters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
     def statistics(self, stored_bytes: int, resident_bytes: int) -> SwapStatistics:
-        """Return the public form, with bytes that are now in the store and in memory."""
+        """Return the public statistics, with the bytes that are now in the store and in memory."""
         return SwapStatistics(
             steps=self.steps,
             swap_in_state_bytes=self.bytes_read,

@@ -1,4 +1,4 @@
-"""Tensors that stand in ``parameter.grad`` for a gradient that is not there: applied already, or in the store."""
+"""Placeholder tensors in ``parameter.grad`` for a gradient that is not there: applied already, or in the store."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["AppliedGradient", "GradientMark", "SwappedGradient"]
 
 
 class GradientMark(torch.Tensor):
-    """A tensor without memory, of the shape of a gradient. Operations on it raise RuntimeError.
+    """Tensor without memory, of the shape of a gradient. Operations on it raise RuntimeError.
 
-    Clipping, scalers and a further backward would otherwise skip the gradient, or use it a second time, without notice.
+    Clipping, scalers and a further backward would otherwise skip the gradient, or use it twice, without an error.
     """
 
     reason = ""
@@ -45,7 +45,7 @@ class GradientMark(torch.Tensor):
 
 
 class AppliedGradient(GradientMark):
-    """The mark of a gradient that an update has already used."""
+    """Placeholder for a gradient that an update has already applied."""
 
     reason = (
         "an update has already applied this gradient (when='backward' or swap_gradients=True). Call zero_grad() before "
@@ -54,11 +54,11 @@ class AppliedGradient(GradientMark):
 
 
 class SwappedGradient(GradientMark):
-    """The mark of a gradient in the store. Backward adds to it what it accumulates."""
+    """Placeholder for a gradient in the store. Backward adds to it."""
 
     reason = (
         "this gradient is in the store (swap_gradients=True): use the optimizer's clip_grad_norm_(), unscale_() and "
         "gradient_of() instead of functions that take parameters"
     )
     added: torch.Tensor | None = None
-    """the sum of what backward has added, until the optimizer writes it"""
+    """the sum that backward has added, until the optimizer writes it"""

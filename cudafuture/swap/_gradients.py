@@ -1,4 +1,4 @@
-"""Gradients in a store: written in pieces, and read back with the state of their parameters."""
+"""Gradients in a store: written in pieces, and read with the state of their parameters."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ _logger = logging.getLogger("cudafuture.swap")
 
 @dataclass(eq=False)
 class Piece:
-    """Neighbouring elements of a gradient, flat: in memory, in the store, or on their way there."""
+    """Adjacent elements of a gradient, flat: in memory, in the store, or in flight."""
 
     begin: int
     end: int
     key: str
     tensor: torch.Tensor | None
-    """the elements, until they were written"""
+    """the elements, until they are written"""
     is_large: bool
-    """whether the store gets it"""
+    """True if the piece goes to the store"""
     written: CUDAFuture[int] | None = None
-    """of the write in flight"""
+    """the write in flight"""
 
 
 @dataclass(eq=False)
 class StoredGradient:
-    """The gradient of one parameter in pieces. Elements of no piece are zero."""
+    """Gradient of one parameter in pieces. Elements outside of the pieces are zero."""
 
     dtype: torch.dtype
     pieces: dict[int, Piece] = field(default_factory=dict)
     """by their first element"""
     factors: list[torch.Tensor] = field(default_factory=list)
-    """by which the elements are multiplied, one after another, when they were read"""
+    """factors of the elements, applied in order after a read"""
 
     def within(self, begin: int, end: int) -> Iterator[Piece]:
-        """Iterate over the pieces that have elements of a range."""
+        """Return an iterator over the pieces that have elements of a range."""
         return (piece for piece in self.pieces.values() if piece.begin < end and begin < piece.end)
 
     def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Multiply elements that were read, in place."""
+        """Multiply the read elements in place."""
         for factor in self.factors:
             gradient.mul_(factor.to(gradient.device))
         return gradient
 
 
 class Gradients:
-    """The gradients of parameters that are in a store, with a bound for those on their way there.
+    """Gradients of parameters in a store, with a limit for those that are being written.
 
     Args:
         store: of the pieces.
         prefix: of their keys.
         min_bytes: smaller pieces stay in memory.
-        window_bytes: of pieces whose writes are in flight; a further write waits for the oldest.
+        window_bytes: limit of the bytes in flight; a further write waits for the oldest.
     """
 
     def __init__(self, store: Store, prefix: str, min_bytes: int, window_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Gradients:
         self._error: BaseException | None = None
 
     def write(self, gradient: StoredGradient, number: int, begin: int, elements: torch.Tensor) -> CUDAFuture[int]:
-        """Write a piece, which replaces the one that begins there; nothing changes `elements` any more.
+        """Write a piece, and replace the one that begins at the same element; `elements` must not change any more.
 
         A piece that cannot be written stays in memory.
 
@@ -111,7 +111,7 @@ class Gradients:
         return written
 
     def _finish(self, piece: Piece) -> None:
-        """Wait for the write of a piece; its memory is free unless it could not be written."""
+        """Wait for the write of a piece; its memory is then freed, unless the write failed."""
         if piece.written is None:
             return
         assert piece.tensor is not None
@@ -174,7 +174,7 @@ class Gradients:
             self.counters.gradient_bytes_read += read * gradient.dtype.itemsize
 
     def forget(self, gradient: StoredGradient) -> list[str]:
-        """Release the memory of a gradient; return the keys of its pieces, which the caller deletes."""
+        """Free the memory of a gradient; return the keys of its pieces, which the caller deletes."""
         self.settle(gradient)
         keys = [piece.key for piece in gradient.pieces.values() if piece.is_large]
         gradient.pieces.clear()

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program must not be stopped."""
+"""Deferral of Ctrl-C while a program must not be interrupted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["interrupts_deferred"]
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C take effect when the block ends, rather than between two of its lines.
+    """Defer Ctrl-C until the block ends, instead of interrupting between two of its lines.
 
-    Nothing changes in threads other than the main one, which no signal interrupts, and where the program ignores the
+    Nothing changes in threads other than the main one, which no signal interrupts, or if the program ignores the
     signal or leaves it to the system.
     """
     handler = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Names in a store, each of which one optimizer of this process has."""
+"""Namespaces in a store, each of which belongs to one optimizer of this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Namespace]]] = wea
 
 
 class Namespace:
-    """The keys of one optimizer: a name that they begin with, in a store that others may use, too.
+    """Keys of one optimizer: they begin with a name, in a store that other optimizers may use too.
 
-    Keys of state that a process has left behind are deleted.
+    Creation deletes keys of state that an earlier process has left.
 
     Args:
         store: a store, or a folder for an ephemeral one, which ``close()`` closes.
-        name: free while no other namespace of this process has it.
+        name: must not be the name of another namespace of this process in the store.
 
     Raises:
-        ValueError: the name is empty, has a "/", or is not free.
+        ValueError: the name is empty, has a "/", or is in use.
     """
 
     def __init__(self, store: Store | str | os.PathLike[str], name: str) -> None:
@@ -34,7 +34,7 @@ class Namespace:
         self.name, self.state_prefix = name, f"{name}/state/"
         owners = _owners.setdefault(self.store, {})
         if name in owners and owners[name]() is not None:
-            raise ValueError(f"another optimizer has the name {name!r} in this store: give name=")
+            raise ValueError(f"another optimizer uses the name {name!r} in this store: pass another name=")
         owners[name] = weakref.ref(self)
         try:
             left = [key for key in self.store.list_keys().wait() if key.startswith(self.state_prefix)]
@@ -45,7 +45,7 @@ class Namespace:
             raise
 
     def close(self) -> None:
-        """Give the name back, and close a store of its own. Further calls do nothing."""
+        """Release the name, and close a store that the namespace created. Further calls do nothing."""
         owners = _owners.get(self.store, {})
         if self.name in owners and owners[self.name]() is self:
             del owners[self.name]

@@ -1,4 +1,4 @@
-"""The function that puts the state of an optimizer into a store."""
+"""Function that moves the state of an optimizer into a store."""
 
 from __future__ import annotations
 
@@ -33,36 +33,35 @@ def offload(
 ) -> OffloadedOptimizer:
     """Return an optimizer like the given one whose state is in a store.
 
-    The optimizer that is returned replaces the given one, whose state it takes over: use it for steps, schedulers,
-    scalers and checkpoints. Each step computes bit for bit what the given optimizer computes with ``foreach=False``.
-    State tensors are read into buffers, updated, and written back, several parameters at a time, so memory holds the
-    buffers and not the state.
+    The returned optimizer replaces the given one and takes its state: use it for steps, schedulers, scalers and
+    checkpoints. Each step computes bit for bit the result of the given optimizer with ``foreach=False``. State tensors
+    are read into buffers, updated, and written back, several parameters at a time, so memory contains the buffers and
+    not the state.
 
     Args:
-        optimizer: an optimizer of ``torch.optim`` other than LBFGS and SparseAdam, or one of your own whose state
-            belongs to single parameters. Or a function of a list of parameters that makes one, such as a class or
+        optimizer: an optimizer of ``torch.optim`` other than LBFGS and SparseAdam, or your own one whose state belongs
+            to single parameters. Or a function that creates one from a list of parameters, such as a class or
             ``functools.partial(torch.optim.Adagrad, lr=0.1)``: it is called for one parameter, or one chunk, at a time,
-            so that state which an optimizer allocates at once never fills the memory.
+            so that state which an optimizer allocates on creation never fills the memory.
         store: a store, or a folder for an ephemeral one that the optimizer closes.
-        params: the parameters or groups, where `optimizer` is a function.
-        name: the beginning of the keys. Optimizers that share a store need different names.
+        params: the parameters or groups, if `optimizer` is a function.
+        name: the prefix of the keys. Optimizers that share a store need different names.
         min_bytes: the size from which a state tensor is in the store; smaller ones stay in memory.
         memory: bytes of state that stay in memory beside the buffers. The first parameters that are updated get them.
-        prefetch: how many units of state are read ahead of the computation, and how many are written behind it.
-        chunk_bytes: the size of a parameter from which an element-wise optimizer updates it in chunks, bytes. The
+        prefetch: the number of units of state that are read ahead of the computation, and written behind it.
+        chunk_bytes: the size of a parameter, in bytes, from which an element-wise optimizer updates it in chunks. The
             update allocates some tensors of a chunk's size beside the buffers.
-        buffer_bytes: the memory for state on the host that is in flight. Default: enough for `prefetch`. The old values
-            of a parameter that is updated in chunks take up to an eighth more; where they are more, and cannot be read
-            from master weights, the store keeps them until the parameter is updated.
+        buffer_bytes: host memory for state in flight. Default: enough for `prefetch`. The old values of a parameter
+            that is updated in chunks take up to an eighth more. If they need more, and cannot be read from master
+            weights, the store keeps them until the parameter is updated.
         when: "step" updates all parameters in ``step()``. "backward" updates each parameter as soon as its gradient is
-            complete, while backward goes on; then what needs all gradients at once (clipping, a scaler, accumulation
-            over several backward passes) raises an error.
-        compute: where the update runs: on the device of the parameter, or on the "cpu".
-        master_weights: whether parameters of less than 32 bits have a float32 copy in the store, which is updated in
-            their place.
-        swap_gradients: whether each gradient of at least `min_bytes` goes to the store as soon as backward has made it.
-            ``parameter.grad`` is then an object on which torch's functions raise: the optimizer has
-            ``clip_grad_norm_()``, ``unscale_()`` and ``gradient_of()`` in their place. Backward passes accumulate.
+            complete, while backward continues; then operations that need all gradients at once (clipping, a scaler,
+            accumulation over several backward passes) raise an error.
+        compute: the device of the update: that of the parameter, or the "cpu".
+        master_weights: keep a float32 copy of parameters of less than 32 bits in the store, and update the copy.
+        swap_gradients: move each gradient of at least `min_bytes` to the store as soon as backward has computed it.
+            ``parameter.grad`` is then a placeholder on which torch's functions raise; use the optimizer's
+            ``clip_grad_norm_()``, ``unscale_()`` and ``gradient_of()`` instead. Backward passes accumulate.
 
     Raises:
         ValueError: the optimizer cannot be split by parameter; an argument is out of its range; `buffer_bytes` is less
@@ -77,12 +76,12 @@ def offload(
         raise ValueError("the optimizer is offloaded already")
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
-            raise ValueError("params= is for a function that makes an optimizer; this one has its parameters")
+            raise ValueError("params= is for a function that creates an optimizer; this optimizer has its parameters")
         make = None
         groups: list[dict[str, Any]] = optimizer.param_groups
     else:
         if params is None:
-            raise ValueError("a function that makes an optimizer needs params=")
+            raise ValueError("a function that creates an optimizer needs params=")
         make = optimizer
         groups = _groups(params)
         shape = (0,) * max(groups[0]["params"][0].dim(), 1) if groups[0]["params"] else (0,)  # Muon takes matrices only

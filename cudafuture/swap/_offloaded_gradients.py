@@ -21,7 +21,7 @@ _logger = logging.getLogger("cudafuture.swap")
 
 
 class OffloadedGradients(ABC):
-    """The methods of an offloaded optimizer for gradients in the store, and for those in memory beside them."""
+    """Methods of an offloaded optimizer for gradients in the store, and for gradients in memory."""
 
     _lock: threading.RLock
     _min_bytes: int
@@ -34,14 +34,14 @@ class OffloadedGradients(ABC):
     def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]: ...
 
     def _swap_gradient(self, parameter: torch.Tensor) -> None:
-        """Move the gradient that backward has made, or what it has added to one, into the store."""
+        """Move the gradient of this backward, or the part that it has added, into the store."""
         with self._lock, torch.no_grad():
             gradient = parameter.grad
             try:
                 if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
                     return
-            except SwapError as e:  # an error would end this backward; what it has added stays in memory
-                _logger.warning("a gradient is added up when it is used: %s", e)
+            except SwapError as e:  # an error would end this backward; the added part stays in memory
+                _logger.warning("the added part of a gradient stays in memory until it is used: %s", e)
                 return
             if gradient.is_sparse or is_shard(parameter) or not parameter.is_contiguous():
                 return
@@ -51,7 +51,7 @@ class OffloadedGradients(ABC):
             self._swap.pipeline.write_gradient(self._swap.state(parameter), gradient)
 
     def _has_swapped_gradient(self, parameter: torch.Tensor) -> bool:
-        """Return whether the gradient is in the store, after what was added to it is there as well."""
+        """Return whether the gradient is in the store, after moving the added part there."""
         state, mark = self._swap.state(parameter), parameter.grad
         if not isinstance(mark, SwappedGradient):
             self._swap.pipeline.forget_gradient(state)  # the program has replaced or dropped it
@@ -66,7 +66,7 @@ class OffloadedGradients(ABC):
         return True
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of the gradient of a parameter, which is perhaps in the store; None if there is none.
+        """Return a copy of the gradient of a parameter, from the store if it is there; None if there is none.
 
         Raises:
             SwapError: the gradient cannot be read.
@@ -93,7 +93,7 @@ class OffloadedGradients(ABC):
             parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Iterate over the parameters that have gradients, and copies of those; two copies exist at a time."""
+        """Yield the parameters that have gradients, with copies of those; two copies exist at a time."""
         for parameter, _ in self._parameters():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
@@ -102,15 +102,15 @@ class OffloadedGradients(ABC):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm they had.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_`` computes it, bit for bit, for gradients in the store and in memory.
-        Gradients in the store are read once for the norm; the factor is applied when the step reads them.
+        The result equals that of ``torch.nn.utils.clip_grad_norm_`` bit for bit, for gradients in the store and in
+        memory. Gradients in the store are read once for the norm; the step applies the factor when it reads them.
 
         Args:
-            max_norm: of all gradients together, seen as one vector.
+            max_norm: of all gradients together, as one vector.
             norm_type: of the norm; ``math.inf`` for the largest element.
-            error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+            error_if_nonfinite: raise if the norm is infinite or not a number.
 
         Raises:
             SwapError: a gradient cannot be read.
@@ -146,11 +146,11 @@ class OffloadedGradients(ABC):
     def unscale_(self, scale: float | torch.Tensor) -> bool:
         """Divide all gradients by a loss scale; return whether they are all finite.
 
-        It replaces ``GradScaler.unscale_`` where gradients are in the store. If it returns False, skip the step, call
+        It replaces ``GradScaler.unscale_`` if gradients are in the store. If it returns False, skip the step, call
         ``zero_grad()``, and use a smaller scale.
 
         Args:
-            scale: by which the loss was multiplied.
+            scale: the factor of the loss.
 
         Raises:
             SwapError: a gradient cannot be read.

@@ -1,4 +1,4 @@
-"""The options of an offloaded optimizer."""
+"""Options of an offloaded optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SwapOptions"]
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """The options of ``offload()`` that say which state is in the store, and how it is moved."""
+    """Options of ``offload()`` that select the state in the store, and the way it is moved."""
 
     min_bytes: int
     memory: int

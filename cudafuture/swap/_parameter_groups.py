@@ -1,4 +1,4 @@
-"""The groups of an optimizer's parameters."""
+"""Groups of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = dict[str, Any]
 
 
 def parameters_of(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Group]]:
-    """Iterate over the parameters with their groups."""
+    """Yield the parameters with their groups."""
     for group in groups:
         for parameter in group["params"]:
             yield parameter, group
@@ -28,11 +28,11 @@ def group_of(groups: Sequence[Group], parameter: torch.Tensor) -> Group:
     for known, group in parameters_of(groups):
         if known is parameter:
             return group
-    raise KeyError("the optimizer has no such parameter")
+    raise KeyError("the optimizer does not have this parameter")
 
 
 def name_of(groups: Sequence[Group], parameter: torch.Tensor) -> str:
-    """Return the parameter's name, if torch was told it; else its place in the groups."""
+    """Return the parameter's name, if torch knows it; else its position in the groups."""
     for i, group in enumerate(groups):
         for j, known in enumerate(group["params"]):
             if known is parameter:

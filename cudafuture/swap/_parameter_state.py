@@ -1,4 +1,4 @@
-"""The optimizer state of one parameter: scalars in memory, tensors in a store, cut into chunks."""
+"""Optimizer state of one parameter: scalars in memory, tensors in a store, split into chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAGE = 4096  # elements: whole pages for every dtype
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The dtype and shape of a state tensor that is in the store."""
+    """Dtype and shape of a state tensor that is in the store."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -47,7 +47,7 @@ class StoredTensor:
 
 
 class UndoPlace(enum.Enum):
-    """The place of the old values of a chunk, while other chunks of its parameter have not been updated."""
+    """Place of the old values of a chunk, while other chunks of its parameter have not been updated."""
 
     MEMORY = enum.auto()
     STORE = enum.auto()
@@ -58,14 +58,14 @@ class UndoPlace(enum.Enum):
 
 @dataclass(eq=False)
 class ParameterState:
-    """The state of one parameter.
+    """State of one parameter.
 
     A parameter with several chunks has two versions of its keys: an update writes the one that is not current, and the
-    version changes when the last chunk was updated. Until then the old state is whole.
+    last chunk's update makes it the current one. Until then the old state is complete.
     """
 
     number: int
-    """of the parameter, in the order in which the optimizer got them; part of every key"""
+    """of the parameter, in registration order; part of every key"""
     parameter: torch.Tensor
     bounds: tuple[tuple[int, int], ...]
     """the first element of each chunk and the first one after it"""
@@ -74,22 +74,22 @@ class ParameterState:
     stored: dict[str, StoredTensor]
     """tensors in the store by name"""
     resident_bytes: int = 0
-    """of tensors that could be in the store, and stay in memory in ``values``; 0: the state is in the store"""
+    """bytes of tensors that could be in the store, but stay in memory in ``values``; 0: the state is in the store"""
     new: tuple[torch.dtype, ...] = ()
-    """the dtypes of the tensors that the first update allocates; empty where the parameter has state"""
+    """the dtypes of the tensors that the first update allocates; empty if the parameter has state"""
     undo: UndoPlace = UndoPlace.MEMORY
     """the place of the old values while an update is not complete"""
     version: int = 0
     unwritten: dict[int, dict[str, torch.Tensor]] | None = None
-    """tensors of chunks that could not be written, and are in memory until they can be: by chunk, then by name"""
+    """tensors of chunks whose write failed, kept in memory until a write succeeds: by chunk, then by name"""
     gradient: StoredGradient | None = None
-    """the gradient, where it is in the store"""
+    """the gradient, if it is in the store"""
     applied: tuple[weakref.ref[torch.Tensor], int] | None = None
     """the gradient that the last update used, and its version"""
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements of the parameter that this rank has."""
+        """The elements of the parameter on this rank."""
         return local_of(self.parameter.detach())
 
     @property
@@ -108,7 +108,7 @@ class ParameterState:
         return [chunk.key(prefix, name, self.version) for chunk in self.chunks() for name in self.stored]
 
     def has_applied(self, gradient: torch.Tensor) -> bool:
-        """Return whether the last update used this gradient, and nothing has changed it since."""
+        """Return whether the last update used this gradient, and it has not changed since."""
         return self.applied is not None and self.applied[0]() is gradient and self.applied[1] == gradient._version
 
     def note_applied(self, gradient: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a parameter's elements, and the state of those."""
+    """Range of a parameter's elements, with their state."""
 
     state: ParameterState
     index: int
@@ -135,11 +135,11 @@ class Chunk:
         return self.index == len(self.state.bounds) - 1
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the chunk's elements of a tensor like the parameter: a flat view, or the tensor of one chunk."""
+        """Return the chunk's elements of a tensor like the parameter: a flat view, or the whole tensor if unchunked."""
         if not self.state.is_chunked:
             return tensor
         if not tensor.is_contiguous():
-            raise RuntimeError("a parameter was contiguous when its optimizer was offloaded, and is not any more")
+            raise RuntimeError("a parameter was contiguous when its optimizer was offloaded, but no longer is")
         if tensor.numel() != self.state.bounds[-1][1]:
             count = self.state.bounds[-1][1]
             raise RuntimeError(
@@ -148,7 +148,7 @@ class Chunk:
         return tensor.view(-1)[self.begin : self.end]
 
     def copy_of(self, value: Any, device: torch.device) -> Any:
-        """Return the chunk's part of a value of a state: tensors like the parameter are cut, others copied."""
+        """Return the chunk's part of a value of a state: tensors like the parameter are split, others copied."""
         if not isinstance(value, torch.Tensor):
             return value
         value = local_of(value, self.state.parameter)
@@ -165,7 +165,7 @@ class Chunk:
         return {name: StoredTensor(tensor.dtype, shape) for name, tensor in self.state.stored.items()}
 
     def gradient(self, swapped: torch.Tensor | None) -> torch.Tensor:
-        """Return the chunk's part of the gradient, given as much of it as was read from the store."""
+        """Return the chunk's part of the gradient; `swapped` is the part that was read from the store, if any."""
         stored = self.state.gradient
         if swapped is not None and stored is not None:
             shape = swapped.shape if self.state.is_chunked else self.state.local.shape
@@ -184,15 +184,15 @@ class Chunk:
 
 
 def key_of(prefix: str, number: int, name: str, index: int, version: int) -> str:
-    """Return the key of a state tensor's part in a chunk, given the numbers of the parameter and the chunk."""
+    """Return the key of a chunk's part of a state tensor, from the numbers of the parameter and the chunk."""
     return f"{prefix}{number}/{name}/{index}.{version}"
 
 
 def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int], ...]:
-    """Return the bounds of chunks of about so many elements; one chunk where `most` is None.
+    """Return the bounds of chunks of about `most` elements, or of one chunk if `most` is None.
 
-    Only a contiguous parameter is cut: the elements of a chunk have to be one range of memory. All chunks but the last
-    are whole pages, and the last is at least one, so that the store can map them side by side.
+    Only a contiguous parameter is split: the elements of a chunk must be one range of memory. All chunks but the last
+    are whole pages, and the last has at least one page, so that the store can map them next to each other.
     """
     count = parameter.numel()
     if most is None or count <= most or not parameter.is_contiguous():
@@ -203,24 +203,24 @@ def chunks_of(parameter: torch.Tensor, most: int | None) -> tuple[tuple[int, int
 
 
 def expect_shape(state: ParameterState, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a tensor of several elements has another shape than the parameter."""
+    """Raise ValueError if a tensor with several elements has another shape than the parameter."""
     wanted = tuple(state.local.shape)
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             shape = tuple(local_of(value, state.parameter).shape)
             if shape != wanted:
-                raise ValueError(f"{name!r} has the shape {shape}, and the parameter {wanted}")
+                raise ValueError(f"{name!r} has the shape {shape}, but the parameter has {wanted}")
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with copies of the tensors."""
+    """Return the dictionary with copies of its tensors."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def cast(state: Mapping[str, Any], like: StoredTensor, saved: torch.dtype | None = None) -> dict[str, Any]:
     """Return a state whose floating-point tensors of a parameter's shape have its dtype.
 
-    Where `saved` is given, tensors of other dtypes than that stay as they are. "step" does, as in torch.
+    If `saved` is given, only tensors of that dtype are cast. "step" is never cast, as in torch.
     """
 
     def is_cast(name: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters, and their optimizer states, that are bound to memory while they are swapped in."""
+"""Parameters, and their optimizer states, that have memory while they are swapped in."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _logger = logging.getLogger("cudafuture.swap")
 
 
 class ParameterSwapper:
-    """The parameters that were registered, in the order of their registration.
+    """Registered parameters, in the order of their registration.
 
     The ``data`` of a parameter that is swapped out, and of its state tensors, is empty. While the parameter is swapped
-    in, they are parts of a buffer. One thread at a time calls the methods.
+    in, they are parts of a buffer. Only one thread at a time may call the methods.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ParameterSwapper:
         return states
 
     def unregister(self, states: Sequence[ParameterState]) -> None:
-        """Undo the registration of parameters that cannot be written."""
+        """Undo the registration of parameters whose values cannot be written."""
         for state in states:
             del self._states[state.parameter], self._shapes[state]
             self._store.deletev(state.keys(self._prefix)).exception()  # some were not written
@@ -96,11 +96,11 @@ class ParameterSwapper:
         self.buffers.expect_room(least, lambda: "one parameter")
 
     def is_swappable(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor belongs into the store."""
+        """Return whether a tensor belongs in the store."""
         return tensor.nbytes >= self._min_bytes and tensor.numel() > 0 and getattr(tensor, "swappable", True)
 
     def find(self, parameter: torch.Tensor) -> ParameterState | None:
-        """Return the record of a parameter; None: it is not registered."""
+        """Return the record of a parameter, or None if it is not registered."""
         return self._states.get(parameter)
 
     @property
@@ -111,7 +111,7 @@ class ParameterSwapper:
     def _name(self, state: ParameterState) -> str:
         return f"parameter {state.number}"
 
-    # ---- what checkpoints need
+    # ---- access for checkpoints
 
     def state(self, parameter: torch.Tensor) -> ParameterState:
         """Return the record of a parameter, with the values of its state that stay in memory."""
@@ -182,10 +182,10 @@ class ParameterSwapper:
         return self._store.writev({self.key(Chunk(state, 0), PARAMETER): values})
 
     def swap_in(self, state: ParameterState, following: ParameterState | None) -> None:
-        """Bind a parameter and its state to memory, when they were read; read ahead those that follow.
+        """Read a parameter and its state, and bind them to memory; read ahead those that follow.
 
         Raises:
-            SwapError: they cannot be read, or what was written before cannot.
+            SwapError: they cannot be read, or an earlier write has failed.
             InvalidStateError: the parameter is swapped in.
             ValueError: the buffers have no room for this parameter beside those that are swapped in.
         """
@@ -247,7 +247,7 @@ class ParameterSwapper:
         self._round.append(state)
 
     def _read_ahead(self, after: ParameterState) -> None:
-        """Start to read the parameters that follow one, as far as the buffers have room beside those in use."""
+        """Start to read the parameters that follow one, as long as the buffers have room beside those in use."""
         order = list(self._states.values())
         taken = self._bytes_bound() + self.pipeline.bytes_of_reads()
         for _ in range(self._prefetch - self.pipeline.reads):
@@ -267,7 +267,7 @@ class ParameterSwapper:
             self.pipeline.start_read(Unit([chunk], state.parameter.device))
 
     def swap_out(self, state: ParameterState) -> CUDAFuture[None]:
-        """Write a parameter and its state, and empty them; their memory is free when they were written.
+        """Write a parameter and its state, and empty them; their memory is freed when the write has completed.
 
         A failure keeps them in memory. The future raises SwapError, and so does the next call that swaps in.
 
@@ -305,7 +305,7 @@ class ParameterSwapper:
         return {name: t for name, t in state.items() if isinstance(t, torch.Tensor) and self.is_swappable(t)}
 
     def release(self, state: ParameterState) -> None:
-        """Discard a parameter and its state in memory; the store has what was written last.
+        """Discard a parameter and its state in memory; the store has the values of the last write.
 
         Raises:
             InvalidStateError: the parameter is not swapped in.
@@ -326,7 +326,7 @@ class ParameterSwapper:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def purge(self, state: ParameterState) -> None:
-        """Forget the state of a parameter and its gradient, but not its values."""
+        """Delete the state of a parameter and its gradient, but not its values."""
         keys = [self.key(Chunk(state, 0), name) for name in state.stored if name != PARAMETER]
         self.pipeline.settle()
         self._store.deletev(keys).exception()  # some could not be written
@@ -341,7 +341,7 @@ class ParameterSwapper:
     def write_gradients(
         self, state: ParameterState, offsets: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> CUDAFuture[None]:
-        """Keep pieces of a gradient, large ones in the store; return a future of the writes.
+        """Store pieces of a gradient, large ones in the store; return a future of the writes.
 
         Raises:
             ValueError: a piece lies outside the parameter, or overlaps another one.
@@ -376,7 +376,7 @@ class ParameterSwapper:
             raise SwapError(f"a gradient cannot be written, and stays in memory: {error}") from error
 
     def write_back_gradients(self, state: ParameterState) -> None:
-        """Give the pieces of a gradient the elements that the bound gradient has now."""
+        """Write the elements of the bound gradient back to the pieces of the gradient."""
         gradient, bound = state.gradient, state.parameter.grad
         if gradient is None or bound is None:
             return
@@ -386,7 +386,7 @@ class ParameterSwapper:
         self.write_gradients(state, [begin for begin, _ in pieces], [flat[begin:end] for begin, end in pieces])
 
     def close(self) -> None:
-        """Wait for what is in flight, and delete all tensors. Parameters that are swapped out stay empty."""
+        """Wait for operations in flight, and delete all tensors. Parameters that are swapped out stay empty."""
         self.pipeline.drop_reads()
         self.pipeline.settle()
         self.gradients.flush()

@@ -1,11 +1,11 @@
-"""The pipeline of a step: reads run ahead of the computation, writes behind it.
+"""Pipeline of a step: reads run ahead of the computation, writes behind it.
 
     read of unit i + prefetch  ──►  computation of unit i  ──►  write of unit i - 1
             (store)                    (the caller)                (store)
 
 A unit is a few chunks of state that are read together and written together. On the host its memory is a buffer of a
 ``BufferPool``: the read of a unit waits until a write has released enough of the pool. Units on a device use the memory
-of the device, and so many are in flight as the prefetch depth allows.
+of the device, and the prefetch depth limits their number in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """The reads and writes of a swapped optimizer that are in flight."""
+    """Reads and writes of a swapped optimizer that are in flight."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Pipeline:
         self._error_of_write: SwapError | None = None
 
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
-        """Read and compute units in their order; `compute` starts their writes, some of which are in flight afterwards.
+        """Read and compute units in order; `compute` starts their writes, some of which are in flight on return.
 
-        When it raises, reads are in flight, too.
+        When it raises, reads are in flight too.
         """
         for unit in units:
             self.start_read(unit)
@@ -65,20 +65,20 @@ class Pipeline:
             self.compute_next(compute)
 
     def compute_next(self, compute: Callable[[Unit], None]) -> None:
-        """Wait for the unit that was read first, and compute it.
+        """Wait for the oldest read, and compute its unit.
 
         Raises:
             SwapError: it cannot be read.
         """
         unit = self.finish_read()
         self._limit_writes()  # so that start_write() need not wait
-        with self.counters.timed("compute_seconds"), interrupts_deferred():  # an updated unit is also written
+        with self.counters.timed("compute_seconds"), interrupts_deferred():  # an updated unit must also be written
             compute(unit)
 
     # ---- reads
 
     def start_read(self, unit: Unit) -> None:
-        """Read the state of a unit, which comes after the units that are being read."""
+        """Read the state of a unit, after the units that are being read."""
         states = {chunk.state for chunk in unit.chunks}
         self._finish_writes_of(states)
         for state in states:
@@ -104,12 +104,12 @@ class Pipeline:
         self._reading.append(unit)
 
     def _request(self, unit: Unit) -> None:
-        """Request the memory of a unit, whose reads begin when it is there."""
+        """Request the memory of a unit; its reads begin when the request completes."""
         unit.taken = taken = self._buffers.take(size_of(unit.chunks))
         unit.begun = taken.then_async(lambda taken: self._begin(unit, taken.value()))
 
     def _begin(self, unit: Unit, buffer: Buffer) -> CUDAFuture[Any]:
-        """Start the reads of a unit that has its memory."""
+        """Start the reads of a unit whose memory is available."""
         unit.buffer, unit.taken = buffer, None
         for chunks, outs in cut(unit):
             unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=FIRST)))
@@ -129,10 +129,10 @@ class Pipeline:
         return chunk.key(self._prefix, name, chunk.state.version)
 
     def _give_memory_to(self, unit: Unit) -> None:
-        """Finish writes, which hold memory of the pool, until the unit that was read first has its buffer.
+        """Finish writes, which hold memory of the pool, until the oldest read has its buffer.
 
-        Nothing else of the pipeline holds memory. Where a program does, by a tensor or by an exception whose frames
-        have tensors, this and later reads get a pool of their own.
+        No other operation of the pipeline holds memory. If the program does, through a tensor or an exception whose
+        frames have tensors, this and later reads get a new pool.
         """
         while unit.taken is not None and self._writing:
             self._finish_write()
@@ -143,7 +143,7 @@ class Pipeline:
                     self._request(waiting)
 
     def finish_read(self) -> Unit:
-        """Wait for the unit that was read first, and return it.
+        """Wait for the oldest read, and return its unit.
 
         Raises:
             SwapError: it cannot be read.
@@ -186,11 +186,11 @@ class Pipeline:
         return sum(size_of(unit.chunks) for unit in self._reading)
 
     def last_read(self) -> ParameterState | None:
-        """Return the state of the unit that was read last, if it is still being read."""
+        """Return the state of the newest read that is still in flight, or None."""
         return self._reading[-1].chunks[-1].state if self._reading else None
 
     def is_next(self, state: ParameterState) -> bool:
-        """Return whether the unit that was read first belongs to a parameter."""
+        """Return whether the oldest read belongs to a parameter."""
         return bool(self._reading) and self._reading[0].chunks[0].state is state
 
     def is_reading(self, state: ParameterState) -> bool:
@@ -205,7 +205,7 @@ class Pipeline:
         return failure
 
     def drop_reads(self) -> None:
-        """Forget the units that are being read, when the store no longer uses their memory."""
+        """Cancel or finish all reads, and drop their units, when the store no longer uses their memory."""
         while self._reading:
             self._drop(self._reading.popleft())
 
@@ -215,7 +215,7 @@ class Pipeline:
         with self.counters.timed("read_wait_seconds"):
             error_of(unit.begun)
         for _, future in (*unit.reads, *unit.gradient_reads):
-            error_of(future)  # so that a failure counts as seen
+            error_of(future)  # retrieves the error, so that it is not logged
         unit.forget()
 
     # ---- writes
@@ -223,10 +223,10 @@ class Pipeline:
     def start_write(
         self, unit: Unit, tensors: list[dict[str, torch.Tensor]], versions: list[int]
     ) -> list[CUDAFuture[int]]:
-        """Write the new state of the chunks of a unit, whose memory is free when that has ended.
+        """Write the new state of the chunks of a unit, and free its memory when the write has ended.
 
         Returns:
-            the futures of the writes, one for each parameter that has anything to write.
+            the futures of the writes, one for each parameter that has something to write.
         """
         futures: list[CUDAFuture[int]] = []
         self._limit_writes()
@@ -246,7 +246,7 @@ class Pipeline:
     def _write(self, tensors: dict[str, torch.Tensor]) -> CUDAFuture[int]:
         try:
             return self._store.writev(tensors)
-        except Exception as e:  # the new state stays in memory, as after any write that fails
+        except Exception as e:  # the new state stays in memory, as after any failed write
             return CUDAFuture.failed(e)
 
     def _limit_writes(self) -> None:
@@ -255,7 +255,7 @@ class Pipeline:
             self._finish_write()
 
     def _finish_writes_of(self, states: set[ParameterState]) -> None:
-        """Wait for the writes of some parameters: a read that overtakes a write gets the old tensor."""
+        """Wait for the writes of some parameters: a read that overtakes a write returns the old tensor."""
         while any(write.chunks[0].state in states for write in self._writing):
             self._finish_write()
 
@@ -283,7 +283,7 @@ class Pipeline:
         self.obsolete |= dict.fromkeys(keys, state)
 
     def _delete_obsolete(self) -> None:
-        """Delete the obsolete keys of all parameters that are not being written; ``drain`` waits for that."""
+        """Delete the obsolete keys of all parameters that are not being written; ``drain`` waits for the deletion."""
         written = {write.chunks[0].state for write in self._writing}
         keys = [key for key, state in self.obsolete.items() if state not in written]
         self.obsolete = {key: state for key, state in self.obsolete.items() if state in written}
@@ -291,10 +291,10 @@ class Pipeline:
             self._deletions.append(self._store.deletev(keys))
 
     def reap(self) -> None:
-        """Forget the writes that have ended, without waiting for others.
+        """Finish the writes that have ended, without waiting for others.
 
         Raises:
-            SwapError: something cannot be written.
+            SwapError: a write has failed.
         """
         self._release()
         self._delete_obsolete()
@@ -303,7 +303,7 @@ class Pipeline:
         self.raise_error()
 
     def _release(self) -> None:
-        """Release the memory of the writes that have ended, which the reads of later units wait for."""
+        """Release the memory of the writes that have ended: reads of later units wait for it."""
         while self._writing and self._writing[0].future.done():
             self._finish_write()
 
@@ -313,27 +313,27 @@ class Pipeline:
             self._finish_write()
 
     def raise_error(self) -> None:
-        """Raise the error of the first write that has failed since the last call, if there is one."""
+        """Raise the error of the first write that has failed since the last call, if any."""
         if self._error_of_write is not None:
             error, self._error_of_write = self._error_of_write, None
             raise error
 
     def drain(self) -> None:
-        """Wait until everything was written.
+        """Wait until all state is written.
 
         Raises:
-            SwapError: something cannot be written. Its state is in memory until it can be.
+            SwapError: a write has failed. Its state stays in memory until a later write succeeds.
         """
         self.settle()
         self._delete_obsolete()
         while self._deletions:
-            self._deletions.popleft().exception()  # some keys may not be there: their writes have failed
+            self._deletions.popleft().exception()  # some keys may not exist, because their writes have failed
         self.raise_error()
 
     # ---- gradients
 
     def write_gradient(self, state: ParameterState, gradient: torch.Tensor) -> None:
-        """Write a gradient, which replaces the one that is there; nothing changes the tensor any more."""
+        """Write a gradient, and replace the stored one; the tensor must not change any more."""
         self.forget_gradient(state)
         state.gradient = StoredGradient(gradient.dtype)
         flat = gradient.detach().contiguous().view(-1)
@@ -371,9 +371,9 @@ class Pipeline:
     def read_whole(
         self, state: ParameterState, name: str, stored: StoredTensor, device: torch.device, mapped: bool
     ) -> torch.Tensor:
-        """Return a state tensor of all chunks: a copy, or with `mapped` one whose pages are read when they are touched.
+        """Return a state tensor of all chunks: a copy, or with `mapped` a mapping whose pages are read on access.
 
-        Only a store on this machine maps. No write is in flight.
+        Only a store on this machine can map. No write may be in flight.
         """
         chunks = state.chunks()
         try:

@@ -1,4 +1,4 @@
-"""The methods of an optimizer swapper that register parameters."""
+"""Registration of parameters with an optimizer swapper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Registration"]
 
 
 class Registration(ABC):
-    """The first values of parameters: from tensors, or from partitions of half precision."""
+    """Methods that give parameters their first values: from tensors, or from partitions of half precision."""
 
     _namespace: Namespace
     param_groups: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class Registration(ABC):
     def _stage(self, name: str) -> AbstractContextManager[ParameterSwapper]: ...
 
     def swappable(self, tensor_or_numel: torch.Tensor | int, dtype: torch.dtype = torch.float32) -> bool:
-        """Return whether a tensor, or one of so many elements of a dtype, belongs into the store.
+        """Return whether a tensor, or one with this number of elements and dtype, belongs in the store.
 
         >>> from cudafuture.swap import OptimizerSwapper
         >>> swapper = OptimizerSwapper(torch.optim.SGD([torch.ones(1)]), "states", min_bytes=4096)
@@ -51,12 +51,12 @@ class Registration(ABC):
 
         Args:
             parameters: which are not registered yet. Those below `min_bytes` stay in memory.
-            src_tensors: the values of each, of its shape. Default: those that the parameters have.
+            src_tensors: the values, one tensor of the same shape per parameter. Default: the parameters' own values.
 
         Raises:
             ValueError: a parameter is registered already; a parameter and its state need larger buffers (the message
-                has the minimum); there are other than one tensor for each parameter.
-            StorageError: a value cannot be written; none of the parameters is registered then.
+                has the minimum); the number of tensors differs from the number of parameters.
+            StorageError: a value cannot be written; then none of the parameters is registered.
 
         >>> from cudafuture.swap import OptimizerSwapper
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -79,22 +79,22 @@ class Registration(ABC):
         *,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        """Register parameters, and put the float32 values of each together from partitions of half precision.
+        """Register parameters, and assemble their float32 values from partitions of half precision.
 
         Partitions are read, cast and written in as many rounds as the buffers need.
 
         Args:
-            fp16_partitions_info: of each parameter: its partitions in their order, each a tensor, the number of its
-                elements, and where they are: None (in the tensor), a key of the store, or the path of a file that
-                begins with them. A tensor that does not have them only gives the dtype, and may be None.
-            fp16_num_elems: the elements of each parameter.
-            fp16_pinned_buffers: contiguous tensors that partitions are read into. Default: an own one.
+            fp16_partitions_info: the partitions of each parameter, in order. Each is a tensor, the number of its
+                elements, and their place: None (in the tensor), a key of the store, or the path of a file that begins
+                with them. A tensor without the elements only gives the dtype, and may be None.
+            fp16_num_elems: the number of elements of each parameter.
+            fp16_pinned_buffers: contiguous tensors that partitions are read into. Default: a new one.
             fp32_parameters: which are not registered yet.
-            dtype: of the partitions in files for which no tensor gives it.
+            dtype: of the partitions in files without a tensor.
 
         Raises:
-            ValueError: the arguments do not fit each other; no buffer has room for one of the parameters.
-            StorageError: a partition cannot be read, or a value written. None of the parameters is registered then.
+            ValueError: the arguments do not fit together, or no buffer has room for one of the parameters.
+            StorageError: a partition cannot be read, or a value written. Then none of the parameters is registered.
 
         >>> from cudafuture.swap import OptimizerSwapper
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -103,7 +103,7 @@ class Registration(ABC):
         >>> swapper.initialize_from_swapped_fp16_params([here], [2], None, [weight])
         """
         if not len(fp16_partitions_info) == len(fp16_num_elems) == len(fp32_parameters):
-            raise ValueError("partitions, numbers of elements and parameters are not of the same count")
+            raise ValueError("the numbers of partition lists, element counts and parameters differ")
         parts = [
             partitions_of(infos, numel, dtype, self._namespace.store)
             for infos, numel in zip(fp16_partitions_info, fp16_num_elems, strict=True)
@@ -122,7 +122,7 @@ class Registration(ABC):
     def _initialize(
         self, parameters: Sequence[torch.Tensor], shapes: Sequence[torch.Size], rounds: Iterable[list[torch.Tensor]]
     ) -> None:
-        """Register parameters, and write their values, which come in rounds of neighbours."""
+        """Register parameters, and write their values, which arrive in rounds."""
         with self._stage("swap_init_write") as swap:
             states = swap.register(parameters, shapes)
             left = iter(states)

@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a shard (``torch.distributed.tensor.DTensor``), and tensors like them."""
+"""Sharded parameters (``torch.distributed.tensor.DTensor``), and tensors with the same placement."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["is_shard", "like", "local_of"]
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor; this imports nothing."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
 def local_of(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the shard of a DTensor that this rank has; any other tensor itself.
+    """Return this rank's shard of a DTensor; return any other tensor unchanged.
 
-    Where `parameter` is given and is placed otherwise, the tensor is brought to the parameter's placement first.
+    If `parameter` has another placement, the tensor is first redistributed to the parameter's placement.
     """
     if not is_shard(tensor):
         return tensor
@@ -29,10 +29,10 @@ def local_of(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> tor
 
 
 def like(parameter: torch.Tensor, local: Any) -> Any:
-    """Return a DTensor of which `local` is this rank's shard, if the parameter is one and the shapes are the same."""
+    """Return a DTensor with `local` as this rank's shard, if the parameter is one and the shapes are the same."""
     if not is_shard(parameter) or not isinstance(local, torch.Tensor) or local_of(parameter).shape != local.shape:
         return local
-    from torch.distributed.tensor import DTensor  # takes long to import
+    from torch.distributed.tensor import DTensor  # slow to import
 
     given: Any = parameter
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""The layout of optimizer state: dtypes, devices, chunks, and the buffer that they need."""
+"""Layout of optimizer state: dtypes, devices, chunks, and the buffer that they need."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["StateLayout"]
 
 
 class StateLayout:
-    """The layout of each parameter's state, as the optimizer and the options determine it.
+    """Layout of each parameter's state, as the optimizer and the options determine it.
 
     Args:
         update: the optimizer's.
         options: of ``offload()``.
-        store_may_die: whether the store is another worker's. Then no old values are in it alone.
+        store_may_die: True if the store is another worker's. Then old values are never in the store alone.
     """
 
     def __init__(self, update: Update, options: SwapOptions, store_may_die: bool) -> None:
@@ -32,7 +32,7 @@ class StateLayout:
         return torch.device("cpu") if self._options.compute == "cpu" else parameter.device
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter has a float32 copy, which is updated in its place."""
+        """Return whether a parameter has a float32 copy that is updated instead of the parameter."""
         return self._options.master_weights and parameter.is_floating_point() and parameter.element_size() < 4
 
     def dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -51,38 +51,38 @@ class StateLayout:
         """
         local = local_of(parameter)
         if local is not parameter and not self._update.is_elementwise:
-            raise ValueError("this optimizer updates whole parameters, and a DTensor is a shard of one")
+            raise ValueError("this optimizer updates whole parameters, but a DTensor is a shard of one")
         return chunks_of(local, self.longest_chunk(parameter))
 
     def longest_chunk(self, parameter: torch.Tensor) -> int | None:
         """Return the elements of a chunk; None: the parameter is updated as a whole, in all threads of torch.
 
-        torch rounds the last elements of a float16 or bfloat16 tensor otherwise than those that fill a vector register,
-        so there the update of chunks, or in fewer threads, would not be that of the whole.
+        torch rounds the last elements of a float16 or bfloat16 tensor differently from those that fill a vector
+        register, so an update in chunks, or with fewer threads, would differ from that of the whole.
         """
         if not self._update.is_elementwise or self.dtype(parameter).itemsize < 4:
             return None
         return self._options.chunk_bytes // parameter.element_size()
 
     def undo(self, state: ParameterState, memory: int) -> UndoPlace:
-        """Return the place of a parameter's old values during its update, for which there are some bytes of memory."""
+        """Return the place of a parameter's old values during its update, given the available bytes of memory."""
         if self._store_may_die or state.local.nbytes <= memory:
             return UndoPlace.MEMORY
         return UndoPlace.MASTER if MASTER in state.stored else UndoPlace.STORE
 
     def is_swappable(self, value: object, shape: torch.Size, state: ParameterState) -> bool:
-        """Return whether a value of a state belongs in the store; the parameter, or its chunk, has a shape."""
+        """Return whether a value of a state belongs in the store; `shape` is that of the parameter or its chunk."""
         if not isinstance(value, torch.Tensor) or value.numel() < 2:
             return False
         return value.nbytes >= self._options.min_bytes or (state.is_chunked and value.shape == shape)
 
     def expect_shape(self, state: ParameterState, values: Mapping[str, Any]) -> None:
-        """Raise ValueError if the optimizer is element-wise, and a tensor of several elements has another shape."""
+        """Raise ValueError if an element-wise optimizer gets a tensor with several elements of another shape."""
         if self._update.is_elementwise:
             expect_shape(state, values)
 
     def least_buffer(self, parameter: torch.Tensor, group: dict[str, Any]) -> int:
-        """Return the bytes of a buffer for a parameter, or for one of its chunks."""
+        """Return the size of a buffer for a parameter, or for one of its chunks."""
         most = max(end - begin for begin, end in self.bounds(parameter))
         others = parameter.element_size() * (1 + self._options.swap_gradients)  # the old value, and a gradient
         each = sum(dtype.itemsize for dtype in self.dtypes(parameter, group)) + others

@@ -1,4 +1,4 @@
-"""The mapping from parameters to states that an offloaded optimizer has as its `state`."""
+"""Mapping from parameters to states that an offloaded optimizer has as its `state`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["StateMapping"]
 
 
 class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The states of all parameters that have one, each read when it is looked up.
+    """States of all parameters that have one; each lookup reads the state.
 
-    As in torch, looking up a parameter that has no state yet gives an empty dictionary. What is changed in a dictionary
-    is not in the store: assign it.
+    As in torch, looking up a parameter without state returns an empty dictionary. Changes to a returned dictionary do
+    not reach the store: assign the dictionary.
     """
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:

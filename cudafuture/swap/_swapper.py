@@ -1,4 +1,4 @@
-"""The optimizer states of parameters in a store: read, updated and written back."""
+"""Optimizer states of parameters in a store: read, updated and written back."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from cudafuture.swap._update import Update
 
 __all__ = ["Swapper"]
 
-_UNIT = 32 << 20  # bytes of state that are read together, where one parameter or chunk needs no more
-_UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, beside those
+_UNIT = 32 << 20  # bytes of state that are read together, unless one parameter or chunk needs more
+_UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, in addition
 
 Group = dict[str, Any]
 
 
 class Swapper:
-    """The states of an optimizer's parameters, which an update brings into memory for as long as it needs them.
+    """States of an optimizer's parameters; an update loads them into memory for as long as it needs them.
 
-    One thread at a time calls it, without gradient mode.
+    Only one thread at a time may call it, without gradient mode.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Swapper:
         return completed
 
     def like(self, parameter: torch.Tensor) -> StoredTensor:
-        """Return the dtype and shape of the state tensors that are like a parameter, or like this rank's shard."""
+        """Return the dtype and shape of the state tensors of a parameter, or of this rank's shard."""
         return StoredTensor(self.layout.dtype(parameter), local_of(parameter).shape)
 
     def known(self) -> list[ParameterState]:
@@ -98,7 +98,7 @@ class Swapper:
 
     @property
     def has_masters(self) -> bool:
-        """Whether parameters of less than 32 bits have master weights."""
+        """True if parameters of less than 32 bits have master weights."""
         return self._options.master_weights
 
     # ---- updates
@@ -130,10 +130,10 @@ class Swapper:
         self.pipeline.drain()
 
     def update_now(self, parameter: torch.Tensor, group: Group) -> None:
-        """Update one parameter; its state was perhaps read ahead. Its writes are in flight when this returns.
+        """Update one parameter, whose state may have been read ahead. Its writes are in flight on return.
 
         Raises:
-            SwapError: the state cannot be read; the parameter is as it was.
+            SwapError: the state cannot be read; the parameter does not change.
         """
         self._roll_back_what_is_left()
         state = self.state(parameter)
@@ -156,7 +156,7 @@ class Swapper:
         """Read the state of a parameter that will be updated after those that are being read."""
         state = self.state(parameter)
         if not state.is_resident:
-            for unit in list(self._units([state])):  # no unit is read where another has no room
+            for unit in list(self._units([state])):  # a list: no unit is read if another has no room
                 self.pipeline.start_read(unit)
 
     def _keep_resident(self, state: ParameterState) -> None:
@@ -204,10 +204,10 @@ class Swapper:
         self._undo.release_memory()
 
     def _roll_back(self, error: BaseException | None = None) -> None:
-        """After an error: finish what is in flight, and give a parameter that was updated in part its old values.
+        """Finish operations in flight after an error, and restore the old values of a partially updated parameter.
 
         Raises:
-            SwapError: the old values cannot be read. The next call tries again before it does anything else.
+            SwapError: the old values cannot be read. The next call retries before it does anything else.
         """
         clear_tracebacks(error)
         self.pipeline.drop_reads()
@@ -219,7 +219,7 @@ class Swapper:
             self._roll_back()
 
     def flush(self) -> None:
-        """Wait until all state was written.
+        """Wait until all state is written.
 
         Raises:
             SwapError: some state cannot be written, or the old values of a parameter cannot be read.
@@ -228,7 +228,7 @@ class Swapper:
         self.pipeline.drain()
 
     def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
-        """Update a chunk with its state, and the gradient as it was read from the store; return the new state."""
+        """Update a chunk with its state, and with the gradient that was read from the store; return the new state."""
         parameter = chunk.state.parameter
         gradient = chunk.gradient(swapped)
         part = chunk.part_of(chunk.state.local)
@@ -253,7 +253,7 @@ class Swapper:
         return new
 
     def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Keep the new state of a chunk as far as it stays in memory; return the tensors that go to the store."""
+        """Keep the part of a chunk's new state that stays in memory; return the tensors that go to the store."""
         state = chunk.state
         shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
         tensors = {name: value for name, value in new.items() if self.layout.is_swappable(value, shape, state)}
@@ -281,7 +281,7 @@ class Swapper:
         return tensors
 
     def _units(self, states: Iterable[ParameterState]) -> Iterator[Unit]:
-        """Divide the chunks of parameters into units, which have the same device and at most `unit_bytes` each."""
+        """Divide the chunks of parameters into units of one device and at most `unit_bytes`."""
         chunks: list[Chunk] = []
         size, device = 0, torch.device("cpu")
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
@@ -301,7 +301,7 @@ class Swapper:
             yield Unit(chunks, device)
 
     def state(self, parameter: torch.Tensor) -> ParameterState:
-        """Return the state of a parameter; an empty one where it has none yet."""
+        """Return the state of a parameter; create an empty one if it has none yet."""
         state = self._states.get(parameter)
         if state is None:
             state = ParameterState(len(self._states), parameter, self.layout.bounds(parameter), {}, {})
@@ -311,7 +311,7 @@ class Swapper:
     # ---- access
 
     def read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
-        """Return a copy of the state of a parameter; with `mapped`, tensors whose pages are read when they are touched.
+        """Return a copy of the state of a parameter; with `mapped`, tensors whose pages are read on access.
 
         Raises:
             SwapError: the state cannot be read.
@@ -346,14 +346,14 @@ class Swapper:
         self.pipeline.drain()
 
     def discard_state(self, parameter: torch.Tensor) -> None:
-        """Drop the state of a parameter, of which some perhaps could not be written."""
-        with contextlib.suppress(SwapError):  # of another parameter, whose state stays in memory
+        """Drop the state of a parameter, some of which may not have been written."""
+        with contextlib.suppress(SwapError):  # concerns another parameter, whose state stays in memory
             self.write_state(parameter, {})
 
     def make_state(
         self, parameter: torch.Tensor, group: Group, make: Callable[[list[Any]], torch.optim.Optimizer]
     ) -> bool:
-        """Store the state that an optimizer allocates for a parameter when it is made; return whether there is any."""
+        """Store the state that an optimizer allocates on creation for a parameter; return whether there is any."""
         state = self.state(parameter)
         device, dtype = self.layout.device(parameter), self.layout.dtype(parameter)
         for chunk in state.chunks():
@@ -371,10 +371,10 @@ class Swapper:
         self.pipeline.start_write(Unit([chunk], self.layout.device(chunk.state.parameter)), [tensors], [version])
 
     def close(self) -> None:
-        """Wait for what is in flight, and delete all states.
+        """Wait for operations in flight, and delete all states.
 
         Raises:
-            SwapError: a parameter is updated in part, and its old values cannot be read.
+            SwapError: a parameter is partially updated, and its old values cannot be read.
         """
         try:
             self._roll_back_what_is_left()
@@ -387,7 +387,7 @@ class Swapper:
             self._store.deletev([*keys, *self.pipeline.obsolete]).exception()  # some writes have failed
 
     def expect_room(self, parameters: Iterable[tuple[torch.Tensor, Group]]) -> int:
-        """Make room in the buffers for the state of each of some parameters; return the bytes that the largest needs.
+        """Make room in the buffers for the state of some parameters; return the bytes that the largest needs.
 
         Raises:
             ValueError: the buffers have a given size, and one of the parameters needs more.

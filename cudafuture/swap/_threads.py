@@ -1,4 +1,4 @@
-"""The threads with which torch updates parameters on the host."""
+"""Threads with which torch updates parameters on the host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["one_thread_less"]
 
 @contextmanager
 def one_thread_less(allowed: bool) -> Iterator[None]:
-    """Let the calling thread compute with one thread less, so that the store's engine has a core beside it.
+    """Let the calling thread compute with one thread less, so that the store's engine has a core.
 
-    Threads of OpenMP wait for each other at the end of every operation, and GNU's go on waiting, busily, for about
-    10 ms after it: where the engine takes the core of one of them, or needs one, all lose time. The number is set for
-    the calling thread only; ``torch.set_num_threads`` would set it for threads that begin meanwhile, too. Nothing
-    changes where it is not allowed, where torch has one thread, or with another library for threads.
+    OpenMP's threads wait for each other at the end of every operation, and GNU's keep spinning for about 10 ms after
+    it. If the engine takes the core of one of them, or needs one, all lose time. The number is set for the calling
+    thread only; ``torch.set_num_threads`` would also set it for threads that start meanwhile. Nothing changes if it is
+    not allowed, if torch has one thread, or with another threading library.
 
     Args:
-        allowed: whether the result of the update does not depend on the number of threads.
+        allowed: True if the result of the update does not depend on the number of threads.
     """
     threads = torch.get_num_threads()
     openmp = _openmp()
@@ -39,7 +39,7 @@ def one_thread_less(allowed: bool) -> Iterator[None]:
 
 @cache
 def _openmp() -> ctypes.CDLL | None:
-    """Return torch's library, through which the OpenMP that it is linked with is called; None where it has none."""
+    """Return torch's library, which gives access to the OpenMP that it is linked with; None if it has none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     except OSError:

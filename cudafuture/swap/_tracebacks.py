@@ -1,4 +1,4 @@
-"""Memory that tracebacks hold: the local variables of frames that have ended."""
+"""Release of memory that tracebacks hold: the local variables of frames that have ended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["clear_tracebacks", "error_of"]
 
 
 def error_of(future: CUDAFuture[Any]) -> BaseException | None:
-    """Wait for a future, and return its error, which holds no memory of buffers any more."""
+    """Wait for a future, and return its error, cleared of references to buffers."""
     error = future.exception()
     clear_tracebacks(error)
     return error
 
 
 def clear_tracebacks(error: BaseException | None) -> None:
-    """Clear the local variables of the frames that an error, its causes and its contexts have left.
+    """Clear the local variables of the ended frames of an error, its causes and its contexts.
 
-    A program that keeps an exception would otherwise keep the buffers that those variables are views of, and the next
-    read would wait for their memory.
+    A program that keeps an exception would otherwise keep the buffers that those variables refer to, and the next read
+    would wait for their memory.
     """
     seen: set[int] = set()
     pending = [error]

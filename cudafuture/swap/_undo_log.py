@@ -1,4 +1,4 @@
-"""The undo log of a parameter that is updated chunk by chunk."""
+"""Undo log of a parameter that is updated chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["UndoLog"]
 
 
 class UndoLog:
-    """The old values of the one parameter of which some chunks have been updated, and others have not.
+    """Old values of the one parameter of which some chunks have been updated, and others have not.
 
-    If the update fails, the log gives the updated chunks their old values back. ``ParameterState.undo`` says where the
-    values are.
+    If the update fails, the log restores the updated chunks. ``ParameterState.undo`` is the place of the values.
     """
 
     def __init__(self, store: Store, prefix: str, pipeline: Pipeline) -> None:
@@ -50,10 +49,10 @@ class UndoLog:
         return not self._old
 
     def roll_back(self) -> None:
-        """Give the updated chunks their old values; all writes have ended.
+        """Restore the old values of the updated chunks; all writes have ended.
 
         Raises:
-            SwapError: old values cannot be read. The next call tries that again.
+            SwapError: old values cannot be read. The next call retries.
         """
         while self._old:
             chunk, old = next(iter(self._old.items()))

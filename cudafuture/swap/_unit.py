@@ -1,4 +1,4 @@
-"""The state that a pipeline reads, updates and writes at one time."""
+"""Unit of state that a pipeline reads, updates and writes at one time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Unit:
     chunks: Sequence[Chunk]
     device: torch.device
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """the state tensors of each chunk, once they were read"""
+    """the state tensors of each chunk, after the read"""
     undo: list[torch.Tensor | None] = field(default_factory=list)
-    """memory for the old values of each chunk whose parameter has them in the store"""
+    """memory for the old values of each chunk whose parameter keeps them in the store"""
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """the gradient of each chunk that has one in the store, flat, once it was read"""
+    """the gradient of each chunk that has one in the store, flat, after the read"""
     new: dict[Chunk, list[torch.Tensor]] = field(default_factory=dict)
     """memory for the state of each chunk that has none yet, flat"""
     buffer: Buffer | None = None
@@ -38,16 +38,16 @@ class Unit:
     begun: CUDAFuture[Any] | None = None
     """completes when all reads have ended; fails if there is no buffer"""
     reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
-    """of each parameter: its chunks that are read, and their tensors"""
+    """for each parameter: the chunks to read, and their tensors"""
     gradient_reads: list[tuple[Chunk, CUDAFuture[Any]]] = field(default_factory=list)
 
     def cancel_request(self) -> bool:
-        """Cancel the request for the buffer; return False where there is none, or it has come through."""
-        taken = self.taken  # another thread sets it to None when the buffer is there
+        """Cancel the request for the buffer; return False if there is none, or it has completed."""
+        taken = self.taken  # another thread sets it to None when the buffer is available
         return taken is not None and taken.cancel()
 
     def moved(self, chunk: Chunk, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy the first state of a chunk into the unit's memory, and return it; others stay as they are."""
+        """Copy the first state of a chunk into the unit's memory, and return it; return other state unchanged."""
         rooms = self.new.pop(chunk, [])
         found = dict(tensors)
         for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ class Unit:
 
 @dataclass(eq=False)
 class Write:
-    """The new state of chunks of one parameter, which is being written."""
+    """Write in flight of the new state of chunks of one parameter."""
 
     unit: Unit
     chunks: list[Chunk]
@@ -73,12 +73,12 @@ class Write:
 
 
 def by_parameter(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return neighbouring chunks of one parameter in a list each."""
+    """Return a list of the adjacent chunks of each parameter."""
     return [list(group) for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.state)]
 
 
 def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """Return copies of the state of a chunk that could not be written; None: it is in the store."""
+    """Return copies of the state of a chunk whose write failed, or None if the state is in the store."""
     unwritten = chunk.unwritten()
     if unwritten is None:
         return None
@@ -89,7 +89,7 @@ def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None
 
 
 def size_of(chunks: Sequence[Chunk]) -> int:
-    """Return the bytes of a buffer for all that is read of chunks, and for the old values of those that need them."""
+    """Return the buffer size for all reads of chunks, and for the old values of chunks that need them."""
     return sum(pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
 
 
@@ -117,12 +117,12 @@ def pages(nbytes: int) -> int:
 
 
 def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
-    """Give each tensor of a unit a part of its buffer; return those of the state that are to be read, by parameter."""
+    """Give each tensor of a unit a part of its buffer; return the state tensors to read, by parameter."""
     end = 0
 
     def part(tensor: StoredTensor) -> torch.Tensor:
         nonlocal end
-        if not tensor.nbytes:  # a shard may be empty, and a unit of those has no buffer
+        if not tensor.nbytes:  # a shard may be empty, and a unit of empty shards has no buffer
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         assert unit.buffer is not None
         begin, end = end, end + pages(tensor.nbytes)

@@ -1,4 +1,4 @@
-"""The update of a parameter, or of a chunk of one, by an optimizer of torch."""
+"""Update of a parameter, or of one of its chunks, by an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ELEMENTWISE = (
 
 
 class Update:
-    """The step of an optimizer, applied to one tensor at a time.
+    """Step of an optimizer, applied to one tensor at a time.
 
-    A copy of the optimizer makes it, whose groups and state are empty between updates. Hooks do not run: they belong to
-    the whole step.
+    A copy of the optimizer computes it, whose groups and state are empty between updates. Hooks do not run, because
+    they belong to the whole step.
 
     Raises:
         ValueError: the optimizer updates all parameters together, so its state cannot be split by parameter.
@@ -44,7 +44,7 @@ class Update:
         self.optimizer_class = type(optimizer)
         # Subclasses of torch's optimizers may override the update.
         self.is_elementwise = type(optimizer) in _ELEMENTWISE
-        """whether the update of an element depends on its own parameter, gradient and state alone"""
+        """True if the update of an element depends only on its own parameter, gradient and state"""
         step: Any = type(optimizer).step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -64,14 +64,14 @@ class Update:
             optimizer.state = defaultdict(dict)
 
     def completed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` and ``param_groups`` of a state dict, with what an older torch did not save."""
+        """Return ``state`` and ``param_groups`` of a state dict, with the entries that an older torch did not save."""
         optimizer = object.__new__(type(self._optimizer))
         optimizer.__dict__.update(self._optimizer.__dict__)
         optimizer.__setstate__({"state": dict(saved["state"]), "param_groups": saved["param_groups"]})
         return {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
     def count_tensors(self, group: dict[str, Any]) -> int:
-        """Return how many state tensors of a parameter's shape the optimizer keeps, with the options of a group."""
+        """Return the number of state tensors of a parameter's shape that the optimizer keeps, with given options."""
         options = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, int, float, str)))
         if options not in self._counts:
             self._counts[options] = max(self._count(group, (2,)), self._count(group, (2, 2)))
@@ -89,5 +89,5 @@ class Update:
 
 
 def _like(parameter: torch.Tensor, state: dict[str, Any]) -> int:
-    """Return how many tensors of a state have the shape of the parameter."""
+    """Return the number of tensors of a state that have the shape of the parameter."""
     return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())

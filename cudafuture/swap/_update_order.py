@@ -1,4 +1,4 @@
-"""The order in which backward updates parameters, by which the states of the next ones are read ahead."""
+"""Order in which backward updates parameters; the states of the next ones are read ahead in it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["UpdateOrder"]
 
 
 class UpdateOrder:
-    """The order of the updates in the last backward, and how far this one has followed it.
+    """Order of the updates in the last backward, and the progress of this one in it.
 
     Args:
-        prefetch: how many parameters are read ahead.
+        prefetch: the number of parameters that are read ahead.
     """
 
     def __init__(self, prefetch: int) -> None:
         self._prefetch = prefetch
         self._last: list[torch.Tensor] = []
         self._updated: dict[torch.Tensor, None] = {}  # in this backward
-        self._read = 0  # how many of the last order this backward has read, or is reading
+        self._read = 0  # the number of the last order's parameters that this backward has read, or is reading
 
     def begin_update(self, parameter: torch.Tensor) -> None:
-        """Begin the update of a parameter; read no more ahead where it is not the next one of the last order."""
+        """Begin the update of a parameter; stop reading ahead if it is not the next one of the last order."""
         if parameter in self._updated:  # another backward, and no step between them
             self._begin()
             self.stop_reads()
@@ -33,7 +33,7 @@ class UpdateOrder:
         self._updated[parameter] = None
 
     def end(self) -> None:
-        """End this backward; its order is that of the next one."""
+        """End this backward; its order is used for the next one."""
         if self._updated:
             self._begin()
         self._read = 0
@@ -42,11 +42,11 @@ class UpdateOrder:
         self._last, self._updated = list(self._updated), {}
 
     def stop_reads(self) -> None:
-        """Read nothing more ahead in this backward."""
+        """Stop reading ahead in this backward."""
         self._read = len(self._last)
 
     def next_reads(self) -> Iterator[torch.Tensor]:
-        """Iterate over the parameters whose states are to be read now."""
+        """Yield the parameters whose states must be read now."""
         while self._read < min(len(self._last), len(self._updated) + self._prefetch):
             self._read += 1
             yield self._last[self._read - 1]

@@ -1,4 +1,4 @@
-"""An optimizer of torch whose state is in a store, on a disk or on another worker."""
+"""Optimizer of torch whose state is in a store, on a disk or on another worker."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose state is in a store; ``offload()`` makes it.
+    """``torch.optim.Optimizer`` whose state is in a store; ``offload()`` creates it.
 
-    ``state`` reads as usual: a mapping from parameters to their states, each of which is read from the store when it is
-    asked for. ``state_of`` and ``set_state`` say the same in words.
+    ``state`` is a mapping from parameters to their states, as usual; each lookup reads the state from the store.
+    ``state_of`` and ``set_state`` do the same by method calls.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         update = Update(optimizer)
         self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
         self._make, self._when = make, when
-        self._until_now, self._last_step = SwapCounters(), SwapCounters()  # as of the last step's end; of that step
-        self._lock = threading.RLock()  # backward runs in a thread of its own for each device
+        self._until_now, self._last_step = SwapCounters(), SwapCounters()  # at the last step's end; of that step
+        self._lock = threading.RLock()  # backward runs in one thread per device
         self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
         self._failed_update: SwapError | ValueError | None = None  # of this backward's updates
@@ -65,7 +65,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self._namespace = Namespace(store, name)
         try:
             parameters = list(self._parameters())
-            this = weakref.ref(self)  # an optimizer that the program drops ends at once, and so do its hooks
+            this = weakref.ref(self)  # so that an optimizer that the program drops, and its hooks, are freed at once
 
             def find_name(parameter: torch.Tensor) -> str:
                 optimizer = this()
@@ -78,7 +78,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 if state and parameter.numel():
                     self.set_state(parameter, state)
             optimizer.state.clear()
-            optimizer.param_groups = []  # two optimizers do not update the same parameters
+            optimizer.param_groups = []  # two optimizers must not update the same parameters
             for parameter, group in self._parameters():
                 self._make_state(parameter, group)
         except BaseException:
@@ -104,10 +104,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients; return the closure's loss, or None.
 
-        After an error the step can be repeated: it updates the parameters that are left. Those that were updated are
-        left out where their gradient is the same tensor, and its values have not changed since. After a step without an
-        error another step uses the same gradients again, as torch does, but not with ``when="backward"`` or
-        ``swap_gradients=True``: there a gradient is gone when it was used.
+        After an error the step can be repeated: it updates the remaining parameters. Updated parameters are skipped if
+        their gradient is the same tensor, and its values have not changed since. After a step without an error another
+        step uses the same gradients again, as in torch, but not with ``when="backward"`` or ``swap_gradients=True``:
+        these drop a gradient when it has been used.
 
         Raises:
             SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
@@ -155,7 +155,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             return False
         if gradient.is_sparse:
             raise RuntimeError(
-                f"the gradient of {name_of(self.param_groups, parameter)} is sparse; its state is read as a whole"
+                f"the gradient of {name_of(self.param_groups, parameter)} is sparse, but its state is read as a whole"
             )
         return not self._swap.state(parameter).has_applied(gradient)
 
@@ -172,25 +172,25 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             except (
                 SwapError,
                 ValueError,
-            ) as e:  # raised here, it would leave other parameters without gradients
+            ) as e:  # raising it here would leave other parameters without gradients
                 self._failed_update = self._failed_update or e
                 return
             parameter.grad = AppliedGradient(parameter)
             self._start_reads()
 
     def _forget_reads(self) -> None:
-        """Read nothing more ahead in this backward; what is being read is dropped by who asks for another read."""
+        """Stop reading ahead in this backward; the next call that reads drops the reads in flight."""
         self._order.stop_reads()
 
     def _start_reads(self) -> None:
         for parameter in self._order.next_reads():
             try:
                 self._swap.start_read(parameter)
-            except ValueError:  # the buffers have no room for it, which its update says
+            except ValueError:  # the buffers have no room for it; its update raises the error
                 self._forget_reads()
 
     def _end_backward(self, left: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Update what the hooks have not, and read ahead for the next backward. Writes stay in flight."""
+        """Update parameters that the hooks have not, and read ahead for the next backward; leave writes in flight."""
         if left:
             self._swap.update(left)
         self._order.end()
@@ -201,11 +201,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     # ---- parameters and gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as for every optimizer of torch.
+        """Add parameters, as with every optimizer of torch.
 
         Raises:
             ValueError: one of them needs larger buffers than the optimizer has.
-            SwapError: state that the optimizer allocates at once cannot be written. No parameter is added.
+            SwapError: state that the optimizer allocates on creation cannot be written. No parameter is added.
             InvalidStateError: the optimizer is closed.
 
         >>> from cudafuture.swap import offload
@@ -267,11 +267,11 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     # ---- the state
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a copy of the state of a parameter; empty if it was never updated.
+        """Return a copy of the state of a parameter; an empty dictionary if it was never updated.
 
         Raises:
             SwapError: the state cannot be read.
-            KeyError: the optimizer has no such parameter.
+            KeyError: the optimizer does not have this parameter.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -293,7 +293,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         Raises:
             ValueError: a tensor has another shape than the parameter, and the optimizer is element-wise.
             SwapError: the state cannot be written.
-            KeyError: the optimizer has no such parameter.
+            KeyError: the optimizer does not have this parameter.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -309,9 +309,9 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             self._swap.write_state(parameter, state)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("the state of this optimizer is in a store: take state_dict(), or call save()")
+        raise TypeError("this optimizer cannot be pickled, its state is in a store: use state_dict() or save()")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # what load_state_dict calls at its end
+    def __setstate__(self, state: dict[str, Any]) -> None:  # load_state_dict calls this at its end
         saved = self._swap.completed(state)
         for parameter, values in saved["state"].items():
             self._swap.layout.expect_shape(self._swap.state(parameter), values)
@@ -321,7 +321,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self.param_groups = saved["param_groups"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the groups and the state of an optimizer of the same kind, offloaded or not.
+        """Load the groups and the state of an optimizer of the same kind, offloaded or not.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -340,10 +340,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         }
         self.__setstate__({"state": states, "param_groups": self.param_groups})
 
-    # ---- counts, and the end
+    # ---- statistics and shutdown
 
     def statistics(self, last_step: bool = False) -> SwapStatistics:
-        """Return counts and times since the optimizer was made, or of the last step and the backward before it.
+        """Return counts and times since the optimizer was created, or of the last step and the backward before it.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -361,7 +361,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             return counters.statistics(stored, self._swap.resident_bytes)
 
     def flush(self) -> None:
-        """Wait until all state was written.
+        """Wait until all state is written.
 
         Raises:
             SwapError: some state cannot be written; it stays in memory.
@@ -375,9 +375,9 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             self._swap.flush()
 
     def close(self) -> None:
-        """Wait for what is in flight, and delete the state from the store; checkpoints stay. Close an own store.
+        """Wait for operations in flight, and delete the state from the store, except checkpoints.
 
-        The optimizer cannot be used any more. Further calls do nothing.
+        A store that the optimizer created is closed. The optimizer cannot be used any more. Further calls do nothing.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))

@@ -1,4 +1,4 @@
-"""A swapper with DeepSpeed's methods: parameters and their optimizer states, swapped in and out one by one."""
+"""Swapper with DeepSpeed's methods: it swaps parameters and their optimizer states in and out one by one."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["OptimizerSwapper"]
 
 
 class OptimizerSwapper(Registration, Checkpoints):
-    """The parameters and states of an optimizer in a store; a program swaps each in for its update, and out again.
+    """Parameters and states of an optimizer in a store; the program swaps each in for its update, and out again.
 
-    It is for programs that drive the update of each parameter by themselves, as DeepSpeed's ZeRO does; its methods have
-    the names of DeepSpeed's swappers. Others use ``offload()``.
+    It is for programs that run the update of each parameter themselves, as DeepSpeed's ZeRO does; its methods have the
+    names of DeepSpeed's swappers. Other programs use ``offload()``.
 
     A parameter that is swapped out is empty, and so are the tensors of its state. While it is swapped in they are parts
-    of one buffer. The state that an optimizer makes later is swapped from then on. The parameters that follow are read
+    of one buffer. State that an optimizer creates later is swapped from then on. The parameters that follow are read
     ahead, in the order of the last round.
 
     Args:
-        optimizer: whose ``state`` holds the states of the parameters; its groups need not have the parameters.
+        optimizer: its ``state`` has the states of the parameters; its groups need not have the parameters.
         store: a store, or a folder for an ephemeral one that the swapper closes.
         min_bytes: smaller tensors, and those with an attribute ``swappable`` that is False, stay in memory.
         buffer_bytes: of the buffers on the host. Default: enough for the parameters that are read ahead.
-        prefetch: how many parameters are read ahead, and how many are written behind.
-        timers: start and stop for each stage under its name.
-        name: the beginning of the keys. Swappers that share a store need different names.
+        prefetch: the number of parameters that are read ahead, and written behind.
+        timers: started and stopped for each stage under its name.
+        name: the prefix of the keys. Swappers that share a store need different names.
 
     Raises:
         ValueError: an argument is out of its range; the optimizer is LBFGS, which has one state for all parameters.
@@ -102,18 +102,18 @@ class OptimizerSwapper(Registration, Checkpoints):
     # ---- state
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Read a parameter, its state and its gradient, and bind them to memory. Nothing happens to unknown parameters.
+        """Read a parameter, its state and its gradient, and bind them to memory. Unknown parameters are ignored.
 
         The parameter's ``data`` and that of the tensors in ``optimizer.state[parameter]`` are valid until it is swapped
         out; views of them that a program keeps longer hold the buffer's memory.
 
         Args:
-            parameter: that was registered.
-            async_parameter: which the program will swap in next. Default: the next one of the last round.
+            parameter: a registered parameter.
+            async_parameter: the next parameter that the program will swap in. Default: the next one of the last round.
 
         Raises:
-            SwapError: something cannot be read, and nothing is bound; or a write before this call has failed, whose
-                tensors are in memory. Call again.
+            SwapError: something cannot be read, and nothing is bound; or an earlier write has failed, whose tensors are
+                in memory. Call again.
             InvalidStateError: the parameter is swapped in.
             ValueError: the buffers have no room beside the parameters that are swapped in.
 
@@ -134,12 +134,12 @@ class OptimizerSwapper(Registration, Checkpoints):
         """Write a parameter and its state, empty them, and drop the gradient.
 
         Args:
-            parameter: that is swapped in. Nothing happens to unknown ones.
-            async_swap: whether to return before the writes have ended.
+            parameter: a parameter that is swapped in. Unknown parameters are ignored.
+            async_swap: return before the writes have ended.
 
         Returns:
-            a future that completes when all was written. If something cannot be written, it fails with SwapError and
-            stays in memory until the parameter is swapped out again; the next call that swaps in raises the error, too.
+            a future that completes when all is written. State that cannot be written fails it with SwapError, and stays
+            in memory until the parameter is swapped out again; the next call that swaps in raises the error too.
 
         Raises:
             InvalidStateError: the parameter is not swapped in.
@@ -163,9 +163,9 @@ class OptimizerSwapper(Registration, Checkpoints):
         return written
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
-        """Empty a parameter that is swapped in without writing it. Nothing happens to others.
+        """Empty a parameter that is swapped in without writing it. Other parameters are ignored.
 
-        Values that stay in memory, as the number of steps, keep what the update has made of them.
+        Values that stay in memory, such as the number of steps, keep the result of the update.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
@@ -183,7 +183,7 @@ class OptimizerSwapper(Registration, Checkpoints):
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Swap a parameter out, and say of its state and of its gradient whether changes are written or dropped.
+        """Swap a parameter out, and write or drop the changes of its state and of its gradient.
 
         Raises:
             InvalidStateError: the parameter is not swapped in.
@@ -209,7 +209,7 @@ class OptimizerSwapper(Registration, Checkpoints):
             swap.flush_gradients()
 
     def purge_state(self) -> None:
-        """Forget the states and gradients of all parameters, but not their values.
+        """Delete the states and gradients of all parameters, but not their values.
 
         Raises:
             InvalidStateError: a parameter is swapped in.
@@ -230,19 +230,19 @@ class OptimizerSwapper(Registration, Checkpoints):
     def swap_out_gradients(
         self, parameter: torch.Tensor, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
     ) -> CUDAFuture[None]:
-        """Keep pieces of a parameter's gradient until the parameter is swapped in. Nothing happens to unknown ones.
+        """Store pieces of a parameter's gradient until the parameter is swapped in. Unknown parameters are ignored.
 
         Pieces of at least `min_bytes` go to the store, others stay in memory; both are copies. A piece replaces the one
-        that begins at the same element. Elements of no piece are zero.
+        that begins at the same element. Elements outside of the pieces are zero.
 
         Args:
-            parameter: that was registered.
-            gradient_offsets: the first element of each piece in the flat gradient; any.
+            parameter: a registered parameter.
+            gradient_offsets: the first element of each piece in the flat gradient, in any order.
             gradient_tensors: the pieces.
 
         Returns:
-            a future that completes when all were written, and fails with SwapError where one cannot be written, which
-            stays in memory.
+            a future that completes when all pieces are written, and fails with SwapError if one cannot be written; that
+            piece stays in memory.
 
         Raises:
             ValueError: a piece lies outside the parameter, or overlaps another one.
@@ -262,7 +262,7 @@ class OptimizerSwapper(Registration, Checkpoints):
             return swap.write_gradients(state, gradient_offsets, gradient_tensors)
 
     def flush_gradients(self) -> None:
-        """Wait until all pieces of gradients were written.
+        """Wait until all pieces of gradients are written.
 
         Raises:
             SwapError: a piece cannot be written; it stays in memory, and is not lost.
@@ -275,10 +275,10 @@ class OptimizerSwapper(Registration, Checkpoints):
         with self._stage("async_swap_gradient_wait") as swap:
             swap.flush_gradients()
 
-    # ---- timers, counts, and the end
+    # ---- timers, statistics and shutdown
 
     def init_timers(self) -> None:
-        """Forget which timers were used.
+        """Clear the names of the timers that were used.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
@@ -298,7 +298,7 @@ class OptimizerSwapper(Registration, Checkpoints):
         self._timers.log()
 
     def pre_backward(self) -> None:
-        """Begin an iteration: forget which timers were used.
+        """Begin an iteration: clear the names of the timers that were used.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
@@ -308,7 +308,7 @@ class OptimizerSwapper(Registration, Checkpoints):
         self.init_timers()
 
     def post_backward(self) -> None:
-        """Wait until the gradients of this backward were written.
+        """Wait until the gradients of this backward are written.
 
         Raises:
             SwapError: a piece cannot be written; it stays in memory.
@@ -321,7 +321,7 @@ class OptimizerSwapper(Registration, Checkpoints):
         self.flush_gradients()
 
     def statistics(self) -> SwapStatistics:
-        """Return counts and times since the swapper was made.
+        """Return counts and times since the swapper was created.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
@@ -333,9 +333,10 @@ class OptimizerSwapper(Registration, Checkpoints):
             return self._swap.pipeline.counters.statistics(self._swap.stored_bytes, 0)
 
     def close(self) -> None:
-        """Wait for what is in flight, and delete all from the store but checkpoints. Close an own store.
+        """Wait for operations in flight, and delete everything from the store, except checkpoints.
 
-        Parameters that are swapped out stay empty: swap in, or save, what is needed before. Further calls do nothing.
+        A store that the swapper created is closed. Parameters that are swapped out stay empty: swap in, or save, the
+        ones that you need before. Further calls do nothing.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)

@@ -11,7 +11,7 @@ __all__ = ["SwapStatistics"]
 class SwapStatistics:
     """Counts and times of an offloaded optimizer, by stage as DeepSpeed names them.
 
-    Seconds of I/O are those in which the program waited for it. See ``OffloadedOptimizer.statistics()``.
+    The seconds of I/O count only time that the program waited. See ``OffloadedOptimizer.statistics()``.
     """
 
     steps: int
@@ -25,11 +25,11 @@ class SwapStatistics:
     """written to the store"""
     compute_seconds: float
     swap_in_state_seconds: float
-    """in which the step waited for a read of state, and of the gradients beside it"""
+    """spent waiting for reads of state, and of the gradients read with it"""
     swap_out_state_seconds: float
-    """in which the step waited for a write of state"""
+    """spent waiting for writes of state"""
     swap_out_gradient_seconds: float
-    """in which backward, or the step, waited for a write of a gradient"""
+    """spent by backward, or the step, waiting for writes of gradients"""
     stored_bytes: int
     """of state that is in the store now"""
     resident_bytes: int
@@ -37,5 +37,5 @@ class SwapStatistics:
 
     @property
     def exposed_io_seconds(self) -> float:
-        """The seconds in which the program waited for I/O."""
+        """The seconds that the program waited for I/O."""
         return self.swap_in_state_seconds + self.swap_out_state_seconds + self.swap_out_gradient_seconds

@@ -10,7 +10,7 @@ __all__ = ["Timers"]
 
 
 class Timers(Protocol):
-    """The interface of DeepSpeed's ``SynchronizedWallClockTimer``.
+    """Interface of DeepSpeed's ``SynchronizedWallClockTimer``.
 
     >>> class Stopwatch:
     ...     def __call__(self, name): return self
@@ -30,7 +30,7 @@ class Timers(Protocol):
 
 
 class StageTimers:
-    """Timers that perhaps are not there, and the names of those that were used."""
+    """Optional timers, and the names of those that were used."""
 
     def __init__(self, timers: Timers | None) -> None:
         self._timers = timers
@@ -50,7 +50,7 @@ class StageTimers:
             self._timers(stage).stop()
 
     def clear(self) -> None:
-        """Forget which timers were used."""
+        """Clear the names of the timers that were used."""
         self._used.clear()
 
     def log(self) -> None:

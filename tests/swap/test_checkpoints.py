@@ -242,7 +242,7 @@ def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: Offloader
     pair.offloaded.save("here")
     before = saved_keys(store)
     pair.offloaded.param_groups[0]["folder"] = {"of": [Path("here")]}
-    with pytest.raises(TypeError, match=r"option 'folder' of group 0 .*pathlib.*which a checkpoint cannot hold"):
+    with pytest.raises(TypeError, match=r"option 'folder' of group 0 .*pathlib.*which a checkpoint cannot store"):
         pair.offloaded.save("here")
     del pair.offloaded.param_groups[0]["folder"]
     state = pair.offloaded.state_of(pair.swapped[1])

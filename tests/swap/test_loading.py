@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(
     pair.offloaded.close()
     parameters = copy.deepcopy(pair.swapped)
     with offload(torch.optim.SGD(parameters, momentum=0.9), store, min_bytes=0) as other:
-        with pytest.raises(ValueError, match="'of Adam' is of Adam, and the optimizer is SGD"):
+        with pytest.raises(ValueError, match="'of Adam' is of Adam, but the optimizer is SGD"):
             other.load("of Adam")
         assert len(other.state) == 0
     with offload(torch.optim.AdamW(parameters), store, min_bytes=0) as other:
@@ -177,7 +177,7 @@ def test_memory_of_state_that_was_replaced_is_given_back(store: Offloader) -> No
 def test_a_tensor_of_another_shape_is_refused_for_a_parameter_in_chunks(pair: Pair) -> None:
     before = states(pair)
     wrong = {**before[0], "exp_avg": torch.ones(201, 200)}
-    with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(201, 200\), and the parameter \(200, 201\)"):
+    with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(201, 200\), but the parameter has \(200, 201\)"):
         pair.offloaded.set_state(pair.swapped[0], wrong)
     expect_same_states(states(pair), before)
 

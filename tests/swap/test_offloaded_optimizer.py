@@ -381,7 +381,7 @@ def test_parameters_that_need_larger_buffers_are_added(store: Offloader) -> None
 def test_state_of_another_shape_is_refused(pair: Pair) -> None:
     pair.step()
     state = pair.offloaded.state_of(pair.swapped[1])
-    with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(76,\), and the parameter \(77,\)"):
+    with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(76,\), but the parameter has \(77,\)"):
         pair.offloaded.set_state(pair.swapped[1], {**state, "exp_avg": torch.ones(76)})
     saved = copy.deepcopy(pair.optimizer.state_dict())
     saved["state"][0]["exp_avg"] += 1
@@ -476,7 +476,7 @@ def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:
         optimizer.step()
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(optimizer)
-    with pytest.raises(ValueError, match="another optimizer has the name 'optimizer'"):
+    with pytest.raises(ValueError, match="another optimizer uses the name 'optimizer'"):
         offload(torch.optim.SGD([parameter]), store)
     optimizer.close()
     optimizer.close()
