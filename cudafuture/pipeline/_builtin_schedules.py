@@ -39,7 +39,7 @@ def one_f_one_b(stages: int, microbatches: int) -> list[list[Cell]]:
 def zb1p(stages: int, microbatches: int, delay_weights: bool) -> list[list[Cell]]:
     """Return the cells of 1F1B with the backward pass split in I and W.
 
-    Without `delay_weights` each W follows its I at once: the gradient reaches the stage before earlier by the time of
+    Without `delay_weights` each W follows its I at once: the gradient reaches the previous stage earlier by the time of
     a W, and no device has more micro-batches open than under 1F1B. With it device d holds back d weight gradients,
     as the schedule ZB-H1 of the paper does: less idle time, but as many open micro-batches everywhere as on device 0.
     """
@@ -64,7 +64,7 @@ def interleaved_1f1b(devices: int, stages_per_device: int, microbatches: int) ->
 
     Micro-batches go through the stages of a device in rounds of at least `devices` micro-batches, if there are as
     many. Earlier rounds are not smaller than later ones: the number of forward passes that a device runs before its
-    first backward pass is counted with the first round, and has to be enough for all.
+    first backward pass is computed from the first round, and must suffice for all.
     """
     require_counts(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches)
     count = max(1, microbatches // devices)
@@ -81,7 +81,7 @@ def interleaved_1f1b(devices: int, stages_per_device: int, microbatches: int) ->
 
 
 def _alternate(forwards: list[Cell], backwards: list[Cell], warm_up: int) -> list[Cell]:
-    """Return `warm_up` forward cells, then forward and backward cells in turn, then the rest of the backward cells."""
+    """Return `warm_up` forward cells, then alternating forward and backward cells, then the other backward cells."""
     warm_up = min(warm_up, len(forwards))
     cells = forwards[:warm_up]
     steady = len(forwards) - warm_up

@@ -14,7 +14,7 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 class Cell(NamedTuple):
-    """One step of work of a device: a pass of one micro-batch through one stage.
+    """Unit of work of a device: a pass of one micro-batch through one stage.
 
     `kind` is "F" (forward), "B" (whole backward), "I" (backward, gradient of the input only) or "W" (backward,
     gradients of the weights only).
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell that `text` names. Raise ValueError if it names none."""
+        """Return the cell that `text` names; raise ValueError if it names none."""
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no cell: write stage, kind (F, B, I or W) and micro-batch, such as 2F0")
@@ -56,7 +56,7 @@ def parse_field(text: str) -> list[Cell | None]:
 
 
 def needed_groups(cell: Cell, stages: int) -> list[tuple[Cell, ...]]:
-    """Return the cells that have to end before `cell` starts: of each group the one cell that the table holds."""
+    """Return the cells that must end before `cell` starts: of each group, the one cell that the table contains."""
     stage, kind, microbatch = cell
     if kind == "F":
         return [(Cell(stage - 1, "F", microbatch),)] if stage > 0 else []

@@ -1,4 +1,4 @@
-"""The division of a model into stages: its layers, their devices, and the skips between them."""
+"""Division of a model into stages: its layers, their devices, and the skips between them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["divide", "layers_of", "places_of", "refuse_shared", "route_of", "tab
 
 
 def layers_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers by their names. A layer in two places is there twice; named_children() has it once."""
+    """Return the layers by name. A layer in two places is listed twice; named_children() lists it once."""
     return list(cast("dict[str, nn.Module]", part._modules).items())
 
 
 def divide(
     stages: nn.Sequential | Sequence[nn.Module], balance: Sequence[int] | None, reserved: Collection[str] = ()
 ) -> tuple[list[tuple[str, nn.Module]], list[nn.Sequential]]:
-    """Return the layers by their names, and the stages.
+    """Return the layers by name, and the stages.
 
     Args:
         stages: an nn.Sequential with a balance, or a list of modules.
         balance: the number of layers in each stage.
-        reserved: names that no layer may have, beside those of nn.Module's attributes.
+        reserved: names that no layer may have, in addition to those of nn.Module's attributes.
 
     Raises:
-        TypeError: not layers, or an nn.Sequential that does more than to call its layers.
+        TypeError: `stages` are not layers, or an nn.Sequential that does more than call its layers.
         ValueError: the balance does not fit, or a layer has a reserved name.
     """
     if isinstance(stages, nn.Sequential):
@@ -48,7 +48,7 @@ def divide(
     taken = {*reserved, *dir(nn.Module)}
     for name, _ in layers:
         if name in taken:
-            raise ValueError(f"a layer is named {name!r}, as an attribute of the pipeline is: give it another name")
+            raise ValueError(f"a layer is named {name!r}, like an attribute of the pipeline: give it another name")
     if sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(f"balance={list(balance)} does not divide {len(layers)} layers, at least one for each stage")
     parts, at = [], 0
@@ -62,7 +62,7 @@ def divide(
 
 
 def _refuse_more_than_layers(stages: nn.Sequential) -> None:
-    """Raise TypeError if a call of the nn.Sequential is more than a call of its layers, which are all that stays."""
+    """Raise TypeError if a call of the nn.Sequential does more than call its layers, since only the layers remain."""
     if type(stages).forward is not nn.Sequential.forward or "forward" in vars(stages):
         raise TypeError(
             f"{type(stages).__name__} has a forward of its own, which its stages would not run: pass an nn.Sequential, "
@@ -76,7 +76,7 @@ def _refuse_more_than_layers(stages: nn.Sequential) -> None:
 
 
 def refuse_shared(parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError if two stages have a parameter or a buffer in common. Other layers may be in several stages."""
+    """Raise ValueError if two stages share a parameter or a buffer. Other layers may be in several stages."""
     owner: dict[int, tuple[int, str]] = {}
     for s, part in enumerate(parts):
         for kind, named in (("parameter", part.named_parameters()), ("buffer", part.named_buffers())):
@@ -101,7 +101,7 @@ def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -
 
 
 def route_of(parts: Sequence[nn.Sequential]) -> Route:
-    """Return the ways of skips between stages; those inside a stage are its own affair."""
+    """Return the routes of skips between stages; a stage handles the skips inside it."""
     layers = [layer for part in parts for layer in part]
     places: dict[nn.Module, int] = {}
     for i, layer in enumerate(layers):
@@ -129,5 +129,5 @@ def table_of(schedule: str | Schedule, stages: int, microbatches: int, devices: 
         ("rows", len(table.rows), devices),
     ):
         if has != wanted:
-            raise ValueError(f"the table has {has} {what}, and the pipeline {wanted}")
+            raise ValueError(f"the table has {has} {what}, but the pipeline has {wanted}")
     return table

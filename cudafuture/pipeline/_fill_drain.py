@@ -6,26 +6,26 @@ when the forward pass began; the others belong to the two ends of the edge::
 
     forward: downwards      stream          backward: upwards
     ------------------      ------          -----------------
-      stage j                 S       [2]   its functions, or one that runs what [4] has computed
-      depart                  gate    [3]   S gives an event;  backward: S waits for the event of [5]
+      stage j                 S       [2]   its functions, or one that runs the result of [4]
+      depart                  gate    [3]   S records an event;  backward: S waits for the event of [5]
       recompute               S       [4]   backward only: beside the copy of the gradient, as S has not waited yet
       order                   gate    [6]   backward: only after [6] of i + 1, or [2] if that is one function
-      copy                out -> in   [5]   out waits for the event of [3];  backward: in -> out, and gives an event
+      copy                out -> in   [5]   out waits for the event of [3];  backward: in -> out, and records an event
       wait                    S'      [1]   S' waits for in;  backward: in waits for S'
       stage j + 1             S'      [2]
 
 Each autograd function is applied while the stream in its row is current (for the copy: `in`). Autograd runs its
-backward pass in that stream, and has the stream wait for those of the functions that gave the gradients. So a gradient
-that is on its way holds up `gate`, on which nothing else is enqueued, and not S before [3].
+backward pass in that stream, and makes the stream wait for those of the functions that produced the gradients. A
+gradient in flight therefore delays `gate`, on which nothing else is enqueued, and not S before [3].
 
-Two stages on one device need neither [1], [3] nor [5]. A skip tensor takes the same way as the micro-batch, from the
-stage that stashes it straight to the one that pops it.
+Two stages on one device need neither [1], [3] nor [5]. A skip tensor takes the same path as the micro-batch, from the
+stage that stashes it directly to the one that pops it.
 
 The order of the backward passes of one stage: those of i + 1 become ready first, all at once, by [6]. One thread of
-autograd has all functions of the device, and takes those first that were applied last in their thread. So all that is
-in the table is applied by the worker of its stage, and the functions of i + 1 end before those of i begin. Hence
+autograd runs all functions of the device, and runs those first that were applied last in their thread. All functions in
+the table are applied by the worker of their stage, so the functions of i + 1 end before those of i begin. Hence
 parameters get the gradients of the micro-batches in the reverse order, and [1] and [5] do not wait for other
-micro-batches. A checkpointed stage is one function and can take part in [6] itself. Then i is computed again only after
+micro-batches. A checkpointed stage is one function and can take part in [6] itself. Then i is recomputed only after
 the backward pass of i + 1.
 
 Idea: torchgpipe (Kim et al., 2020).
@@ -60,12 +60,12 @@ _Key = tuple[Namespace | None, str]
 
 @dataclass
 class Stage:
-    """One partition, with the streams of its ends of the edges."""
+    """Partition of a model, with the streams of its ends of the edges."""
 
     module: nn.Module
     device: torch.device
     pops: list[tuple[int, _Key]]
-    """Skips that another stage stashes, with its number."""
+    """Skips that another stage stashes, with the number of that stage."""
     stashes: list[_Key]
     """Skips that another stage pops."""
     sends: bool
@@ -99,7 +99,7 @@ def clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class _Shape(NamedTuple):
-    """A parcel without its tensors."""
+    """Structure of a parcel without its tensors."""
 
     number: int
     is_atomic: bool
@@ -115,7 +115,7 @@ class _Shape(NamedTuple):
 
 @dataclass
 class _Parcel:
-    """A micro-batch between two stages, and the skip tensors that one of them takes or gives."""
+    """Micro-batch between two stages, with the skip tensors that one of them pops or stashes."""
 
     batch: Batch
     skips: dict[_Key, Tensor | None]
@@ -129,10 +129,10 @@ class _Parcel:
 
 
 class _Errors:
-    """Errors of one step. The first one comes out, and gets notes about the others."""
+    """Errors of one step. The step raises the first one, with notes about the others."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self.first: BaseException | None = None
 
     def add(self, error: BaseException, where: str) -> None:
@@ -152,7 +152,7 @@ class _Errors:
 
 
 class _Cell:
-    """Stage j for micro-batch i: its computation, and what is known of it until backward."""
+    """Stage j for micro-batch i: its computation, and its state until backward."""
 
     def __init__(self, stage: Stage, name: str, shape: _Shape, errors: _Errors) -> None:
         self.stage = stage
@@ -161,12 +161,12 @@ class _Cell:
         self.errors = errors
         # Of a checkpointed cell:
         self.sent_shape: _Shape | None = None
-        self.random: RandomState | None = None  # where the generators were
+        self.random: RandomState | None = None  # the states of the generators
         self.saved: tuple[Tensor, ...] = ()  # inputs, for recompute()
         self.recomputed: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # outputs and leaves
 
     def run_with_checkpoint(self, tensors: Sequence[Tensor], after: Tensor) -> _Parcel:
-        """Run the stage, and keep no more than its input; backward passes through `after` behind its own."""
+        """Run the stage, and keep only its input; backward passes through `after` behind its own functions."""
         outputs = _Checkpoint.apply(after, self, *tensors)  # type: ignore[no-untyped-call]
         assert self.sent_shape is not None
         return self.sent_shape.parcel(outputs)
@@ -182,7 +182,7 @@ class _Cell:
         return _Parcel(Batch(value, received.batch.index), {key: tracker.tensors[key] for key in self.stage.stashes})
 
     def run_checkpointed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the stage without a graph, and with its input as it was afterwards."""
+        """Run the stage without a graph, and keep its input as it was before."""
         stage = self.stage
         protects = stage.changes_input is not False
         given = [tensor.clone() if protects else tensor for tensor in tensors]
@@ -194,7 +194,7 @@ class _Cell:
             stage.changes_input = True
             if not protects:
                 raise RuntimeError(
-                    f"{self.name} changes its input in place, and did not before: do so always, or never"
+                    f"{self.name} changes its input in place, but did not before: do so always, or never"
                 )
         elif stage.changes_input is None:
             stage.changes_input = False
@@ -202,7 +202,7 @@ class _Cell:
         return sent.tensors()
 
     def recompute(self) -> Batch:
-        """Run the stage again, with a graph; autograd calls it."""
+        """Run the stage again, with a graph; autograd calls this."""
         saved, self.saved = self.saved, ()
         assert self.random is not None
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved)
@@ -213,7 +213,7 @@ class _Cell:
         return sent.batch
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-        """Run the backward pass of what was recomputed, and return the gradients of the inputs."""
+        """Run the backward pass of the recomputed stage, and return the gradients of the inputs."""
         assert self.recomputed is not None, "recompute runs before, see [4]"
         (outputs, leaves), self.recomputed = self.recomputed, None
         pairs = [(y, grad) for y, grad in zip(outputs, gradients, strict=True) if y.requires_grad and grad is not None]
@@ -223,7 +223,7 @@ class _Cell:
 
 
 class _Checkpoint(torch.autograd.Function):
-    """A stage whose forward pass keeps nothing. Its backward pass is that of what ``_Recompute`` has computed."""
+    """Stage whose forward pass keeps nothing. Its backward pass is that of the result of ``_Recompute``."""
 
     @staticmethod
     def forward(ctx: Any, after: Tensor, cell: _Cell, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -239,7 +239,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 class _Recompute(torch.autograd.Function):
-    """A phony whose backward pass runs a stage again."""
+    """Phony whose backward pass runs a stage again."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, cell: _Cell, again: Task, *inputs: Tensor) -> Tensor:
@@ -257,20 +257,20 @@ class _Recompute(torch.autograd.Function):
 
 
 class _Step:
-    """The forward pass of one mini-batch."""
+    """Forward pass of one mini-batch."""
 
     def __init__(self, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int) -> None:
         self.batches = list(batches)
         self.stages = stages
         self.checkpointed = checkpointed  # micro-batches
-        self.skips: list[dict[_Key, Tensor | None]] = [{} for _ in batches]  # that have been stashed, not yet popped
+        self.skips: list[dict[_Key, Tensor | None]] = [{} for _ in batches]  # stashed, not yet popped
         self.streams = [current_stream(stage.device) for stage in stages]
         self.handovers: list[dict[int, Handover]] = [{} for _ in batches]  # of the stages, between [3] and [5]
         self.carriers: list[Tensor | None] = [None] * len(stages)  # phonies of the forks [6] of the last micro-batch
         self.errors = _Errors()
 
     def run(self) -> list[Batch]:
-        # The generators and flags of an outer checkpoint belong to this thread: no other may run its parts.
+        # The generators and flags of an outer checkpoint belong to this thread: no other thread may run its parts.
         is_inner = is_checkpointing() or is_recomputing()
         with nullcontext() if is_inner else spawn_workers([stage.device for stage in self.stages]) as queues:
             for cycle in clock_cycles(len(self.batches), len(self.stages)):
@@ -299,10 +299,10 @@ class _Step:
             if error is not None:
                 raise error
         finally:
-            del error  # whose traceback has this frame
+            del error  # its traceback has this frame
 
     def _run_cell(self, i: int, j: int) -> Batch:
-        """Run stage j for micro-batch i; its worker calls it, while the stage's stream is current."""
+        """Run stage j for micro-batch i; its worker calls this, while the stage's stream is current."""
         stage = self.stages[j]
         sources = {key: source for source, key in stage.pops}
         parcel = _Parcel(self.batches[i], {key: self.skips[i].pop(key) for key in sources})
@@ -325,7 +325,7 @@ class _Step:
         return parcel.batch
 
     def _copied(self, tensors: list[Tensor], origins: list[int], i: int, j: int) -> list[Tensor]:
-        """Return tensors of micro-batch i on the device of stage j; `origins` are the stages that they come from."""
+        """Return tensors of micro-batch i on the device of stage j; `origins` are the stages that produced them."""
         stage = self.stages[j]
         far = [n for n, origin in enumerate(origins) if self.stages[origin].device != stage.device]
         for origin in sorted({origins[n] for n in far}):
@@ -353,7 +353,7 @@ class _Step:
         checkpointed: tuple[_Cell, Sequence[Tensor]] | None,
         carrier: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of a stage as the stages take them; `checkpointed` is its cell and input if it is."""
+        """Return the outputs of a stage for the next stages; `checkpointed` is its cell and input if it is."""
         stage, stream = self.stages[j], self.streams[j]
         with use_stream(stage.gate if stage.sends else stream):
             if stage.sends:

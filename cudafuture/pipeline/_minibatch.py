@@ -1,4 +1,4 @@
-"""A mini-batch of any nesting, taken apart along the rows and put together again."""
+"""Mini-batches of any nesting: their division along the rows, and the join of outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """Return that many micro-batches of nearly equal size, the larger ones first.
+    """Return `count` micro-batches of nearly equal size, the larger ones first.
 
     Numbers, strings and other leaves, and tensors without a dimension, go to every micro-batch.
     """
@@ -39,17 +39,17 @@ def split(batch: Any, count: int) -> list[Any]:
 
 
 def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
-    """Return the targets of that many micro-batches of a mini-batch with so many rows; none if the target is None.
+    """Return the targets of `count` micro-batches of a mini-batch with `batch_rows` rows; none if the target is None.
 
     A tensor with k times the rows of the mini-batch (such as one for each token of a text) has k times the rows of
     each micro-batch, in their order. Other leaves, and tensors without a dimension, go to every micro-batch.
 
     Raises:
-        ValueError: a tensor has another number of rows.
+        ValueError: the number of rows of a tensor is not a multiple of `batch_rows`.
     """
     if target is None:
         return []
-    sizes = [batch_rows // count + (m < batch_rows % count) for m in range(count)]  # as tensor_split has them
+    sizes = [batch_rows // count + (m < batch_rows % count) for m in range(count)]  # the sizes of tensor_split
     leaves, structure = _pytree.tree_flatten(target)
     parts: list[Sequence[Any]] = []
     for leaf in leaves:
@@ -66,11 +66,11 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
 
 
 def join(outputs: list[Any]) -> Any:
-    """Return the outputs of the micro-batches as one: tensors one below the other, other leaves of the first one."""
+    """Return the outputs of the micro-batches as one: concatenated tensors, and the other leaves of the first one."""
     flat = [_pytree.tree_flatten(output) for output in outputs]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
-        raise ValueError("the micro-batches have outputs of different structure, which cannot be put together")
+        raise ValueError("the micro-batches have outputs of different structure, which cannot be joined")
     leaves = [
         torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() > 0 else parts[0]
         for parts in zip(*(leaves for leaves, _ in flat), strict=True)

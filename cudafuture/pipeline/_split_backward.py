@@ -1,13 +1,11 @@
-"""A backward pass in two parts: the gradient of the input first, those of the parameters later.
+"""Backward pass in two parts: the gradient of the input first, the gradients of the parameters later.
 
 The graph of a stage, from its outputs down::
 
     roots ──► A ──► B ──► input          A and B lead to the input, so the first part runs them
-              │     │                    for each of them it keeps the gradient that came in,
+              │     │                    for each of them it keeps the incoming gradient,
               ▼     ▼                    and the second part starts again from there,
               w     v                    towards the parameters only
-
-Idea: Qi et al., Zero Bubble Pipeline Parallelism (2023).
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ __all__ = ["input_gradient"]
 def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | None], start: torch.Tensor) -> WeightPart:
     """Run the part of backward that leads to `start`, and return the part that leads to parameters.
 
-    `start` is a leaf that the received tensors hang on; None is accumulated in it.
+    `start` is a leaf that the received tensors depend on; None is accumulated in it.
     """
     graph = _Graph(roots, torch.autograd.graph.get_gradient_edge(start).node)
     part = WeightPart(roots, gradients, graph)
     if graph.leads_to_start:
-        # As inputs of this pass, not by hooks: these gradients are those before the hooks of tensors, which run again.
+        # Inputs of this pass, not hooks: these gradients are those before the hooks of tensors, which run again.
         edges = [GradientEdge(node, i) for node in graph.parameters_of for i in range(len(node._input_metadata))]
         inputs = [torch.autograd.graph.get_gradient_edge(start), *edges]
         _, *came_in = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -38,20 +36,20 @@ def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | Non
 
 
 class WeightPart:
-    """The gradients of the parameters of a stage, still to be computed."""
+    """Part of a backward pass that computes the gradients of a stage's parameters."""
 
     def __init__(self, roots: list[GradientEdge], gradients: list[torch.Tensor | None], graph: _Graph) -> None:
         self._roots, self._gradients, self._graph = roots, gradients, graph
         self._came_in: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
 
     def keep(self, edge: GradientEdge, gradient: torch.Tensor | None) -> None:
-        """Keep the gradient that came in at a node."""
+        """Keep the incoming gradient of a node."""
         if gradient is not None:
             self._came_in.setdefault(edge.node, []).append((edge, gradient))
 
     def run(self) -> None:
         """Accumulate the gradients of the parameters."""
-        # Parameters that are reached in two ways get the sum of them in one pass, as in a whole backward.
+        # Parameters that are reached by several paths get the sum in one pass, as in a whole backward.
         if self._graph.others:
             keep = bool(self._came_in)
             torch.autograd.backward(self._roots, self._gradients, retain_graph=keep, inputs=self._graph.others)
@@ -63,7 +61,7 @@ class WeightPart:
 
 
 class _Graph:
-    """The graph behind some roots: which of its nodes lead to the start, and to which parameters they lead directly."""
+    """Graph behind some roots: the nodes that lead to the start, and the parameters to which these lead directly."""
 
     def __init__(self, roots: list[GradientEdge], start: Node) -> None:
         children: dict[Node, list[Node]] = {}
@@ -74,14 +72,12 @@ class _Graph:
                 children[node] = [child for child, _ in node.next_functions if child is not None]
                 stack += children[node]
         self.leads_to_start = _ancestors(start, children)
-        by_parameter: dict[Any, set[Node]] = {}  # nodes that lead to the start, from which others lead to a parameter
+        by_parameter: dict[Any, set[Node]] = {}  # nodes that lead to the start, and from which a parameter is reached
         for node in self.leads_to_start:
             for leaf in _parameters_below(node, children, self.leads_to_start):
                 by_parameter.setdefault(leaf, set()).add(node)
         self.parameters_of: dict[Node, list[torch.Tensor]] = {}
-        self.others: list[
-            torch.Tensor
-        ] = []  # parameters that are reached in several ways, or not by way of those nodes
+        self.others: list[torch.Tensor] = []  # parameters that are reached by several paths, or not through those nodes
         leaves: list[Any] = [node for node in children if _is_leaf(node) and node is not start]
         for leaf in leaves:
             nodes = by_parameter.get(leaf, set())
@@ -124,7 +120,7 @@ def _ancestors(start: Node, children: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _parameters_below(node: Node, children: dict[Node, list[Node]], without: set[Node]) -> set[Any]:
-    """Return the nodes of leaves that are reached from a node without those that lead to the start."""
+    """Return the nodes of leaves that are reached from a node without passing nodes that lead to the start."""
     found: set[Any] = set()
     stack = [child for child in children[node] if child not in without]
     seen: set[Node] = set()

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: what its cells compute for a micro-batch, and what it keeps between them."""
+"""Stage of a pipeline: the computation of its cells for a micro-batch, and the state between them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Skip = tuple[Any, str]
 
 
 class Message(NamedTuple):
-    """A value of any nesting on its way between two stages."""
+    """Value of any nesting that is sent between two stages."""
 
     leaves: list[Any]
     structure: _pytree.TreeSpec
     needs_gradient: list[bool]
-    """For each leaf, whether the sender wants its gradient."""
+    """For each leaf, whether the sender needs its gradient."""
 
     @classmethod
     def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> Message:
-        """Return a value taken apart; its tensors are detached."""
+        """Return a value split into leaves; its tensors are detached."""
         leaves, structure = _pytree.tree_flatten(value)
         for leaf in leaves:
             _expect_leaf(leaf)
@@ -39,12 +39,12 @@ class Message(NamedTuple):
         return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
 
     def value(self) -> Any:
-        """Return the value put together."""
+        """Return the value, assembled from its leaves."""
         return _pytree.tree_unflatten(self.leaves, self.structure)
 
 
 class Sent(NamedTuple):
-    """The results of a forward cell: the input of the next stage, and the skips."""
+    """Results of a forward cell: the input of the next stage, and the skips."""
 
     message: Message
     stashed: dict[Skip, Message]
@@ -52,7 +52,7 @@ class Sent(NamedTuple):
 
 
 class _Start(torch.autograd.Function):
-    """The start of a stage's graph. In backward it keeps the gradient of a received tensor."""
+    """Start of a stage's graph. In backward it keeps the gradient of a received tensor."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class _Start(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.gradients, ctx.key = gradients, key
         ctx.set_materialize_grads(False)
-        return received.detach()  # no view of it and no leaf, so the stage may change it in place
+        return received.detach()  # neither a view of it nor a leaf, so the stage may change it in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
@@ -70,7 +70,7 @@ class _Start(torch.autograd.Function):
 
 @dataclass
 class _Saved:
-    """The state of a micro-batch in a stage, from its forward cell to its last cell."""
+    """State of a micro-batch in a stage, from its forward cell to its last cell."""
 
     received: Message
     popped: dict[Skip, Message]
@@ -80,24 +80,24 @@ class _Saved:
     roots: dict[Any, GradientEdge] = field(default_factory=dict)
     """The edges at which backward begins, by the index of the leaf sent, by the skip, or "loss"."""
     gradients: dict[Any, torch.Tensor | None] = field(default_factory=dict)
-    """Of what was received, by the index of the leaf or by the skip."""
+    """Gradients of the received values, by the index of the leaf or by the skip."""
     random: RandomState | None = None
-    """The generators' states before the forward cell; None: the stage kept its graph and computes nothing again."""
+    """The generators' states before the forward cell; None: the stage kept its graph and recomputes nothing."""
     weight_part: WeightPart | None = None
 
     def forget_inputs(self) -> None:
-        """Drop what only a second forward pass would need; the graph has what it needs of that."""
+        """Drop the inputs of a second forward pass; the graph keeps those that backward needs."""
         self.received = self.received._replace(leaves=[])
         self.popped, self.target = {}, None
 
 
 class Stage:
-    """A part of a model on one device.
+    """Part of a model on one device.
 
     Args:
         index: of the stage, from 0.
         module: called with one value, as the parts of an nn.Sequential are.
-        device: where it lies.
+        device: of the module.
         loss: of the last stage, ``loss(output)`` or ``loss(output, target)``; None: not the last stage.
     """
 
@@ -121,16 +121,16 @@ class Stage:
         is_checkpointed: bool,
         draws_alone: bool,
     ) -> Sent:
-        """Run the module for a micro-batch, and keep what its backward needs: the graph, or its inputs.
+        """Run the module for a micro-batch, and keep the state for its backward: the graph, or the inputs.
 
         Args:
             microbatch: its index.
             received: the input, on this device.
-            popped: the skips that come from other stages.
+            popped: the skips from other stages.
             target: of the loss, in the last stage; None: the loss takes none.
             weight: factor of the loss.
-            is_checkpointed: whether the graph is dropped, and made again in backward.
-            draws_alone: whether others draw numbers that they will have to draw again.
+            is_checkpointed: drop the graph, and recompute it in backward.
+            draws_alone: other threads draw random numbers that they must draw again.
         """
         saved = self._saved[microbatch] = _Saved(received, popped, target, weight)
         if is_checkpointed:
@@ -150,9 +150,9 @@ class Stage:
             return self._run(saved, None, _Given(saved, False))[0]
 
     def backward(self, microbatch: int, gradients: Mapping[Any, torch.Tensor | None]) -> dict[Any, torch.Tensor | None]:
-        """Accumulate the gradients of the parameters; return those of what was received.
+        """Accumulate the gradients of the parameters; return those of the received values.
 
-        `gradients` are those of what was sent, by the index of the leaf or by the skip.
+        `gradients` are those of the sent values, by the index of the leaf or by the skip.
         """
         saved = self._with_graph(microbatch)
         roots, given = _given(saved, gradients)
@@ -165,7 +165,7 @@ class Stage:
     def input_gradient(
         self, microbatch: int, gradients: Mapping[Any, torch.Tensor | None]
     ) -> dict[Any, torch.Tensor | None]:
-        """Return the gradients of what was received. ``weight_gradient`` has to follow."""
+        """Return the gradients of the received values. ``weight_gradient`` must follow."""
         saved = self._with_graph(microbatch)
         roots, given = _given(saved, gradients)
         with _without_autocast(self.device):
@@ -182,14 +182,14 @@ class Stage:
         del self._saved[microbatch]
 
     def reset(self) -> None:
-        """Drop what was kept."""
+        """Drop the state of all micro-batches."""
         self._saved = {}
         self.losses = {}
 
     # ---- inside a cell
 
     def _run_checkpointed(self, saved: _Saved) -> tuple[Sent, torch.Tensor | None]:
-        """Run the module without a graph, and leave its inputs as they are: they are needed again."""
+        """Run the module without a graph, and keep its inputs unchanged for the recomputation."""
         protects = self._changes_input is not False  # not known yet, or it does
         given = _Given(saved, protects)
         with checkpointing(), torch.no_grad():
@@ -197,7 +197,7 @@ class Stage:
             sent, loss = self._run(saved, self.loss, given)
         if given.has_changed():
             if not protects:
-                raise RuntimeError(f"stage {self.index} changes its input in place, and did not before: do so always")
+                raise RuntimeError(f"stage {self.index} changes its input in place, but did not before: do so always")
             self._changes_input = True
         elif self._changes_input is None:
             self._changes_input = False
@@ -214,7 +214,7 @@ class Stage:
     def _run(
         self, saved: _Saved, loss_of: Callable[..., torch.Tensor] | None, given: _Given
     ) -> tuple[Sent, torch.Tensor | None]:
-        """Run the module on what was received, and the loss on what it gives; note the roots of the graph."""
+        """Run the module on the received values, and the loss on its result; record the roots of the graph."""
         with use_skip_tracker(given):
             value = self.module(given.value())
         loss = None
@@ -236,7 +236,7 @@ class Stage:
         return Sent(message, stashed), loss
 
     def _needs_gradient(self, saved: _Saved, has_graph: bool) -> Callable[[torch.Tensor], bool]:
-        """Return whether a tensor that the stage makes needs a gradient: without a graph, whether it may."""
+        """Return a function that returns whether a tensor of the stage needs a gradient, or may need one."""
         if has_graph:
             return lambda tensor: tensor.requires_grad
         received = [saved.received, *saved.popped.values()]
@@ -246,11 +246,11 @@ class Stage:
 
 
 class _Given(SkipTracker):
-    """The input of one run of a stage, and the skips that the run pops and stashes.
+    """Input of one run of a stage, and the skips that the run pops and stashes.
 
     Args:
         saved: of the micro-batch.
-        protects: give copies, as the stage changes its input in place, or may do so.
+        protects: give copies, since the stage changes its input in place, or may do so.
     """
 
     def __init__(self, saved: _Saved, protects: bool) -> None:
@@ -271,7 +271,7 @@ class _Given(SkipTracker):
         return any(tensor._version != version for tensor, version in self._tensors)
 
     def save(self, batch: Any, ns: Any, name: str, tensor: torch.Tensor | None) -> None:
-        """Take a tensor that a module stashes."""
+        """Keep a tensor that a module stashes."""
         self.stashed[ns, name] = tensor
 
     def load(self, batch: Any, ns: Any, name: str) -> torch.Tensor | None:
@@ -296,7 +296,7 @@ class _Given(SkipTracker):
 def _given(
     saved: _Saved, gradients: Mapping[Any, torch.Tensor | None]
 ) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
-    """Return the roots that have a gradient, and those; the loss is its own."""
+    """Return the roots that have a gradient, and the gradients; the loss is its own root."""
     if "loss" in saved.roots:
         gradients = {**gradients, "loss": None}
     keys = [key for key in saved.roots if key == "loss" or gradients.get(key) is not None]
@@ -304,7 +304,7 @@ def _given(
 
 
 def _apart(message: Message, others: set[int]) -> Message:
-    """Return the message with memory of its own: the next stage may change its input in place."""
+    """Return the message with its own memory: the next stage may change its input in place."""
     leaf = message.leaves[0]
     if leaf is None or leaf.untyped_storage()._cdata not in others:
         return message
@@ -315,7 +315,7 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
 
 
 def _expect_leaf(leaf: Any) -> None:
-    """Raise TypeError for an object with tensors that pytree does not take apart, so that they would not cross."""
+    """Raise TypeError for an object with tensors that pytree does not split, so that they would not be copied."""
     if isinstance(leaf, _PLAIN):
         return
     parts = leaf if isinstance(leaf, (set, frozenset)) else getattr(leaf, "__dict__", {}).values()

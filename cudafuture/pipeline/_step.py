@@ -1,4 +1,4 @@
-"""One step of a pipeline: each device runs its row of the table, and messages between stages order the rows.
+"""Step of a pipeline: each device runs its row of the table, and messages between stages order the rows.
 
 ::
 
@@ -8,11 +8,11 @@
                   ▼                                     │
     device 1      F0 ───► B0 ─(4)► F1 ─► B1 ─► ...  ────┘
 
-1. A row runs its cells one after the other, on the stream that is current for the program there: so parameters and
-   gradients need no further order with what the program does before and after the step.
-2. The copy of an activation waits for the cell that made it; its memory is kept until the copy has read it.
-3. The same for a gradient, in the other direction, beside the activations.
-4. A cell waits for the copies of what it receives, and memory of a copy is kept until the cell has read it.
+1. A row runs its cells one after the other, on the program's current stream of that device. Parameters and gradients
+   therefore need no further order with the program's work before and after the step.
+2. The copy of an activation waits for the cell that produced it; its memory is kept until the copy has read it.
+3. The same holds for a gradient, in the other direction, concurrently with the activations.
+4. A cell waits for the copies of its inputs, and memory of a copy is kept until the cell has read it.
 
 Points 2 to 4 are those of ``cudafuture.copy`` and of waiting for its future; see ``LocalLink``.
 """
@@ -38,7 +38,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 @dataclass(frozen=True)
 class Route:
-    """The ways between stages, beside that from each to the next: which skips they pop, and where those come from."""
+    """Routes of skips between stages: the skips that each stage pops, and the stages that stash and pop each skip."""
 
     popped: Mapping[int, list[Skip]] = field(default_factory=dict)
     """By stage."""
@@ -47,15 +47,15 @@ class Route:
 
 
 class Step:
-    """The cells of one mini-batch.
+    """Cells of one mini-batch.
 
     Args:
         stages: of the model.
         schedule: the table to run.
-        link: of this step alone.
+        link: used by this step only.
         route: of the skips.
         weights: of the micro-batches' losses.
-        is_checkpointed: returns whether a micro-batch is computed again in its backward.
+        is_checkpointed: returns whether backward recomputes a micro-batch.
         is_inference: run forward cells only, without the loss.
         keeps_outputs: keep the outputs of the last stage.
     """
@@ -77,7 +77,7 @@ class Step:
         self._draws_alone = any(is_checkpointed(m) for m in range(schedule.microbatches))
         self._is_inference, self._keeps_outputs = is_inference, keeps_outputs or is_inference
         self._has_target = False
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self.errors: list[tuple[Cell | None, BaseException]] = []
         self.outputs: dict[int, Message] = {}
         self.peak_activations = [0] * len(schedule.rows)
@@ -94,7 +94,7 @@ class Step:
             self._send(("target", last, m), message, last)
 
     def run_row(self, row: int) -> None:
-        """Run the cells of a device in their order; after an error in any row, no more."""
+        """Run the cells of a device in their order; stop after an error in any row."""
         live = 0
         for cell in self._schedule.rows[row]:
             if cell is None or (self._is_inference and cell.kind != "F"):
@@ -118,18 +118,20 @@ class Step:
                 return
 
     def fail(self, error: BaseException, cell: Cell | None = None) -> None:
-        """Note an error, and stop the rows at their next cells."""
+        """Record an error, and stop the rows at their next cells."""
         with self._lock:
             self.errors.append((cell, error))
         self._link.close()
 
     def error(self) -> BaseException | None:
-        """Return the first error, with those that followed as notes on it; None where all cells have ended."""
+        """Return the first error, with later ones as notes on it, or None if all cells have ended."""
         with self._lock:
             if not self.errors:
                 cells = sum(cell is not None for row in self._schedule.rows for cell in row)
                 is_whole = self._is_inference or len(self._ended) == cells
-                return None if is_whole else LinkClosedError("the link between the stages closed by itself")
+                return (
+                    None if is_whole else LinkClosedError("the link between the stages closed before all cells ended")
+                )
             (cell, first), *others = self.errors
         noted: Any = first  # Python 3.10 has no add_note
         if hasattr(noted, "add_note"):

@@ -1,4 +1,4 @@
-"""The thread of one device behind ``Workers``, its waiting tasks, and the thread that fails overdue tasks."""
+"""Thread of one device behind ``Workers``, its waiting tasks, and the thread that fails overdue tasks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _log = logging.getLogger("cudafuture.pipeline.workers")
 class _Here(threading.local):
     worker: WorkerThread | None = None
     deadlines: Deadlines | None = None  # those of the workers that the thread belongs to
-    is_in_task = False  # not while the callbacks of a future that has completed run
+    is_in_task = False  # False while the callbacks of a completed future run
 
 
 _here = _Here()
 
 
 def is_inside(deadlines: Deadlines) -> bool:
-    """Return whether the calling thread is one of the workers that these deadlines belong to, or watches for them."""
+    """Return whether the calling thread is a worker of these deadlines, or their watching thread."""
     return _here.deadlines is deadlines
 
 
 class Task:
-    """One submitted function. It is also the executor that gets its own job, a callable with the caller's settings."""
+    """Submitted function. It is also the executor that receives its own job, a callable with the caller's settings."""
 
     __slots__ = (
         *("began", "compute", "finalize", "future", "has_deadline", "job", "name", "outcome", "refusal", "since"),
@@ -53,7 +53,7 @@ class Task:
         self.finalize = finalize  # called with the value; or None
         self.stream = stream
         self.name = name
-        self.job: Callable[[], object] = int  # nothing, until `submit`
+        self.job: Callable[[], object] = int  # does nothing, until `submit`
         self.since = time.perf_counter()
         self.began = 0.0
         self.outcome = ""  # "completed" or "failed"; "": it has not ended
@@ -61,11 +61,11 @@ class Task:
         self.refusal: Callable[[], object] | None = None  # called by the thread instead of the job
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Keep the job: called by the native module, which knows the task as an executor."""
+        """Keep the job; the native module calls this, because it uses the task as an executor."""
         self.job = job
 
     def run(self) -> None:
-        """Run the function and complete the future: what the job calls, with the caller's settings."""
+        """Run the function and complete the future; the job calls this with the caller's settings."""
         outer, _here.is_in_task = _here.is_in_task, True
         try:
             if self.stream is None:
@@ -80,7 +80,7 @@ class Task:
             return
         self.outcome, _here.is_in_task = "completed", outer
         if not self.future.done():
-            with contextlib.suppress(InvalidStateError):  # its deadline was quicker
+            with contextlib.suppress(InvalidStateError):  # its deadline completed it first
                 self.future.set_result(value, stream=self.stream)
 
     def _call(self) -> Any:
@@ -90,7 +90,7 @@ class Task:
         return value
 
     def drop(self) -> None:
-        """Drop all that the task keeps alive, save its future. A job that has not run cancels that."""
+        """Drop all references except the future, which is cancelled if the job has not run."""
         for slot in ("job", "compute", "finalize", "stream", "refusal"):
             with contextlib.suppress(AttributeError):  # dropped before
                 delattr(self, slot)
@@ -99,25 +99,25 @@ class Task:
 def fail(future: CUDAFuture[Any], error: BaseException) -> None:
     """Fail the future, unless it is done."""
     if not future.done():
-        with contextlib.suppress(InvalidStateError):  # another thread was quicker
+        with contextlib.suppress(InvalidStateError):  # another thread completed it first
             future.set_exception(error)
 
 
 class WorkerThread:
-    """A daemon thread that runs the tasks of one device, of which at most `limit` wait; 0: any number."""
+    """Daemon thread that runs the tasks of one device, of which at most `limit` wait; 0: no limit."""
 
     def __init__(self, device: Device, limit: int, name: str, deadlines: Deadlines) -> None:
-        with use_device(device):  # raises here, not in the thread, for a device that is not there
+        with use_device(device):  # raises here, not in the thread, for a device that does not exist
             self.is_accelerator = is_cuda(current_stream(device))
         self.device = device
         self.deadlines = deadlines
         self.thread = threading.Thread(target=self._run, name=f"{name}-{device}", daemon=True)
         self._limit = limit
         self._wake_ups: SimpleQueue[None] = SimpleQueue()  # one or more, or the thread is awake, while tasks wait
-        self._lock = threading.RLock()  # guards what follows; re-entrant, as a garbage collection may run anything
+        self._lock = threading.RLock()  # guards the fields below; re-entrant, as garbage collection may run any code
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # threads that wait for `_changed`
-        # A heap, by priority and then arrival. Each change is one call, which Ctrl-C or a collection cannot tear.
+        # A heap, by priority and then arrival. Each change is one call, so Ctrl-C or a collection cannot tear it.
         self._waiting: list[tuple[int, int, Task]] = []
         self._order = itertools.count()
         self._current: Task | None = None
@@ -125,18 +125,18 @@ class WorkerThread:
         self._is_closed = False
         self._has_ended = False
         self._death: BaseException | None = None
-        self._counts = {"completed": 0, "failed": 0, "": 0}  # "": those that never began
+        self._counts = {"completed": 0, "failed": 0, "": 0}  # "": tasks that never began
         self.busy = 0.0
 
     # ---- any thread
 
     def wake(self) -> None:
-        """Have the thread look for tasks."""
+        """Wake the thread to look for tasks."""
         if self._wake_ups.empty():
             self._wake_ups.put(None)
 
     def put(self, task: Task, priority: int) -> None:
-        """Have the task run; at once, inside a task of this worker. Blocks while too many tasks wait."""
+        """Queue the task; run it at once inside a task of this worker. Block while too many tasks wait."""
         is_own = _here.worker is self and _here.is_in_task
         with self._lock:
             self._expect_open()
@@ -156,7 +156,7 @@ class WorkerThread:
             self._counts[task.outcome] += 1
 
     def withdraw(self, task: Task) -> None:
-        """Take a task back whose submission failed or was interrupted. One that has begun goes on."""
+        """Remove a task whose submission failed or was interrupted. One that has begun continues."""
         self.deadlines.remove(task)
         task.future.cancel()
         self._sweep()
@@ -164,8 +164,8 @@ class WorkerThread:
             task.drop()
 
     def cancel_waiting(self, error: BaseException | None) -> int:
-        """Cancel the tasks that wait, or fail them with `error`; return how many there were."""
-        with self._lock:  # they stay in the heap, so that Ctrl-C in the midst leaves the rest to the thread
+        """Cancel the waiting tasks, or fail them with `error`; return their number."""
+        with self._lock:  # they stay in the heap, so that after Ctrl-C the thread handles the rest
             tasks = [task for _, _, task in sorted(self._waiting)]
             number = sum(not task.future.done() for task in tasks)
             refusals = [task.future.cancel if error is None else partial(fail, task.future, error) for task in tasks]
@@ -177,20 +177,20 @@ class WorkerThread:
         return number
 
     def end(self) -> None:
-        """Have the thread end behind the tasks that wait, and refuse further ones.
+        """Make the thread end after the waiting tasks, and refuse further ones.
 
-        It takes no lock: a garbage collection may call it, in a thread that holds any.
+        It takes no lock: garbage collection may call it, in a thread that holds any lock.
         """
         self._is_closed = True
         self._wake_ups.put(None)
 
     def wake_sleepers(self) -> None:
-        """Have the threads that wait for room, or for the end of the tasks, look again."""
+        """Wake the threads that wait for room, or for the end of the tasks."""
         with self._lock:
             self._notify()
 
     def wait_until_idle(self, deadline: float | None) -> bool:
-        """Block until no task waits or runs; return False if that took time, in which tasks may have come elsewhere."""
+        """Block until no task waits or runs; return False if that took time, so other workers may have new tasks."""
         was_idle = True
         with self._lock:
             while self._current is not None or self._waiting:
@@ -202,11 +202,11 @@ class WorkerThread:
         return was_idle
 
     def counts(self) -> tuple[int, int, int, int, int, int]:
-        """Return the tasks submitted, completed, failed, cancelled, waiting and running."""
+        """Return the numbers of tasks submitted, completed, failed, cancelled, waiting and running."""
         with self._lock:
             counts, running, waiting = dict(self._counts), self._nested, len(self._waiting)
             if self._current is not None:
-                if self._current.outcome:  # its future may be done: it counts as ended
+                if self._current.outcome:  # its future may be done, so it counts as ended
                     counts[self._current.outcome] += 1
                 else:
                     running += 1
@@ -230,19 +230,19 @@ class WorkerThread:
             raise InvalidStateError(f"the worker of {self.device} takes no further tasks: close() was called")
 
     def _died(self) -> CUDAFutureError:
-        error = CUDAFutureError(f"the worker thread of {self.device} died of {self._death!r}; make new Workers")
+        error = CUDAFutureError(f"the worker thread of {self.device} died of {self._death!r}; create new Workers")
         error.__cause__ = self._death
         return error
 
     def _wait_for_room(self) -> None:
         while len(self._waiting) >= self._limit:
-            self._sweep()  # some may have been cancelled by their owners
+            self._sweep()  # their owners may have cancelled some
             if len(self._waiting) >= self._limit:
                 self._sleep(None)
                 self._expect_open()
 
     def _sweep(self) -> None:
-        """Remove the tasks that wait in vain, as their futures are done."""
+        """Remove the waiting tasks whose futures are done."""
         with self._lock:
             done = [entry for entry in sorted(self._waiting) if entry[2].future.done()]
             self._remove(done)
@@ -293,7 +293,7 @@ class WorkerThread:
             self._die(error)
 
     def _turn(self, ended: Task | None) -> Task | None:
-        """End a task and begin the next one, if there is one."""
+        """End a task, then begin and return the next one, or None."""
         now = time.perf_counter()
         if ended is not None:
             self._drop(ended)
@@ -327,10 +327,10 @@ class WorkerThread:
 
 
 class Deadlines:
-    """The tasks that have to end by a time. A thread, started for the first of them, fails those that have not.
+    """Deadlines of tasks. A thread, started for the first of them, fails the tasks that have not ended in time.
 
     Args:
-        workers: whose tasks the table in the errors shows; more may be added.
+        workers: the errors show the table of their tasks; more may be added.
     """
 
     def __init__(self, workers: Mapping[Any, WorkerThread]) -> None:
@@ -338,9 +338,9 @@ class Deadlines:
         self.thread: threading.Thread | None = None
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
         self._is_closed = False
-        self._lock = threading.RLock()  # guards what follows; taken after that of a worker
+        self._lock = threading.RLock()  # guards the fields below; taken after that of a worker
         self._tasks: dict[Task, tuple[float, float, CUDAFuture[Any], Device]] = {}
-        self._next = float("inf")  # when the thread looks again
+        self._next = float("inf")  # when the thread checks again
 
     def add(self, task: Task, timeout: float, device: Device) -> None:
         """Fail the task's future unless the task is removed within `timeout` seconds."""
@@ -348,23 +348,23 @@ class Deadlines:
             task.has_deadline = True
             at = time.monotonic() + timeout
             self._tasks[task] = (at, timeout, task.future, device)
-            if self.thread is None or self.thread.ident is None:  # Ctrl-C may have come before it started
+            if self.thread is None or self.thread.ident is None:  # Ctrl-C may have interrupted its start
                 self.thread = threading.Thread(target=self._run, name="cudafuture-deadlines", daemon=True)
                 self.thread.start()
             elif at < self._next:
                 self._wake_ups.put(None)
 
     def remove(self, task: Task) -> None:
-        """Forget a task that has ended."""
+        """Remove a task that has ended."""
         if not task.has_deadline:
             return
         with self._lock:
             if self._is_closed:
-                self._wake_ups.put(None)  # first: Ctrl-C may come in between
+                self._wake_ups.put(None)  # first: Ctrl-C may interrupt after it
             self._tasks.pop(task, None)
 
     def end(self) -> None:
-        """Have the thread end when no task is left. Takes no lock."""
+        """Make the thread end when no task is left. It takes no lock."""
         self._is_closed = True
         self._wake_ups.put(None)
 
@@ -374,10 +374,10 @@ class Deadlines:
             with contextlib.suppress(Empty):
                 seconds = self._next - time.monotonic()
                 self._wake_ups.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
-        self._wake_ups.put(None)  # for a second thread, which Ctrl-C in `add` may lead to
+        self._wake_ups.put(None)  # for a second thread, which Ctrl-C in `add` may have started
 
     def _fail_overdue(self) -> bool:
-        """Fail the tasks that are overdue. Return whether to go on."""
+        """Fail the overdue tasks; return False when the thread must end."""
         with self._lock:
             now = time.monotonic()
             overdue = {task: entry for task, entry in self._tasks.items() if entry[0] <= now}
@@ -392,7 +392,7 @@ class Deadlines:
 
 
 def table(workers: Mapping[Any, WorkerThread]) -> str:
-    """Return the tasks of the workers, one a line."""
+    """Return the tasks of the workers, one per line."""
     rows = [("worker", "task", "state", "seconds")]
     rows += (row for worker in dict.fromkeys(workers.values()) for row in worker.rows())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -22,7 +22,7 @@ __all__ = ["Analysis", "Costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of cells and copies. A number is that of all stages; a sequence has one number per stage.
+    """Seconds of cells and copies. A number applies to all stages; a sequence has one number per stage.
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -73,7 +73,7 @@ class Costs:
         return share * (value[cell.stage] if isinstance(value, Sequence) else value)
 
     def require_stages(self, stages: int) -> None:
-        """Raise ValueError if a sequence has not one number for each of `stages` stages.
+        """Raise ValueError if a sequence does not have one number for each of `stages` stages.
 
         >>> Costs(forward=[1, 2]).require_stages(3)
         Traceback (most recent call last):
@@ -95,7 +95,7 @@ def _seconds(name: str, value: SupportsFloat) -> float:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Times and memory of one step of a schedule. ``Schedule.check`` makes it."""
+    """Times and memory of one step of a schedule. ``Schedule.check`` creates it."""
 
     seconds: float
     """Seconds of the step, from the start of the first cell to the end of the last."""
@@ -104,17 +104,17 @@ class Analysis:
     busy: tuple[float, ...]
     """Seconds that each device works."""
     peak_activations: tuple[int, ...]
-    """Of each device: most (stage, micro-batch) pairs with a forward pass whose B or W cell has not ended."""
+    """For each device: most (stage, micro-batch) pairs with a forward pass whose B or W cell has not ended."""
     start: Mapping[Cell, float]
     """Second in which each cell starts."""
     end: Mapping[Cell, float]
     """Second in which each cell ends."""
     order: tuple[Cell, ...]
-    """All cells by start. A cell comes after all that it needs, also where cells take no time."""
+    """All cells by start. A cell comes after all cells that it needs, even if cells take no time."""
 
 
 class _Table:
-    """The cells of a schedule, each with its device, its position, and the cells that it needs."""
+    """Cells of a schedule, each with its device, its position, and the cells that it needs."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -126,13 +126,13 @@ class _Table:
                     continue
                 if cell in self.places:
                     message = (
-                        f"{cell} stands twice: {self.name(cell)} and device {device}, position {position}. Keep one."
+                        f"{cell} appears twice: {self.name(cell)} and device {device}, position {position}. Keep one."
                     )
                     raise ScheduleError(message)
                 self.places[cell] = (device, position)
 
     def name(self, cell: Cell) -> str:
-        """Return the place of a cell for messages."""
+        """Return the position of a cell for messages."""
         device, position = self.places[cell]
         return f"device {device}, position {position}"
 
@@ -148,7 +148,7 @@ class _Table:
                 )
 
     def require_complete(self) -> None:
-        """Raise ScheduleError unless each stage has for each micro-batch one F, and one B or one I and one W."""
+        """Raise ScheduleError unless each stage has one F per micro-batch, and one B, or one I and one W."""
         for stage in range(self.schedule.stages):
             for microbatch in range(self.schedule.microbatches):
                 held = [k for k in "FBIW" if Cell(stage, k, microbatch) in self.places]
@@ -171,13 +171,13 @@ class _Table:
         )
 
     def needs(self, cell: Cell) -> Iterator[Cell]:
-        """Yield the cells of the table that have to end before `cell` starts."""
+        """Yield the cells of the table that must end before `cell` starts."""
         for group in needed_groups(cell, self.schedule.stages):
             yield next(needed for needed in group if needed in self.places)
 
 
 def analyse(schedule: Schedule, costs: Costs) -> Analysis:
-    """Return the analysis of a schedule. Raise ScheduleError if it cannot run, ValueError if `costs` do not fit."""
+    """Return the analysis of a schedule; raise ScheduleError if it cannot run, ValueError if `costs` do not fit."""
     table = _Table(schedule)
     table.require_one_device_per_stage()
     table.require_complete()
@@ -189,7 +189,7 @@ def analyse(schedule: Schedule, costs: Costs) -> Analysis:
     bubble = 1 - sum(busy) / (len(busy) * seconds) if seconds > 0 else 0.0
     return Analysis(
         seconds=seconds,
-        bubble=max(0.0, bubble),  # sums of floats may come out above the time of the step
+        bubble=max(0.0, bubble),  # float sums may exceed the time of the step
         busy=busy,
         peak_activations=tuple(_peak(row) for row in table.rows),
         start=start,
@@ -199,7 +199,7 @@ def analyse(schedule: Schedule, costs: Costs) -> Analysis:
 
 
 def _peak(row: list[Cell]) -> int:
-    """Return the most open micro-batches of a row. Its order says it all: only this device opens and closes them."""
+    """Return the most open micro-batches of a row. Only this device opens and closes them, so its order suffices."""
     now = peak = 0
     for cell in row:
         now += {"F": 1, "I": 0}.get(cell.kind, -1)
@@ -208,7 +208,7 @@ def _peak(row: list[Cell]) -> int:
 
 
 class _Links:
-    """The copies between devices. Those of one stage in one direction run one after another."""
+    """Copies between devices. Those of one stage in one direction run one after another."""
 
     def __init__(self, device_of: tuple[int, ...], seconds: float) -> None:
         self._device_of = device_of
@@ -216,7 +216,7 @@ class _Links:
         self._free: dict[tuple[int, str], float] = {}
 
     def arrive(self, cell: Cell, end: float) -> float:
-        """Return when the result of `cell`, which ended at `end`, is where the neighbouring stage needs it."""
+        """Return the time at which the result of `cell`, which ended at `end`, arrives at the neighbouring stage."""
         target = cell.stage + (1 if cell.kind == "F" else -1)
         here = self._device_of[cell.stage]
         if cell.kind == "W" or not 0 <= target < len(self._device_of) or self._device_of[target] == here:
@@ -227,7 +227,7 @@ class _Links:
 
 
 def _simulate(table: _Table, costs: Costs) -> tuple[dict[Cell, float], dict[Cell, float]]:
-    """Return start and end of each cell, in an order in which a cell comes after all that it needs."""
+    """Return start and end of each cell, ordered so that a cell comes after all cells that it needs."""
     links = _Links(table.schedule.device_of, costs.copy)
     start: dict[Cell, float] = {}
     end: dict[Cell, float] = {}
@@ -257,7 +257,7 @@ def _simulate(table: _Table, costs: Costs) -> tuple[dict[Cell, float], dict[Cell
 
 
 def _describe_deadlock(table: _Table, heads: list[int], ended: Mapping[Cell, float]) -> str:
-    """Return a message that names the first cells which wait for each other in a circle."""
+    """Return a message that names the first cells that wait for each other in a cycle."""
     waits: dict[Cell, tuple[Cell, Cell]] = {}  # first cell that cannot run -> cell that it needs, cell ahead of that
     device = next(d for d, row in enumerate(table.rows) if heads[d] < len(row))
     cell = table.rows[device][heads[device]]
@@ -283,7 +283,7 @@ def draw(schedule: Schedule, path: str | os.PathLike[str], costs: Costs | None =
     analysis = analyse(schedule, costs)
     colours = {"F": "#8ecae6", "B": "#ffb703", "I": "#fb8500", "W": "#a7c957"}
     names = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weight"}
-    # A label has to fit in a cell: about a third of an inch per average cell.
+    # A label must fit in a cell: about a third of an inch per average cell.
     width = max(6.0, min(60.0, max(len(row) for row in schedule.rows) / 3))
     figure = figures.Figure(figsize=(width, 1.2 + 0.4 * len(schedule.rows)), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Balance of a sequential model: how many layers each partition gets, by measured time or by size."""
+"""Balance of a sequential model: the number of layers of each partition, by measured time or by size."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _Device = torch.device | str | int
 
 
 def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
-    """Return the number of layers of each partition, so that the largest sum of costs is as small as it can be.
+    """Return the number of layers of each partition that minimises the largest sum of costs.
 
     Args:
         cost: of each layer, in any unit, at least 0.
         partitions: at least 1, at most the number of layers. Each gets at least one layer.
 
-    Of the best answers it returns the one in which the sum of the squares of the partitions' costs is the smallest.
+    Of the best answers it returns the one with the smallest sum of the squares of the partitions' costs.
 
     Raises:
-        ValueError: a number of partitions that does not fit the number of layers, or a negative cost.
+        ValueError: the number of partitions does not fit the number of layers, or a cost is negative.
 
     >>> balance_cost([1, 1, 1, 3, 1, 1], 3)
     [3, 1, 2]
@@ -42,7 +42,7 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
         raise ValueError(f"costs must be at least 0: {list(cost)}")
     sums = [0, *itertools.accumulate(cost)]
     # best[k][n]: (largest sum, sum of squares, cut) of the first n layers in k + 1 partitions. First all largest sums:
-    # the best division of the whole may have a larger maximum on the way, if its squares are smaller.
+    # the best division of the whole may have a larger intermediate maximum, if its squares are smaller.
     limit = _smallest_limit(sums, partitions)
     infinite = float("inf")
     squares = [infinite] * (layers + 1)
@@ -91,10 +91,10 @@ def balance_by_time(
 
     Args:
         partitions: their number.
-        module: the sequential model. It is not changed: each layer is copied to the device while it is measured.
+        module: the sequential model. It does not change: each layer is copied to the device for its measurement.
         sample: an input with any number of rows.
-        timeout: seconds; the model is measured again and again until they are over, and the median counts. Default 1.
-        device: where to measure. Default: the current accelerator; the CPU if there is none.
+        timeout: seconds; the model is measured repeatedly until they have passed, and the median counts. Default 1.
+        device: measures on this device. Default: the current accelerator; the CPU if there is none.
 
     Raises:
         ValueError: a parameter has a gradient already, or there are fewer layers than partitions.
@@ -138,15 +138,15 @@ def balance_by_size(
 
     Args:
         partitions: their number.
-        module: the sequential model. It is not changed: each layer is copied to the device while it is measured.
+        module: the sequential model. It does not change: each layer is copied to the device for its measurement.
         input: a mini-batch with as many rows as in training. Two of them are used.
         chunks: micro-batches of a mini-batch. Default 1.
-        param_scale: copies of the parameters that exist in training: the parameters, their gradients, and what the
-            optimizer keeps. 2 (default) or 3 for SGD, without and with momentum, 4 for Adam.
-        device: where to measure. Default: the current accelerator; the CPU if there is none.
+        param_scale: copies of the parameters that exist in training: the parameters, their gradients, and the state of
+            the optimizer. 2 (default) or 3 for SGD, without and with momentum, 4 for Adam.
+        device: measures on this device. Default: the current accelerator; the CPU if there is none.
 
-    The size of a layer is that of the tensors which its forward pass keeps for the backward pass, and of its output,
-    for one micro-batch, plus `param_scale` times that of its parameters.
+    The size of a layer is that of the tensors that its forward pass keeps for the backward pass, and of its output, for
+    one micro-batch, plus `param_scale` times that of its parameters.
 
     >>> balance_by_size(2, nn.Sequential(nn.Linear(9, 9), nn.ReLU(), nn.ReLU()), torch.ones(4, 9), device="cpu")
     [1, 2]
@@ -154,7 +154,7 @@ def balance_by_size(
     where = _device(device)
     _check_number(partitions, module)
     rows = Batch(input)[0].size(0)
-    few = min(rows, 2)  # not one, of which a BatchNorm has no variance
+    few = min(rows, 2)  # not one: a BatchNorm has no variance for it
     sample = input[:few] if isinstance(input, Tensor) else tuple(tensor[:few] for tensor in input)
     sizes: list[float] = []
 
@@ -169,7 +169,7 @@ def balance_by_size(
 
 
 def _memory_of(layer: nn.Module, inputs: Batch) -> tuple[Batch, int]:
-    """Return the layer's output, and the bytes that the forward pass adds: what it saves, and the output."""
+    """Return the layer's output, and the bytes that the forward pass adds: saved tensors, and the output."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -198,12 +198,12 @@ def _run_layers(
     device: torch.device,
     measure: Callable[[int, nn.Module, Batch], Batch],
 ) -> None:
-    """Call `measure` with each layer in training mode on the device, and its input: the output of the one before."""
+    """Call `measure` with each layer in training mode on the device, and its input: the output of the previous one."""
     batch = Batch(sample)
     batch[:] = tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in batch)
     with use_skip_tracker(_Detached()), torch.enable_grad():
         for i, layer in enumerate(_layers_on(module, device)):
-            # No leaf, which a layer that works in place would refuse.
+            # Not a leaf: a layer that works in place would refuse it.
             batch[:] = tuple(x.detach().requires_grad_(x.requires_grad).clone() for x in batch)
             batch = measure(i, layer, batch)
 
@@ -214,7 +214,7 @@ def _layers_on(module: nn.Sequential, device: torch.device) -> Iterator[nn.Modul
 
 
 class _Detached(SkipTracker):
-    """A tracker whose tensors do not lead back to the layer that stashed them, as that one is measured alone."""
+    """Tracker whose tensors do not lead back to the layer that stashed them, because that is measured alone."""
 
     def save(self, batch: Any, ns: Any, name: str, tensor: Tensor | None) -> None:
         detached = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
@@ -228,7 +228,7 @@ def _backward(outputs: Batch) -> None:
 
 
 def _check_number(partitions: int, module: nn.Sequential) -> None:
-    """Raise before the measuring, which takes its time."""
+    """Raise before the measurement, which is slow."""
     balance_cost([0] * len(module), partitions)
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm whose running statistics are those of the mini-batch, although it sees one micro-batch at a time.
+"""BatchNorm whose running statistics are those of the mini-batch, although it gets one micro-batch at a time.
 
 Idea: torchgpipe's deferred batch normalisation.
 """
@@ -54,7 +54,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.set_chunks(chunks)
 
     def set_chunks(self, chunks: int) -> None:
-        """Begin a mini-batch of so many micro-batches. What was seen of an unfinished one is forgotten.
+        """Begin a mini-batch of `chunks` micro-batches, and drop the statistics of an unfinished one.
 
         >>> DeferredBatchNorm(1).set_chunks(4)
         """
@@ -116,7 +116,7 @@ class DeferredBatchNorm(_BatchNorm):
             assert running_var is not None
             assert number is not None
             number.add_(1)
-            # Not float(number), for which the host would wait.
+            # Not float(number): it would block the host.
             weight: Any = self.momentum if self.momentum is not None else number.to(running_mean.dtype).reciprocal()
             var = self._deviation / max(self.counter - 1, 1)  # unbiased, as nn.BatchNorm's
             running_mean.lerp_(self._mean.to(running_mean.dtype), weight)
@@ -144,8 +144,8 @@ def convert_deferred_batch_norm(module: _Module, chunks: int = 1) -> _Module:
     The new layers have the parameters, buffers and hooks of the old ones: the same objects.
 
     Raises:
-        TypeError: a SyncBatchNorm.
-        ValueError: a lazy BatchNorm that does not know its number of features yet.
+        TypeError: a layer is a SyncBatchNorm.
+        ValueError: a layer is a lazy BatchNorm that does not know its number of features yet.
 
     >>> model = convert_deferred_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), chunks=4)
     >>> model[1].chunks
@@ -159,7 +159,7 @@ def convert_deferred_batch_norm(module: _Module, chunks: int = 1) -> _Module:
 def _convert(
     cls: type[DeferredBatchNorm], module: nn.Module, chunks: int, name: str, converted: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    if module in converted:  # a layer in two places stays one layer
+    if module in converted:  # a layer that appears twice stays one layer
         return converted[module]
     converted[module] = module
     if isinstance(module, DeferredBatchNorm):
@@ -172,7 +172,7 @@ def _convert(
     elif isinstance(module, _BatchNorm) and module.track_running_stats:
         converted[module] = _deferred(cls, module, chunks, name)
     else:
-        for child_name, child in module._modules.items():  # not named_children(), which has no layer twice
+        for child_name, child in module._modules.items():  # named_children() lists no layer twice
             if child is not None:
                 path = f"{name}.{child_name}" if name else child_name
                 module._modules[child_name] = _convert(cls, child, chunks, path, converted)
@@ -184,7 +184,7 @@ def _deferred(cls: type[DeferredBatchNorm], module: _BatchNorm, chunks: int, nam
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise ValueError(f"{name or 'the module'} is lazy: run the model once before it is converted")
     deferred = cls.__new__(cls)
-    # All that the layer has, hooks included, but dictionaries of its own: the old layer stays as it is.
+    # All state of the layer, hooks included, in new dictionaries: the old layer does not change.
     state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
     deferred.__dict__.update(state)
     deferred.set_chunks(chunks)

@@ -1,4 +1,4 @@
-"""Recomputing the forward pass of a stage in its backward pass, with the random numbers of the first time.
+"""Recomputation of the forward pass of a stage in its backward pass, with the random numbers of the first run.
 
 Idea: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); its place in a pipeline: torchgpipe.
 """
@@ -23,7 +23,7 @@ class _Flags(threading.local):
 _flags = _Flags()
 
 _generator_lock = threading.RLock()
-"""Held while a stage draws numbers that have to be drawn again: the generator of the host belongs to all threads."""
+"""Held while a stage draws random numbers that it must draw again: all threads share the generator of the host."""
 
 
 def is_checkpointing() -> bool:
@@ -46,7 +46,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def checkpointing() -> Iterator[None]:
-    """Have ``is_checkpointing`` return True in this thread, and keep other threads from drawing for a checkpoint."""
+    """Make ``is_checkpointing`` return True in this thread, and keep other threads from drawing for a checkpoint."""
     before = _flags.is_checkpointing
     with _generator_lock:
         _flags.is_checkpointing = True
@@ -63,7 +63,7 @@ def drawing() -> AbstractContextManager[object]:
 
 @contextmanager
 def recomputing(state: RandomState) -> Iterator[None]:
-    """Have ``is_recomputing`` return True in this thread, with the generators as `state` remembers them."""
+    """Make ``is_recomputing`` return True in this thread, with the generators in the states of `state`."""
     before = _flags.is_recomputing
     with _generator_lock:
         now = RandomState.capture(state.device)
@@ -86,7 +86,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """Return the states as they are now."""
+        """Return the current states."""
         on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), on_device)
 

@@ -1,4 +1,4 @@
-"""Copies and waits between streams, as autograd functions: the backward pass does the same the other way round."""
+"""Copies and waits between streams, as autograd functions whose backward pass does the reverse."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["Handover", "copy", "depart", "wait"]
 
 
 _Mark = CUDAFuture[None]
-"""An event behind the work that a stream has been given so far.
+"""An event behind the work that is enqueued on a stream so far.
 
-Not a torch.Event: another current device at its destruction would make a context.
+Not a torch.Event: destroying one while another device is current would create a context.
 """
 
 
 @dataclass
 class Handover:
-    """Events between a stage's stream and the copies of what the stage gives. One is for one micro-batch.
+    """Events between a stage's stream and the copies of its outputs, for one micro-batch.
 
-    The streams of the copies are not waited for as a whole: another thread may have enqueued later micro-batches there.
+    The copies' streams are not waited for as a whole: another thread may have enqueued later micro-batches there.
 
     >>> Handover().arrived
     []
     """
 
     ready: _Mark | None = None
-    """After the stage; None: its tensors are the CPU's."""
+    """After the stage; None: its tensors are on the CPU."""
     arrived: list[_Mark | None] = field(default_factory=list)
     """After each copy of gradients that the stage has not waited for yet."""
 
@@ -44,8 +44,8 @@ def depart(stream: AbstractStream, handover: Handover, *tensors: Tensor) -> tupl
     """Return the tensors, for ``copy`` with the same `handover`, which may be called in another thread.
 
     Args:
-        stream: where the tensors are ready. In the backward pass it waits for the copies of the gradients.
-        handover: is given the events.
+        stream: the tensors are ready on it. In the backward pass it waits for the copies of the gradients.
+        handover: receives the events.
         tensors: of one device.
 
     >>> from cudafuture.pipeline.stream import CPUStream
@@ -59,19 +59,19 @@ def depart(stream: AbstractStream, handover: Handover, *tensors: Tensor) -> tupl
 def copy(
     prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor, handover: Handover | None = None
 ) -> tuple[Tensor, ...]:
-    """Return copies of the tensors on the device of `next_stream`, made beside the work of both devices.
+    """Return copies of the tensors on the device of `next_stream`, concurrent with the work of both devices.
 
     Args:
         prev_stream: of the tensors' device. The copies, and the copies of the gradients, are enqueued on both streams.
         next_stream: of another device. The copies are ready, and have their memory, in the order of this stream.
-        tensors: what ``depart`` has returned; without `handover`, ready in the order of `prev_stream`.
+        tensors: the result of ``depart``; without `handover`, ready in the order of `prev_stream`.
         handover: of ``depart``. Default: the caller orders the streams.
 
     >>> from cudafuture.pipeline.stream import CPUStream
     >>> copy(CPUStream, CPUStream, torch.ones(1))
     (tensor([1.]),)
     """
-    with use_stream(next_stream):  # autograd runs the backward pass in it, too
+    with use_stream(next_stream):  # autograd runs the backward pass in it too
         copies: tuple[Tensor, ...] = Copy.apply(prev_stream, next_stream, handover, *tensors)  # type: ignore[no-untyped-call]
     return copies
 
@@ -80,7 +80,7 @@ def wait(prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Ten
     """Return the tensors, for use on `next_stream`: it waits for `prev_stream`, and in the backward pass vice versa.
 
     Args:
-        prev_stream: where the tensors are ready, and where their gradients are used.
+        prev_stream: the tensors are ready on it, and their gradients are used on it.
         next_stream: of the same device.
         tensors: recorded on `next_stream`, as their gradients are on `prev_stream`.
 
@@ -93,7 +93,7 @@ def wait(prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Ten
 
 
 class Depart(torch.autograd.Function):
-    """Identity between a stage and the copies of what it gives."""
+    """Identity between a stage and the copies of its outputs."""
 
     @staticmethod
     def forward(ctx: Any, stream: AbstractStream, handover: Handover, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -133,12 +133,12 @@ def _copies(tensors: Sequence[Any], source: AbstractStream, target: AbstractStre
     device = get_device(target)
     with use_stream(source), use_stream(target):
         copies = [None if tensor is None else tensor.to(device) for tensor in tensors]
-    _record(tensors, source)  # their memory is another stream's
+    _record(tensors, source)  # their memory belongs to another stream
     return copies
 
 
 class Wait(torch.autograd.Function):
-    """Identity that has one stream wait for another."""
+    """Identity that makes one stream wait for another."""
 
     @staticmethod
     def forward(

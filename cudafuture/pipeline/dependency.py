@@ -1,7 +1,7 @@
 """Dependencies between the backward passes of two parts of a model that do not use each other's tensors.
 
-``fork`` gives a phony, an empty tensor, and ``join`` takes it in. Autograd runs what was forked only after all of what
-was joined, since the phony could carry a gradient; none does.
+``fork`` returns a phony, an empty tensor, and ``join`` takes it. Autograd runs the forked part only after the whole
+joined part, since the phony could carry a gradient; it never does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def alias(ctx: Any, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) ->
     Args:
         ctx: of the function. The outputs that need no gradient are marked, and gradients that do not exist stay None.
         tensors: inputs of the function, or copies of them.
-        requires_grad: for each tensor, whether its input requires a gradient.
+        requires_grad: for each tensor, True if its input requires a gradient.
 
     >>> class Pass(torch.autograd.Function):
     ...     @staticmethod
@@ -39,7 +39,7 @@ def alias(ctx: Any, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) ->
     >>> [x.requires_grad for x in Pass.apply(torch.ones(1, requires_grad=True), torch.ones(1))]
     [True, False]
     """
-    # Detached, the outputs are no views of the inputs, so that what comes next may change them in place.
+    # Detached outputs are not views of the inputs, so later operations may change them in place.
     outputs = tuple(tensor.detach() for tensor in tensors)
     ctx.mark_non_differentiable(*(output for output, needs in zip(outputs, requires_grad, strict=True) if not needs))
     ctx.set_materialize_grads(False)
@@ -47,7 +47,7 @@ def alias(ctx: Any, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) ->
 
 
 def fork(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the tensors, and a phony: backward passes through the tensors after all to which the phony was joined.
+    """Return the tensors, and a phony: backward passes through the tensors after all tensors joined with the phony.
 
     The phony requires no gradient, and has no effect, if none of the tensors does.
 
@@ -62,9 +62,9 @@ def fork(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def join(tensors: Sequence[Tensor], carrier: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors: backward passes through them before it passes through what `carrier` was forked from.
+    """Return the tensors: backward passes through them before it passes through the tensors that forked `carrier`.
 
-    Tensors that require no gradient have no backward pass, and are returned as they are.
+    Tensors that require no gradient have no backward pass, and are returned unchanged.
 
     >>> (x,), carrier = fork([torch.ones(1, requires_grad=True)])
     >>> (y,) = join([torch.ones(1, requires_grad=True)], carrier)

@@ -1,4 +1,4 @@
-"""A sequential model that runs as a pipeline: torchgpipe's ``GPipe``, on any accelerator and on the CPU."""
+"""Sequential model that runs as a pipeline: torchgpipe's ``GPipe``, on any accelerator and on the CPU."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _MODES = ("always", "except_last", "never")
 
 
 class BalanceError(ValueError):
-    """The balance does not fit the model: pass the number of layers of each partition, which add up to all layers.
+    """Error of a balance that does not fit the model: pass the number of layers of each partition.
 
     ``cudafuture.pipeline.balance`` measures a model and returns its balance.
     """
 
 
 class GPipe(nn.Module):
-    """A sequential model in partitions on several devices, through which micro-batches follow each other.
+    """Sequential model in partitions on several devices, through which micro-batches follow each other.
 
     Args:
         module: an ``nn.Sequential``. Its layers are moved to their devices.
-        balance: number of layers of each partition.
-        devices: of the partitions, in their order; more than there are partitions are ignored, and one may have several
-            partitions. Default: all of the current accelerator; the CPU if there is none.
-        chunks: micro-batches that a mini-batch is cut into along its first dimension. Default 1.
-        checkpoint: the micro-batches whose activations are computed again in the backward pass in training: "always",
+        balance: number of layers of each partition; their sum is the number of layers.
+        devices: of the partitions, in their order; surplus devices are ignored, and one may have several partitions.
+            Default: all of the current accelerator; the CPU if there is none.
+        chunks: micro-batches that a mini-batch is split into along its first dimension. Default 1.
+        checkpoint: the micro-batches whose activations are recomputed in the backward pass in training: "always",
             "except_last" (default; the last one's are the first to be needed), or "never".
         deferred_batch_norm: update the running statistics of BatchNorms once for each mini-batch; see
             ``DeferredBatchNorm``. Default False.
 
-    All micro-batches go forward, and ``backward()`` of a loss of the output brings them all back ("fill and drain").
+    All micro-batches go forward, and ``backward()`` of a loss of the output runs them all back ("fill and drain").
     The gradients are those of the model called with one micro-batch after the other.
 
-    Between two partitions are tensors or tuples of tensors. Layers that are ``skippable`` may pass tensors over others.
+    Tensors or tuples of tensors pass between two partitions. ``skippable`` layers may pass tensors over others.
 
     The parameters have the names that torchgpipe gives them: ``partitions.<partition>.<layer>.<parameter>``.
 
     If a partition fails, its error is raised with its traceback. It gets a note about each other partition that failed
-    meanwhile, and the model can be called again.
+    too, and the model can be called again.
 
     Attributes:
         balance: number of layers of each partition.
@@ -61,9 +61,9 @@ class GPipe(nn.Module):
 
     Raises:
         TypeError: the module is not an ``nn.Sequential``, or its skips do not match.
-        ValueError: an argument out of range, a layer or a parameter in two places.
-        BalanceError: a balance that is missing or does not fit.
-        IndexError: fewer devices than partitions.
+        ValueError: an argument is out of range, or a layer or a parameter is in two places.
+        BalanceError: the balance is missing or does not fit.
+        IndexError: there are fewer devices than partitions.
 
     Idea: Huang et al., GPipe (2019), and torchgpipe (Kim et al., 2020).
 
@@ -103,7 +103,7 @@ class GPipe(nn.Module):
         self.partitions = _split(module, self.balance, self.devices)
         self.training = module.training
         self._deferred = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
-        self._stages: list[Stage] | None = None  # made at the first call, not copied and not pickled: they have streams
+        self._stages: list[Stage] | None = None  # created by the first call; they have streams, so they are not copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stages": None}
@@ -117,7 +117,7 @@ class GPipe(nn.Module):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Iterate over the layers of the model."""
+        """Yield the layers of the model."""
         for partition in self._sequences():
             yield from partition
 
@@ -145,7 +145,7 @@ class GPipe(nn.Module):
         self.cuda()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Convert the parameters to a dtype. A device, or a tensor that stands for one, raises TypeError.
+        """Convert the parameters to a dtype. A device, or a tensor that selects one, raises TypeError.
 
         >>> GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]).to(torch.float64)[0].weight.dtype
         torch.float64
@@ -159,12 +159,12 @@ class GPipe(nn.Module):
         """Return the output for a mini-batch, on the device of the last partition.
 
         Args:
-            input: a tensor, or a tuple of tensors with the same number of rows. On another device than that of the
-                first partition it is copied there.
+            input: a tensor, or a tuple of tensors with the same number of rows. It is copied to the device of the
+                first partition if necessary.
 
         Raises:
-            TypeError: something else than a tensor or a tuple of tensors, here or between two partitions.
-            ValueError: tensors of different lengths, or an empty tuple.
+            TypeError: the value is not a tensor or a tuple of tensors, here or between two partitions.
+            ValueError: the tensors have different lengths, or the tuple is empty.
 
         >>> model = GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], devices=["cpu", "cpu"], chunks=2)
         >>> model(torch.tensor([-1.0, 0.0, 1.0]))
@@ -184,7 +184,7 @@ class GPipe(nn.Module):
         return gather(fill_drain(batches, self._ready_stages(), self._checkpointed(len(batches))))
 
     def _checkpointed(self, batches: int) -> int:
-        """Return how many of the micro-batches are checkpointed."""
+        """Return the number of checkpointed micro-batches."""
         if self.chunks < 1:
             raise ValueError(f"chunks must be at least 1, not {self.chunks}")
         if self.checkpoint not in _MODES:
@@ -205,7 +205,7 @@ def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"GPipe partitions an nn.Sequential, not a {type(module).__name__}")
     if len(list(module.named_children())) != len(module):
-        raise ValueError("a layer is in the model twice: GPipe needs a layer of its own in each place")
+        raise ValueError("a layer is in the model twice: GPipe needs a separate layer in each place")
     owners: dict[nn.Parameter, str] = {}
     for name, layer in module.named_children():
         for parameter in layer.parameters():

@@ -1,4 +1,4 @@
-"""The way of tensors from one stage to another."""
+"""Link that transfers tensors from one stage to another."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["Link", "LinkClosedError", "LocalLink"]
 
 
 class LinkClosedError(Exception):
-    """The step has failed in another cell, so what a cell waits for will not come."""
+    """Error of a cell that waits for a message, after the step has failed in another cell."""
 
 
 class Link(Protocol):
-    """A way for tensors between the stages of a pipeline. A pipeline makes one for each step.
+    """Transfer of tensors between the stages of a pipeline. A pipeline creates one for each step.
 
     A key, which is hashable, names a message; each is sent once and received once.
     """
 
     def send(self, key: Any, leaves: Sequence[Any], device: torch.device, header: Any) -> None:
-        """Begin to bring tensors to a device, behind the work that the current stream has enqueued. Does not block."""
+        """Begin to transfer tensors to a device, after the work enqueued on the current stream. Do not block."""
 
     def receive(self, key: Any) -> tuple[list[Any], Any]:
         """Return the leaves and the header of a message; the current stream waits for the tensors.
 
-        Blocks until the message was sent. Raises LinkClosedError.
+        Block until the message was sent. Raise LinkClosedError after ``close``.
         """
 
     def close(self) -> None:
-        """Have all that wait, and all later calls, raise LinkClosedError."""
+        """Make all waiting calls, and all later ones, raise LinkClosedError."""
 
 
 class LocalLink:
-    """A link between the devices of one process: copies beside the work of both stages.
+    """Link between the devices of one process: copies concurrent with the work of both stages.
 
-    A tensor that lies on the device already is passed on; the others cross in ``cudafuture.copy``, whose streams wait
-    for the sender and are waited for by the receiver.
+    A tensor that is on the device already is passed on; the others are copied by ``cudafuture.copy``, whose streams
+    wait for the sender, and the receiver waits for them.
 
     >>> link = LocalLink()
     >>> link.send(("F", 1, 0), [torch.ones(2)], torch.device("cpu"), "header")
@@ -50,12 +50,12 @@ class LocalLink:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._sent: dict[Any, tuple[CUDAFuture[list[Any]], torch.device, Any]] = {}
         self._is_closed = False
 
     def send(self, key: Any, leaves: Sequence[Any], device: torch.device, header: Any) -> None:
-        """Begin to bring tensors to a device; see ``Link``.
+        """Begin to transfer tensors to a device; see ``Link``.
 
         >>> LocalLink().send(("B", 0, 3), [torch.ones(2), None], torch.device("cpu"), None)
         """
@@ -85,7 +85,7 @@ class LocalLink:
         return future.wait(non_blocking=device.type != "cpu"), header
 
     def close(self) -> None:
-        """Have receivers raise; see ``Link``.
+        """Make receivers raise; see ``Link``.
 
         >>> link = LocalLink()
         >>> link.close()

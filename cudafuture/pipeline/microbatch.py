@@ -1,4 +1,4 @@
-"""Micro-batches: a tensor or a tuple of tensors, cut from a mini-batch and put together again.
+"""Micro-batches: a tensor or a tuple of tensors, split from a mini-batch and joined again.
 
 The names are those of torchgpipe's and fairscale's microbatch modules.
 """
@@ -19,7 +19,7 @@ Function: TypeAlias = Callable[[TensorOrTensors], TensorOrTensors]
 
 
 class Batch:
-    """A tensor (then it is atomic) or a tuple of tensors, behind one interface.
+    """Tensor (then it is atomic) or tuple of tensors, behind one interface.
 
     Args:
         value: the tensor or tensors.
@@ -46,14 +46,14 @@ class Batch:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor of an atomic batch. Raises AttributeError for a tuple."""
+        """The tensor of an atomic batch; AttributeError for a tuple."""
         if not self.atomic:
             raise AttributeError("the batch is not atomic: it has a tuple of tensors, see Batch.tensors")
         return cast(Tensor, self.value)
 
     @property
     def tensors(self) -> Tensors:
-        """The tuple of tensors. Raises AttributeError for an atomic batch."""
+        """The tuple of tensors; AttributeError for an atomic batch."""
         if self.atomic:
             raise AttributeError("the batch is atomic: it has one tensor and no tuple, see Batch.tensor")
         return cast(Tensors, self.value)
@@ -134,7 +134,7 @@ def check(input: object) -> None:
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    """Return the micro-batches of a mini-batch: at most `chunks`, as ``torch.chunk`` cuts along the first dimension.
+    """Return the micro-batches of a mini-batch: at most `chunks`, as ``torch.chunk`` splits the first dimension.
 
     Raises:
         ValueError: the tensors of a tuple have different numbers of chunks.

@@ -1,4 +1,4 @@
-"""A model whose stages lie on several devices, trained by tables of cells."""
+"""Model whose stages lie on several devices, trained by tables of cells."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ Checkpoint = Literal["never", "always", "except_last"]
 
 
 class Pipeline(nn.Module):
-    """A model in stages on devices. ``step`` trains it on a mini-batch, by a table of forward and backward cells.
+    """Model in stages on devices. ``step`` trains it on a mini-batch, by a table of forward and backward cells.
 
     Args:
         stages: an nn.Sequential with a `balance`, or a list of modules, one for each stage. A stage is called with one
-            value of any nesting, and what it returns goes to the next. The modules are moved to their devices.
+            value of any nesting, and its result goes to the next. The modules are moved to their devices.
         devices: one for each row of the table; None (default): all accelerators, or the host once for each stage. A
-            device may be named several times; each row has a thread of its own.
+            device may appear several times; each row has its own thread.
         balance: the number of layers in each stage, for an nn.Sequential; see ``pipeline.balance``.
         microbatches: parts of a mini-batch, along the first dimension of its tensors. A mini-batch with fewer rows has
-            fewer parts; with a table of one's own it is refused.
-        schedule: "gpipe", "1f1b" (default), "interleaved_1f1b" (with a multiple of as many stages as devices), "zb1p",
-            or a Schedule. Stage `s` lies on the device of its row.
-        checkpoint: "never" (default); "always": backward computes the forward cells again, so that only their inputs
-            are kept; "except_last": not for the last micro-batch.
+            fewer parts; with your own table it is refused.
+        schedule: "gpipe", "1f1b" (default), "interleaved_1f1b" (the number of stages is a multiple of the number of
+            devices), "zb1p", or a Schedule. Stage `s` lies on the device of its row.
+        checkpoint: "never" (default); "always": backward recomputes the forward cells, so that only their inputs are
+            kept; "except_last": not for the last micro-batch.
         loss: ``loss(output, target)``, or ``loss(output)`` without a target, with one element; None (default): the
             output is the loss.
         loss_reduction: of `loss` over the rows; "mean" (default): losses of micro-batches are weighted by their rows,
             so that the gradients are those of the whole mini-batch; "sum".
-        deferred_batch_norm: have BatchNorm layers collect statistics of whole mini-batches. Default False.
-        link: makes the way between the stages for each step. Default: LocalLink.
+        deferred_batch_norm: let BatchNorm layers collect statistics of whole mini-batches. Default False.
+        link: creates the link between the stages for each step. Default: LocalLink.
 
-    Parameters keep the names that they have in the nn.Sequential (of a list of modules: in ``nn.Sequential(*list)``),
-    so ``state_dict()`` is that of the model which is not divided. Make the optimizer after the pipeline.
+    Parameters keep the names that they have in the nn.Sequential (for a list of modules: in ``nn.Sequential(*list)``),
+    so ``state_dict()`` is that of the undivided model. Create the optimizer after the pipeline.
 
     Cells run on the streams that are current for the program on each device. ``model(x)`` runs all forward cells
     before any backward cell, as GPipe does, and ``loss.backward()`` then drains them; ``step`` runs any table.
 
     Raises:
         ValueError, TypeError: stages, devices, balance and table do not fit, two stages share a parameter or a buffer,
-            or the nn.Sequential has a forward or hooks of its own, which no stage would run.
+            or the nn.Sequential has its own forward or hooks, which no stage would run.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> pipeline = Pipeline(model, ["cpu", "cpu"], balance=[2, 1], microbatches=2, loss=nn.functional.mse_loss)
@@ -114,12 +114,12 @@ class Pipeline(nn.Module):
         self._drained = stages_of(self.stages, self.stage_devices, inspect_skip_layout(parts))
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
-        # Held for the length of a step. Where Ctrl-C kept a thread from giving it back, that can take it again: the
-        # cells, which may not, run in other threads.
+        # Held for the length of a step. A thread that Ctrl-C kept from releasing it can take it again; the cells, which
+        # must not take it, run in other threads.
         self._stepping = threading.RLock()
         self._rows: list[CUDAFuture[None]] = []  # of the last step
         self.peak_activations: tuple[int, ...] = ()
-        """For each device, the most micro-batches of which the last step kept activations at a time."""
+        """For each device, the most micro-batches whose activations the last step kept at a time."""
 
     def _device_of(self, stage: int) -> torch.device:
         return self.devices[self.schedule.device_of[stage]]
@@ -132,19 +132,19 @@ class Pipeline(nn.Module):
         """Run forward and backward of a mini-batch; return its loss, without a graph, on the device of the last stage.
 
         Gradients are accumulated in ``parameter.grad``, for each stage in the order of its cells in the table. The
-        mini-batch itself gets none.
+        mini-batch itself gets no gradient.
 
         Args:
             batch: the input of the first stage, of any nesting; tensors have one row for each sample.
             target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch,
-                or a multiple, which is divided in the same places.
+                or a multiple, and are split at the same places.
             return_outputs: return ``(loss, outputs)``. Default False.
-            timeout: seconds after which the step is given up. None (default): never.
+            timeout: seconds after which the step is abandoned. None (default): no limit.
 
         Raises:
-            Exception: the first error of any cell, with its traceback; others that followed are notes on it. Gradients
-                of cells that have run are accumulated then. The pipeline can be used again.
-            TimeoutError: with a table of the cells that have ended and that run. Those that run go on; ``wait``,
+            Exception: the first error of any cell, with its traceback; later ones are notes on it. Gradients of cells
+                that have run are accumulated. The pipeline can be used again.
+            TimeoutError: with a table of the cells that have ended and that run. Running cells continue; ``wait``,
                 ``zero_grad`` of the pipeline (not that of an optimizer) and the next step wait for them.
             RuntimeError: another thread is inside a step of this pipeline, or gradients are disabled.
 
@@ -154,7 +154,7 @@ class Pipeline(nn.Module):
         torch.Size([4, 1])
         """
         if is_checkpointing() or is_recomputing():
-            raise RuntimeError("a pipeline cannot run inside a stage that is computed again")
+            raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients: call it outside of no_grad() and inference_mode()")
         with self._alone():
@@ -201,9 +201,9 @@ class Pipeline(nn.Module):
             stage.reset()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until no cell runs any more: those of a step that was given up go on until their end.
+        """Block until no cell runs any more: cells of an abandoned step run to their end.
 
-        Raises TimeoutError.
+        Raise TimeoutError after `timeout` seconds.
 
         >>> Pipeline([nn.Linear(1, 1)], microbatches=1).wait()
         """
@@ -215,8 +215,8 @@ class Pipeline(nn.Module):
                     row.wait(non_blocking=True, timeout=left)
             except TimeoutError:
                 if not row.done():
-                    raise TimeoutError(f"a cell of a step that was given up still runs after {timeout} s") from None
-            except Exception:  # of the row, which the step has raised
+                    raise TimeoutError(f"a cell of an abandoned step still runs after {timeout} s") from None
+            except Exception:  # the step has raised the error of the row
                 continue
         self._rows = []
 
@@ -275,17 +275,17 @@ class Pipeline(nn.Module):
             return lambda m: False
         return lambda m: self._checkpoint == "always" or m < count - 1
 
-    # ---- a module
+    # ---- use as a module
 
     def forward(self, batch: Any) -> Any:
         """Run the forward pass of all micro-batches, on all devices; return the output of the mini-batch.
 
-        ``loss.backward()`` then drains them in the reverse order: that is GPipe's table, whatever the pipeline has, and
-        the activations of all micro-batches are kept until then. ``step`` runs the pipeline's table.
+        ``loss.backward()`` then drains them in the reverse order: that is GPipe's table, for any table of the pipeline,
+        and the activations of all micro-batches are kept until then. ``step`` runs the pipeline's table.
 
         Args:
-            batch: a tensor or a tuple of tensors, as stages give them to each other here. Under ``torch.no_grad()`` it
-                may be of any nesting, as in ``step``.
+            batch: a tensor or a tuple of tensors; stages pass the same kinds here. Under ``torch.no_grad()`` it may be
+                of any nesting, as in ``step``.
 
         Raises:
             TypeError: another value.
@@ -307,7 +307,7 @@ class Pipeline(nn.Module):
         return gather(fill_drain(batches, self._drained, checkpointed))
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Iterate over the layers."""
+        """Return an iterator over the layers."""
         return iter(module for _, module in layers_of(self))
 
     def __len__(self) -> int:
@@ -315,20 +315,20 @@ class Pipeline(nn.Module):
         return len(self._modules)
 
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
-        """Convert the dtype, as ``nn.Module.to`` does. Raise TypeError for a device: stages have theirs.
+        """Convert the dtype, as ``nn.Module.to`` does; raise TypeError for a device, because stages have their own.
 
         >>> Pipeline([nn.Linear(1, 1)], microbatches=1).to(torch.float64).get_parameter("0.bias").dtype
         torch.float64
         """
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None:
-            raise TypeError("the stages of a pipeline lie on the devices that it was made with")
+            raise TypeError("the stages of a pipeline lie on the devices that it was created with")
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipeline:
         for parameter in self.parameters():
-            if fn(parameter.new_empty(0)).device != parameter.device:  # cuda(), cpu() and the like
-                raise TypeError("the stages of a pipeline lie on the devices that it was made with")
+            if fn(parameter.new_empty(0)).device != parameter.device:  # cuda(), cpu() and similar methods
+                raise TypeError("the stages of a pipeline lie on the devices that it was created with")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -347,7 +347,7 @@ class Pipeline(nn.Module):
         return self
 
     def close(self) -> None:
-        """End the threads. A step after it raises.
+        """End the threads. A later step raises.
 
         >>> with_one_stage = Pipeline([nn.Linear(1, 1)], microbatches=1)
         >>> with_one_stage.close()
@@ -356,7 +356,7 @@ class Pipeline(nn.Module):
             InvalidStateError: called by a cell.
         """
         if any(workers.is_inside() for workers in self._workers):
-            raise InvalidStateError("a cell cannot close its pipeline, which waits for it")
+            raise InvalidStateError("a cell cannot close its pipeline, because close() waits for the cell")
         for workers in self._workers:
             workers.close()
 
@@ -372,7 +372,7 @@ def _joined(step: Step) -> Any:
 
 
 def _look_at(future: CUDAFuture[Any]) -> None:
-    """Have an error that comes too late not be logged."""
+    """Retrieve an error that is raised too late, so that it is not logged."""
     with contextlib.suppress(BaseException):
         future.value()
 

@@ -19,7 +19,7 @@ __all__ = ["Cell", "Schedule"]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Schedule:
-    r"""A table of cells: which device runs which micro-batch of which stage, and in which order.
+    r"""Table of cells: for each device, the micro-batches and stages that it runs, in order.
 
     A device runs its row from left to right, each cell as soon as the cells it needs have ended. Idle slots take no
     time: they only move cells to the right in a printed table. Two schedules are equal if their rows are.
@@ -30,7 +30,7 @@ class Schedule:
 
     Raises:
         ValueError: a cell is malformed, a stage number is skipped, or there is no cell. The message has the device
-            and the position. Whether the table can run is found by ``check``.
+            and the position. ``check`` finds out whether the table can run.
 
     >>> schedule = Schedule([["0F0", "0F1", None, "0B0", "0B1"], [None, "1F0", "1B0", "1F1", "1B1"]])
     >>> print(schedule)
@@ -39,7 +39,7 @@ class Schedule:
     >>> schedule.check().seconds
     9.0
 
-    Built-in schedules, by the name of their function or by that of ``build``:
+    Built-in schedules, by the name of their function or by the name for ``build``:
 
     >>> print(Schedule.gpipe(2, 2))
     device 0  0F0 0F1  .   .  0B0 0B1
@@ -55,7 +55,7 @@ class Schedule:
     >>> Schedule.build("interleaved_1f1b", stages=4, microbatches=2, devices=2)
     Schedule(name='interleaved_1f1b', devices=2, stages=4, microbatches=2)
 
-    One of a file, without its fields of communication:
+    A schedule from a file, without its fields of communication:
 
     >>> print(Schedule.from_csv(io.StringIO("0F0,0SEND_F0,0RECV_B0,0B0\n,1F0,1B0\n")))
     device 0  0F0 0B0  .
@@ -70,7 +70,7 @@ class Schedule:
     microbatches: int = field(compare=False)
     """Number of micro-batches."""
     device_of: tuple[int, ...] = field(compare=False)
-    """Device, which is a number of a row, of each stage."""
+    """Device of each stage, as the number of its row."""
 
     def __init__(self, rows: Iterable[Iterable[Cell | str | None]], name: str = "table") -> None:
         table = validate_rows(rows)
@@ -132,7 +132,7 @@ class Schedule:
             devices: number of devices. Default: one per stage, which all but "interleaved_1f1b" need.
 
         Raises:
-            ValueError: the name is unknown, or the numbers do not go together.
+            ValueError: the name is unknown, or the numbers do not fit together.
         """
         devices = stages if devices is None else devices
         builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
@@ -149,7 +149,7 @@ class Schedule:
 
     @classmethod
     def _align(cls, rows: list[list[Cell]], name: str) -> Schedule:
-        """Return the schedule of `rows` with idle slots such that a cell is to the right of all that it needs."""
+        """Return the schedule of `rows` with idle slots, so that each cell is right of the cells that it needs."""
         slots = analyse(cls(rows, name), Costs(1, 1, 1, 1)).start
         aligned: list[list[Cell | None]] = []
         for row in rows:
@@ -166,7 +166,7 @@ class Schedule:
 
         Each line is one device, each field one cell; an empty field is an idle slot. ``(0F1;1B0)OVERLAP_F_B`` becomes
         its parts, one after the other. Fields of communication (SEND_F, UNSHARD, REDUCE_GRAD and others) are skipped.
-        A blank line is a device without cells; at the end of the file it is none. A byte order mark is skipped.
+        A blank line is a device without cells, except at the end of the file. A byte order mark is skipped.
 
         Raises:
             ValueError: a field is malformed. The message has its line and column, both counted from 1.
@@ -180,7 +180,7 @@ class Schedule:
     @classmethod
     def _read(cls, file: TextIO, name: str) -> Schedule:
         rows: list[list[Cell | None]] = []
-        devices = 0  # without those of blank lines at the end
+        devices = 0  # without blank lines at the end
         reader = csv.reader(_without_mark(file))
         for fields in reader:
             rows.append([])
@@ -202,7 +202,7 @@ class Schedule:
         """
         buffer = io.StringIO()
         csv.writer(buffer, lineterminator="\n").writerows(
-            # An idle slot for a device without cells: a blank line at the end would be no device.
+            # An idle slot for a device without cells: a blank line at the end would not be read as a device.
             [["" if cell is None else str(cell) for cell in row or (None,)] for row in self.rows]
         )
         text = buffer.getvalue()
@@ -219,7 +219,7 @@ class Schedule:
             costs: seconds of each kind of cell. Default: ``Costs()``, a backward pass twice as long as a forward pass.
 
         Raises:
-            ScheduleError: a stage lies on two devices, a cell is missing or stands twice, or cells wait for each other.
+            ScheduleError: a stage has two devices, a cell is missing or appears twice, or cells wait for each other.
             ValueError: `costs` are for another number of stages.
 
         >>> analysis = Schedule.one_f_one_b(4, 8).check()
@@ -264,6 +264,6 @@ class Schedule:
 
 
 def _without_mark(file: TextIO) -> Iterator[str]:
-    """Go through the lines, without a byte order mark, which programs for tables put at the beginning."""
+    """Yield the lines, without a byte order mark, which spreadsheet programs write at the beginning."""
     for i, line in enumerate(file):
         yield line.removeprefix("\ufeff") if i == 0 else line

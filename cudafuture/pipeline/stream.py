@@ -37,21 +37,21 @@ _WITHOUT_STREAMS = frozenset(("cpu", "meta"))
 
 
 class CPUStreamType:
-    """The type of ``CPUStream``."""
+    """Type of ``CPUStream``."""
 
     def __repr__(self) -> str:
         return "CPUStream"
 
 
 CPUStream = CPUStreamType()
-"""The one stream of the CPU, where work has been done when a call returns."""
+"""The one stream of the CPU, on which work is done when a call returns."""
 
 AbstractStream: TypeAlias = torch.Stream | CPUStreamType
 """A stream of an accelerator, or ``CPUStream``."""
 
 
 class Device(Protocol):
-    """A ``torch.device``, or an object with its attributes. A type that torch does not know has no streams."""
+    """``torch.device``, or an object with its attributes. A type that torch does not know has no streams."""
 
     @property
     def type(self) -> str:
@@ -63,19 +63,19 @@ class Device(Protocol):
 
 
 def _accelerator(device: Device) -> torch.device | None:
-    """Return the device as torch's, or None if it has no streams."""
+    """Return the device as a torch.device, or None if it has no streams."""
     if device.type in _WITHOUT_STREAMS:
         return None
     if isinstance(device, torch.device):
         return device
     try:
         return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
-    except RuntimeError:  # no type of torch's: a double of a test
+    except RuntimeError:  # torch does not know the type: a fake device of a test
         return None
 
 
 def normalize_device(device: Device) -> Device:
-    """Return the device with its number: that of the current one where it has none. The CPU has none.
+    """Return the device with its number, by default that of the current one. The CPU has no number.
 
     >>> normalize_device(torch.device("cpu", 0))
     device(type='cpu')
@@ -87,7 +87,7 @@ def normalize_device(device: Device) -> Device:
 
 
 def new_stream(device: Device) -> AbstractStream:
-    """Return a stream that no one else gets while the returned object lives; ``CPUStream`` for the CPU.
+    """Return a stream that no other caller gets while the returned object lives; ``CPUStream`` for the CPU.
 
     >>> new_stream(torch.device("cpu"))
     CPUStream
@@ -123,7 +123,7 @@ def default_stream(device: Device) -> AbstractStream:
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:
-    """Return a context manager that makes the device current in this thread; for the CPU it changes nothing.
+    """Return a context manager that makes the device current in this thread; for the CPU it has no effect.
 
     >>> with use_device(torch.device("cpu")):
     ...     pass
@@ -148,7 +148,7 @@ def use_stream(stream: AbstractStream | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _use(stream: torch.Stream) -> Iterator[None]:
-    # Not `with stream`: torch keeps what was current in the object, which several threads may share.
+    # Not `with stream`: torch keeps the previous stream in the object, which several threads may share.
     with use_streams(stream):
         torch.get_device_module(stream.device).set_device(stream.device.index)  # use_streams() sets it back
         yield
@@ -164,7 +164,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Have `source` wait for the work that was enqueued on `target` so far.
+    """Make `source` wait for the work that was enqueued on `target` so far.
 
     If `source` is ``CPUStream``, the calling thread blocks until the work is done. If `target` is, its work is done.
 
@@ -175,17 +175,17 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     if not isinstance(source, torch.Stream):
         target.synchronize()
     elif _C.edge_stands("pipeline.wait_stream"):
-        # An event of the library's: torch's own would be destroyed with another device current, which makes a context.
+        # The library's own event: destroying torch's with another device current would create a context.
         earlier: CUDAFuture[None] = CUDAFuture()
         earlier.set_result(None, stream=target)
         earlier.events[target.device].wait(source)
 
 
 def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
-    """Have the allocator keep the tensor's memory until the work that was enqueued on `stream` so far is done.
+    """Keep the tensor's memory from reuse until the work that was enqueued on `stream` so far is done.
 
-    The memory is the whole storage, of which the tensor may show a part. Nothing happens where the stream or the tensor
-    is the CPU's. A sparse tensor is recorded with all its parts.
+    The memory is the whole storage, of which the tensor may show a part. A stream or tensor of the CPU has no effect.
+    A sparse tensor is recorded with all its parts.
 
     >>> record_stream(torch.ones(2), CPUStream)
     """
@@ -201,14 +201,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _view_of_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose memory is what it shows: of others torch records a temporary copy."""
+    """Return a view of exactly the tensor's memory: for other views, torch records a temporary copy."""
     tensor = tensor.detach()
     view = tensor.conj() if tensor.is_conj() else tensor
     return torch._neg_view(view) if view.is_neg() else view
 
 
 def is_cuda(stream: AbstractStream | None) -> bool:
-    """Return whether the stream is one of an accelerator, of whatever type.
+    """Return whether the stream is one of an accelerator, of any type.
 
     >>> is_cuda(CPUStream)
     False
@@ -217,7 +217,7 @@ def is_cuda(stream: AbstractStream | None) -> bool:
 
 
 def as_cuda(stream: AbstractStream) -> torch.Stream:
-    """Return the stream as it is, for a type checker: the caller knows that it is an accelerator's.
+    """Return the stream unchanged, for a type checker: the caller knows that it is an accelerator's.
 
     >>> as_cuda(CPUStream)
     CPUStream

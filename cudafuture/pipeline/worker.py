@@ -1,6 +1,6 @@
 """Worker threads of devices with queues of tasks: the protocol of torchgpipe's and fairscale's worker modules.
 
-An in-queue takes a ``Task``, or None for the end. An out-queue gives ``(True, (task, batch))``, or
+An in-queue takes a ``Task``, or None for the end. An out-queue returns ``(True, (task, batch))``, or
 ``(False, exc_info)`` for a task that raised. Its last item is ``(False, None)``. ``cudafuture.pipeline.workers`` has
 the same with futures.
 """
@@ -40,14 +40,15 @@ _joined: weakref.WeakSet[OutQueue] = weakref.WeakSet()
 
 
 class Task:
-    """The computation of one micro-batch on one stage, in two parts.
+    """Computation of one micro-batch on one stage, in two parts.
 
     Args:
-        stream: current in both parts, as its device is; None: whatever is current in the thread.
+        stream: current in both parts, with its device; None: the thread's current streams.
         compute: returns the batch; called by a worker thread.
         finalize: called with the batch by the thread that takes the task from the out-queue. None: nothing.
 
-    Both parts run with the settings of the thread that made the task: grad mode, inference mode, autocast, contextvars.
+    Both parts run with the settings of the thread that created the task: grad mode, inference mode, autocast,
+    contextvars.
 
     >>> task = Task(None, compute=lambda: Batch(torch.ones(1) + 1), finalize=lambda batch: print(batch.tensor))
     >>> task.finalize(task.compute())
@@ -85,7 +86,7 @@ class Task:
 
 
 class _Settings:
-    """The calling thread's grad mode, inference mode, autocast and contextvars, to run functions with them."""
+    """Calling thread's grad mode, inference mode, autocast and contextvars, for running functions with them."""
 
     def __init__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
@@ -95,7 +96,7 @@ class _Settings:
 
     def run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``."""
-        # A copy each time: a context is entered once at a time, and both parts may run at once in nested pipelines.
+        # A copy each time: a context can be entered only once at a time, and both parts may run at once when nested.
         return self._variables.copy().run(self._run, stream, function, *args)
 
     def _run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
@@ -110,7 +111,7 @@ class _Settings:
 
 
 class _Autocast:
-    """The calling thread's settings of autocast."""
+    """Autocast settings of the calling thread."""
 
     def __init__(self) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -124,7 +125,7 @@ class _Autocast:
     __hash__ = None  # type: ignore[assignment]
 
     def applied(self, before: _Autocast) -> AbstractContextManager[None]:
-        """Return a context manager with these settings; afterwards those of `before` are set."""
+        """Return a context manager that sets these settings, and restores those of `before`."""
         return self._applied(before)
 
     @contextmanager
@@ -146,11 +147,11 @@ class _Autocast:
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool | None = None) -> None:
-    """Run the tasks of the in-queue until None comes: the body of a worker thread.
+    """Run the tasks of the in-queue until None arrives: the body of a worker thread.
 
     Args:
         in_queue: of tasks.
-        out_queue: of what they return or raise, any BaseException included. The last item is ``(False, None)``.
+        out_queue: gets their results or exceptions, any BaseException included. The last item is ``(False, None)``.
         device: current in the thread.
         grad_mode: without effect, as each task has its own; torchgpipe passes it.
 
@@ -177,13 +178,13 @@ def _outcome(task: Task) -> tuple[bool, tuple[Task, Batch] | ExcInfo]:
 
 
 def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQueue]]:
-    """Start a daemon thread for each device and return an in-queue and an out-queue for each request, in their order.
+    """Start a daemon thread for each device; return an in-queue and an out-queue for each request, in order.
 
     Args:
         devices: requests for one device share a thread and its queues. "cpu:0" is "cpu"; an accelerator without a
-            number is the current one. Objects that are not torch's need `type` and `index`.
+            number is the current one. Objects other than torch.device need `type` and `index`.
 
-    An error is raised after the threads that were started have ended. Call ``join_workers`` with the queues in the end.
+    An error is raised after the started threads have ended. Call ``join_workers`` with the queues at the end.
 
     >>> in_queues, out_queues = create_workers([torch.device("cpu"), torch.device("cpu:0")])
     >>> in_queues[0] is in_queues[1]
@@ -205,7 +206,7 @@ def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQu
 
 
 def _start_worker(device: Device) -> tuple[InQueue, OutQueue]:
-    with use_device(device):  # raises here, not in the thread, for a device that is not there
+    with use_device(device):  # raises here, not in the thread, for a device that does not exist
         in_queue, out_queue = InQueue(), OutQueue()
     name = f"cudafuture-worker-{device.type}" + ("" if device.index is None else f":{device.index}")
     thread = threading.Thread(target=worker, args=(in_queue, out_queue, device), name=name, daemon=True)
@@ -215,9 +216,9 @@ def _start_worker(device: Device) -> tuple[InQueue, OutQueue]:
 
 
 def join_workers(in_queues: Iterable[InQueue], out_queues: Iterable[OutQueue]) -> None:
-    """Run the tasks that wait, end the worker threads and join them. A second call does nothing.
+    """Run the waiting tasks, end the worker threads and join them. A second call does nothing.
 
-    What the out-queues still hold is dropped.
+    The remaining items of the out-queues are dropped.
 
     >>> join_workers(*create_workers([torch.device("cpu")]))
     """
@@ -229,7 +230,7 @@ def join_workers(in_queues: Iterable[InQueue], out_queues: Iterable[OutQueue]) -
     for out_queue in outs:
         while out_queue.get() != (False, None):
             pass
-        thread = _threads.pop(out_queue, None)  # None: the caller's own, which runs worker()
+        thread = _threads.pop(out_queue, None)  # None: the caller's own thread, which runs worker()
         if thread is not None:
             thread.join()
         _joined.add(out_queue)
@@ -237,7 +238,7 @@ def join_workers(in_queues: Iterable[InQueue], out_queues: Iterable[OutQueue]) -
 
 @contextmanager
 def spawn_workers(devices: Iterable[Device]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
-    """Give the queues of ``create_workers`` to a block, and join the threads behind it.
+    """Pass the queues of ``create_workers`` to a block, and join the threads after it.
 
     >>> import torch
     >>> from cudafuture.pipeline.microbatch import Batch

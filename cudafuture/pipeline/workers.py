@@ -31,13 +31,13 @@ __all__ = ["Workers", "WorkersStatistics"]
 
 T = TypeVar("T")
 
-_PATIENCE = 2.0  # seconds that the end of the process waits for tasks that run
+_PATIENCE = 2.0  # seconds that the exit of the process waits for running tasks
 _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class WorkersStatistics:
-    """Counters of ``Workers`` since they were made."""
+    """Counters of ``Workers`` since they were created."""
 
     submitted: int
     completed: int
@@ -45,29 +45,29 @@ class WorkersStatistics:
     failed: int
     """Tasks that raised."""
     cancelled: int
-    """Tasks that never began: cancelled, or overdue before."""
+    """Tasks that never began: cancelled, or overdue before they could begin."""
     waiting: int
     running: int
     busy: Mapping[Device, float]
-    """Seconds in which each device's thread ran tasks that have ended."""
+    """Seconds that each device's thread ran tasks that have ended."""
 
 
 class Workers:
-    """Persistent threads, one for each device, that run functions with the settings of the program that submitted them.
+    """Persistent threads, one for each device, that run functions with the settings of the submitting program.
 
     Args:
         devices: "cpu:0" is "cpu"; an accelerator without a number is the current one. A device has one thread.
-        queue: most tasks that wait for one device; 0: any number. ``submit`` blocks while there are so many.
+        queue: limit of tasks that wait for one device; 0: no limit. ``submit`` blocks while it is reached.
         name: of the threads.
 
-    A task runs with the grad mode, inference mode, autocast and contextvars of the caller of ``submit``. Whatever it
-    raises fails its future, also SystemExit and KeyboardInterrupt, and the thread lives on. As a context manager, the
-    block ends with ``close()``; where it ends with an error, waiting tasks are cancelled first.
+    A task runs with the grad mode, inference mode, autocast and contextvars of the caller of ``submit``. Every
+    exception fails its future, also SystemExit and KeyboardInterrupt, and the thread continues. As a context manager,
+    the block ends with ``close()``; if it ends with an error, waiting tasks are cancelled first.
 
-    Tasks may submit to other devices, and wait for those: such a ``submit`` never blocks on a full queue. One to the
-    task's own device is run at once, before it returns, as it could not begin while its caller waits. One that a
-    callback of a future makes in a worker's thread waits for its turn. Tasks of two devices that wait for further tasks
-    of each other are in a deadlock, which only a `timeout` ends.
+    Tasks may submit to other devices, and wait for those: such a ``submit`` never blocks on a full queue. A task for
+    the caller's own device runs at once, before ``submit`` returns, as it could not begin while its caller waits. A
+    task that a callback of a future submits in a worker's thread is queued. Tasks of two devices that wait for further
+    tasks of each other are in a deadlock, which only a `timeout` ends.
 
     >>> with Workers(["cpu"]) as workers:
     ...     workers.submit("cpu", lambda: torch.ones(2) + 1).wait()
@@ -111,27 +111,27 @@ class Workers:
         name: str = "",
         timeout: float | None = None,
     ) -> CUDAFuture[T]:
-        """Run ``compute()`` in the device's thread and return a future of what it returns.
+        """Run ``compute()`` in the device's thread and return a future of its result.
 
         Args:
             device: current in the task.
             compute: returns the value.
-            finalize: called with the value behind `compute`, with the same thread, stream and settings; the future
-                completes behind it. What it raises fails the future.
+            finalize: called with the value after `compute`, with the same thread, stream and settings; the future
+                completes after it. An exception of it fails the future.
             stream: current in the task; the future's events are recorded on it. None: the caller's current stream of
-                the device, so that work that the caller has enqueued there comes first. With another stream, its order
-                after the caller's work is the caller's part, as is ``record_stream``.
-            priority: among tasks that wait; lower comes first, equal ones in the order of submission.
+                the device, so that the caller's enqueued work precedes the task. For another stream, the caller orders
+                it after its work, and calls ``record_stream``.
+            priority: among waiting tasks; lower comes first, equal ones in the order of submission.
             name: in the table and in errors; "": that of `compute`.
-            timeout: seconds from now after which the future fails, unless the task has ended; it then runs on in vain.
+            timeout: seconds from now after which the future fails, unless the task has ended; the task continues.
 
-        Cancelling the future before the task has begun keeps it from running; afterwards ``cancel()`` returns False.
+        Cancelling the future before the task begins prevents it from running; after that, ``cancel()`` returns False.
 
         Raises:
             InvalidStateError: the workers were closed, or belong to the process that this one was forked from.
             CUDAFutureError: the thread died.
             TypeError: `priority` is not an int.
-            ValueError: no worker for the device; `stream` is on another; `timeout` is not positive.
+            ValueError: the device has no worker; `stream` is on another device; `timeout` is not positive.
 
         The future fails with TimeoutError, whose text has the table of all tasks, when `timeout` has passed.
 
@@ -141,14 +141,14 @@ class Workers:
         42
         """
         worker = self._workers.get(device) or self._find(device)
-        worker.wake()  # now, as another core takes longer to come than the task to be made
+        worker.wake()  # now, because waking a core takes longer than creating the task
         if worker.is_accelerator:
             if stream is None:
                 stream = current_stream(worker.device)
             elif not isinstance(stream, torch.Stream) or stream.device != worker.device:
-                raise ValueError(f"the stream of a task on {worker.device} is on that device, not {stream}")
+                raise ValueError(f"the stream of a task on {worker.device} must be on that device, not {stream}")
         elif isinstance(stream, torch.Stream):
-            raise ValueError(f"a task on {worker.device} has no stream of {stream.device}")
+            raise ValueError(f"a task on {worker.device} cannot use a stream of {stream.device}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         if type(priority) is not int:
@@ -168,13 +168,13 @@ class Workers:
             if timeout is not None:
                 self._deadlines.add(task, timeout, worker.device)
             worker.put(task, priority)
-        except BaseException:  # also Ctrl-C, when the task may wait already
+        except BaseException:  # also Ctrl-C, when the task may be queued already
             worker.withdraw(task)
             raise
         return future
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until no task waits or runs. Raises TimeoutError, with the table, after `timeout` seconds.
+        """Block until no task waits or runs; raise TimeoutError, with the table, after `timeout` seconds.
 
         >>> with Workers(["cpu"]) as workers:
         ...     future = workers.submit("cpu", lambda: 1)
@@ -200,12 +200,12 @@ class Workers:
         return sum(worker.cancel_waiting(error) for worker in self._each())
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuse further tasks, run those that wait, and join the threads. A second call does nothing.
+        """Refuse further tasks, run the waiting ones, and join the threads. A second call does nothing.
 
         In a process that was forked from the owner's, nothing happens.
 
         Raises:
-            TimeoutError: after `timeout` seconds, with the table; another call waits on.
+            TimeoutError: after `timeout` seconds, with the table; another call continues to wait.
             InvalidStateError: called inside a task, which would wait for itself.
 
         >>> Workers(["cpu"]).close()
@@ -224,7 +224,7 @@ class Workers:
                     raise TimeoutError(f"tasks did not end within {timeout:g} s:\n{self.table()}")
 
     def is_inside(self) -> bool:
-        """Return whether the calling thread is one of these: in a task, or in a callback of a future that it completed.
+        """Return whether the calling thread is a worker: in a task, or in a callback of a future that it completed.
 
         ``wait()`` and ``close()`` raise there, as they would wait for themselves.
 
@@ -235,7 +235,7 @@ class Workers:
         return is_inside(self._deadlines)
 
     def table(self) -> str:
-        """Return a table of the tasks that run or wait, one a line, with the seconds for which they do.
+        """Return a table of the running and waiting tasks, one per line, with their seconds.
 
         >>> with Workers(["cpu"]) as workers:
         ...     print(workers.table())
@@ -273,7 +273,7 @@ class Workers:
             self._end()
 
     def _end(self) -> None:
-        """Have the threads end behind the tasks that wait. Takes no lock: a garbage collection may call it."""
+        """Make the threads end after the waiting tasks. It takes no lock: garbage collection may call it."""
         for worker in self._each():
             worker.end()
         self._deadlines.end()
@@ -298,7 +298,7 @@ def _device_of(given: Device | str | int) -> Device:
 
 @atexit.register
 def _close_all() -> None:
-    """Join the threads before the devices go, without the tasks that wait. A task that does not end is left alone."""
+    """Join the threads before the devices are destroyed; cancel waiting tasks and abandon a task that does not end."""
     deadline = time.monotonic() + _PATIENCE
     everyone = [workers for workers in _all if workers._pid == os.getpid()]
     for workers in everyone:

@@ -548,8 +548,12 @@ def test_what_does_not_fit_is_refused() -> None:
         (ValueError, "microbatches=0", {"stages": two, "microbatches": 0}),
         (ValueError, "checkpoint='sometimes'", {"stages": two, "checkpoint": "sometimes"}),
         (ValueError, "loss_reduction='max'", {"stages": two, "loss_reduction": "max"}),
-        (ValueError, "the table has 3 stages, and the pipeline 2", {"stages": two, "schedule": Schedule.gpipe(3, 1)}),
-        (ValueError, "2 micro-batches, and the pipeline 1", {"stages": two, "schedule": Schedule.gpipe(2, 2)}),
+        (
+            ValueError,
+            "the table has 3 stages, but the pipeline has 2",
+            {"stages": two, "schedule": Schedule.gpipe(3, 1)},
+        ),
+        (ValueError, "2 micro-batches, but the pipeline has 1", {"stages": two, "schedule": Schedule.gpipe(2, 2)}),
     ]
     for error, message, arguments in cases:
         with pytest.raises(error, match=message):
@@ -795,7 +799,7 @@ def test_a_link_that_closes_by_itself_is_an_error() -> None:
             return super().receive(key)
 
     pipeline = Pipeline([Shift(), Shift()], microbatches=2, loss=torch.sum, link=Half)
-    with pytest.raises(LinkClosedError, match="closed by itself"):
+    with pytest.raises(LinkClosedError, match="closed before all cells ended"):
         pipeline.step(torch.zeros(2, 2))
 
 
@@ -808,7 +812,7 @@ def test_a_pipeline_inside_a_checkpointed_stage_is_refused() -> None:
             return x + 0
 
     pipeline = Pipeline([Shift(), Outer()], microbatches=1, checkpoint="always", loss=torch.sum)
-    with pytest.raises(RuntimeError, match="inside a stage that is computed again"):
+    with pytest.raises(RuntimeError, match="inside a stage that is recomputed"):
         pipeline.step(torch.zeros(1, 2))
 
 

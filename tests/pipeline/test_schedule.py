@@ -163,8 +163,8 @@ def test_a_schedule_that_cannot_be_built_is_refused(arguments: Any, message: str
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([["0F0", "0F0", "0B0"]], "0F0 stands twice: device 0, position 0 and device 0, position 1"),
-        ([["0F0", "0B0"], [None, "0B0"]], "0B0 stands twice: device 0, position 1 and device 1, position 1"),
+        ([["0F0", "0F0", "0B0"]], "0F0 appears twice: device 0, position 0 and device 0, position 1"),
+        ([["0F0", "0B0"], [None, "0B0"]], "0B0 appears twice: device 0, position 1 and device 1, position 1"),
         (
             [["0F0"], ["0B0"]],
             r"stage 0 lies on two devices: 0F0 \(device 0, position 0\) and 0B0 \(device 1, position 0",

@@ -534,7 +534,7 @@ def test_a_thread_that_dies_fails_its_futures() -> None:
             with pytest.raises(CUDAFutureError, match=r"worker thread of cpu died of SystemExit\(\)"):
                 future.wait()
         thread.join()
-        with pytest.raises(CUDAFutureError, match="make new Workers"):
+        with pytest.raises(CUDAFutureError, match="create new Workers"):
             workers.submit(CPU, int)
         assert "dead" in workers.table()
         assert workers.statistics().waiting == 0

@@ -1,4 +1,4 @@
-"""Layout of skip connections: which partition stashes a name, and which one pops it."""
+"""Layout of skip connections: the partition that stashes a name, and the one that pops it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SkipLayout", "inspect_skip_layout", "verify_skippables"]
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Raise TypeError unless each skip name of the module's children has one stash, and one pop behind it.
+    """Raise TypeError unless each skip name of the module's children has one stash, and one later pop.
 
     Raises:
         TypeError: it lists all mistakes.
@@ -73,7 +73,7 @@ class SkipLayout:
             self.by_partition[popped_in].append((stashed_in, ns, name))
 
     def copy_policy(self, partition: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """Iterate over the skips that have to be copied to a partition, by the partition that stashes them.
+        """Return an iterator over the skips to copy to a partition, ordered by the partition that stashes them.
 
         >>> list(SkipLayout(2, {(None, "far"): (0, 1), (None, "near"): (1, 1)}).copy_policy(1))
         [(0, None, 'far')]
@@ -108,7 +108,7 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
             stashed_in.update(dict.fromkeys(module.stashable(), j))
             for key in module.poppable():
                 i = stashed_in.pop(key, None)
-                # A name may be used again in one partition. The pair that crosses partitions is the one to know.
+                # A name may be reused in one partition. Only the pair that crosses partitions matters.
                 if i is not None and (i != j or key not in routes):
                     routes[key] = i, j
     return SkipLayout(len(partitions), routes)

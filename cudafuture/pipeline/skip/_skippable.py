@@ -43,7 +43,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """Base class of the modules that ``skippable`` makes. Its ``module`` is an instance of the decorated class."""
+    """Base class of the modules that ``skippable`` creates. Its ``module`` is an instance of the decorated class."""
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]]
@@ -66,7 +66,7 @@ class Skippable(nn.Module):
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterator[Key]:
-        """Iterate over the namespaces and names that the module stashes, sorted by name.
+        """Return an iterator over the namespaces and names that the module stashes, sorted by name.
 
         >>> list(skippable(stash=["b", "a"])(nn.Identity)().stashable())
         [(None, 'a'), (None, 'b')]
@@ -74,7 +74,7 @@ class Skippable(nn.Module):
         return map(self.namespaced, sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[Key]:
-        """Iterate over the namespaces and names that the module pops, sorted by name.
+        """Return an iterator over the namespaces and names that the module pops, sorted by name.
 
         >>> list(skippable(pop=["a"])(nn.Identity)().poppable())
         [(None, 'a')]
@@ -85,7 +85,7 @@ class Skippable(nn.Module):
         """Move skip names of the module into a namespace, and return the module.
 
         Args:
-            ns: the namespace. Two pairs of modules that use one name each need their own.
+            ns: the namespace. Two pairs of modules that use the same name need separate namespaces.
             only: the names; default all that the module declares.
 
         >>> ns = Namespace()
@@ -106,7 +106,7 @@ class Skippable(nn.Module):
         """Run the module's forward, and call a handler for each command that it yields.
 
             Raises:
-                TypeError: the forward yielded something else than ``stash`` or ``pop``.
+                TypeError: the forward yielded another object than ``stash`` or ``pop``.
 
             >>> import torch
         >>> skippable()(nn.Identity)().dispatch(torch.ones(1), print, print)
@@ -130,10 +130,10 @@ class Skippable(nn.Module):
                 raise TypeError(f"a skippable module yields stash(...) or pop(...), not {command!r}")
 
     def forward(self, input: Any) -> Any:
-        """Run the module, with its stashes kept by the current skip tracker and its pops taken from there.
+        """Run the module; the current skip tracker keeps its stashes and provides its pops.
 
         Raises:
-            RuntimeError: a name that is not declared, has not been stashed, or is declared and not used.
+            RuntimeError: a name is not declared, has not been stashed, or is declared but not used.
 
         >>> skippable(pop=["skip"])(nn.Identity)()(None)
         Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Trackers of skip tensors: where a stashed tensor waits for its pop, under a name and a namespace."""
+"""Trackers of skip tensors: a stashed tensor waits there for its pop, under a name and a namespace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Namespace(metaclass=ABCMeta):  # noqa: B024 - a type that None can be regi
     __slots__ = ("id",)
 
     def __init__(self) -> None:
-        self.id = uuid.uuid4()  # and not the address, so that a deep copy of a model keeps its skips
+        self.id = uuid.uuid4()  # not the address, so that a deep copy of a model keeps its skips
 
     def __repr__(self) -> str:
         return f"<Namespace {self.id}>"
@@ -53,8 +53,8 @@ class SkipTracker:
     """Store of the tensors that have been stashed and not yet popped, for one micro-batch.
 
     A pipeline subclasses it, and makes it current with ``use_skip_tracker`` while a stage runs. `batch` is the
-    micro-batch as the module sees it: what it was called with in ``load``, its result in ``save``; None if that is not
-    a tensor or a tuple of tensors.
+    micro-batch of the module: its argument in ``load``, its result in ``save``; None if that is not a tensor or a tuple
+    of tensors.
 
     >>> import torch
     >>> tracker = SkipTracker()
@@ -74,7 +74,7 @@ class SkipTracker:
         self.tensors[ns, name] = tensor
 
     def load(self, batch: Batch | None, ns: Namespace | None, name: str) -> Tensor | None:
-        """Return a stashed tensor and forget it.
+        """Return a stashed tensor and remove it.
 
         Raises:
             KeyError: nothing is stashed under the name.
@@ -95,7 +95,7 @@ _current = _Current()
 
 
 def current_skip_tracker() -> SkipTracker:
-    """Return this thread's skip tracker: that of ``use_skip_tracker``, or one that belongs to the thread.
+    """Return this thread's skip tracker: that of ``use_skip_tracker``, or the thread's own one.
 
     >>> current_skip_tracker() is current_skip_tracker()
     True
