@@ -1,4 +1,4 @@
-"""The images of one part of an archive, still encoded, in the order of an epoch."""
+"""Images of one part of an archive, still encoded, in the order of an epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEEK_POINT = 32 << 10  # bytes of a seek point
 
 @dataclass
 class Candidate:
-    """A member of an archive that may be an image.
+    """Member of an archive that may be an image.
 
     Args:
         name: the member's name, or its number in `index`.
@@ -31,7 +31,7 @@ class Candidate:
         data: the bytes of the member.
         fault: the reason why it cannot be used, or None.
         index: the index that has the name.
-        refused: the member is no candidate and takes no position in the order: its header says so.
+        refused: the member is no candidate, by its header, and takes no position in the order.
     """
 
     name: str | int
@@ -49,13 +49,13 @@ class Candidate:
         return "" if self.index is None else self.index.name(self.name)
 
     def named(self, fault: Fault) -> Fault:
-        """Return a fault with the name of this member."""
+        """Return the fault with the name of this member."""
         fault.member = fault.member or self.member
         return fault
 
 
 def refused_members(index: Index, part: Part) -> Iterator[Candidate]:
-    """Yield the part's share of the members that cannot be images, as the index says."""
+    """Yield the part's share of the members that, by the index, cannot be images."""
     mine = part.rank * part.workers + part.worker
     for name, reason, text in index.refused[mine :: part.ranks * part.workers]:
         yield Candidate(name, fault=Fault(reason, text, name), refused=True)
@@ -64,11 +64,11 @@ def refused_members(index: Index, part: Part) -> Iterator[Candidate]:
 def indexed(
     path: str, index: Index, labels: torch.Tensor, order: torch.Tensor | None, positions: range
 ) -> Iterator[Candidate]:
-    """Yield the images at the given positions of an order, or of the archive's own.
+    """Yield the images at the given positions of an order, or of the archive's order.
 
     Images in another order than the archive's are read ahead in groups, each in the archive's order, so that a piece
-    of the archive is unpacked once for all images of the group that are in it. Groups are large only where several
-    images of a group are in one piece.
+    of the archive is unpacked once for all images of the group in it. Groups are large only if several images of a
+    group are in one piece.
     """
     reader = Reader(path, index)
     try:
@@ -88,7 +88,7 @@ def indexed(
 
 
 def _images(index: Index, order: torch.Tensor | None, positions: range) -> torch.Tensor:
-    """Return the numbers of the images at the first positions, of as many as may be read at once."""
+    """Return the numbers of the images at the first positions, as many as may be read at once."""
     if order is None:
         return torch.arange(positions.start, positions.stop)
     images = order[positions.start : positions.stop]
@@ -109,14 +109,14 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
     """Yield the images of a part, by unpacking the whole archive.
 
     Raises:
-        Fault: the archive is truncated, damaged or a bomb. Its `owned` is True in one of all parts.
+        Fault: the archive is truncated, damaged or a bomb. Its `owned` is True in exactly one part.
     """
     image = 0
     try:
         with open_stream(path) as stream:
             for member in members_of(stream):
                 mine = part.owns(image)
-                image += member.fault is None  # before the data is read, so that all parts count a fault alike
+                image += member.fault is None  # before the data is read, so that all parts count a fault equally
                 if mine:
                     candidate = Candidate(member.name, labels.get(member.label, -1), fault=member.fault)
                     candidate.refused = member.fault is not None
@@ -138,7 +138,7 @@ def _data(stream: Stream, size: int, candidate: Candidate) -> bytes:
 
 
 def shuffled(candidates: Iterator[Candidate], size: int, numbers: random.Random) -> Iterator[Candidate]:
-    """Yield candidates in random order, from a buffer of `size`; the buffered ones also before a Fault is raised."""
+    """Yield candidates in random order, from a buffer of `size`; yield the buffered ones before raising a Fault."""
     buffer: list[Candidate] = []
     fault = None
     try:
@@ -158,4 +158,4 @@ def shuffled(candidates: Iterator[Candidate], size: int, numbers: random.Random)
 
 
 def _unknown() -> Fault:
-    return Fault("unknown_class", "the member's folder is none of the given classes")
+    return Fault("unknown_class", "the member's folder is not one of the given classes")

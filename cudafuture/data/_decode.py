@@ -1,4 +1,4 @@
-"""The decoding of image files to tensors, with Pillow."""
+"""Decoder of image files to tensors, with Pillow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cudafuture.data._faults import Fault
 
 __all__ = ["FORMATS", "Decoder"]
 
-# Pillow has more decoders; of these some start other programs, and most are for files that nobody labels.
+# Pillow has more decoders; some of them start other programs, and most are for formats without labelled images.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
-_SIXTEEN = ("PNG", "PPM", "JPEG2000")  # formats whose grey values of more than 8 bits Pillow gives as 16 bits
+_SIXTEEN = ("PNG", "PPM", "JPEG2000")  # Pillow returns grey values of more than 8 bits of these formats as 16 bits
 
 
 class Decoder:
-    """A function from the bytes of an image file to a tensor of uint8, in the order height, width, channels.
+    """Function from the bytes of an image file to a tensor of uint8, in the order height, width, channels.
 
     Args:
         size: height and width of the result; None for those of the image.
@@ -35,14 +35,14 @@ class Decoder:
         self._size = None if size is None else (size[1], size[0])
         self._mode = mode
         if not self._has_bytes(mode):
-            raise ValueError(f"mode={mode!r} has no pixels of 8 bits a channel; use 'RGB', 'L' or 'RGBA'")
+            raise ValueError(f"mode={mode!r} does not have 8 bits per channel; use 'RGB', 'L' or 'RGBA'")
 
     def __call__(self, data: bytes) -> torch.Tensor:
         """Return the pixels of an image.
 
         Raises:
-            Fault: the data is no image, is corrupt, has more pixels than Pillow's MAX_IMAGE_PIXELS, or has pixels of
-                32 bits.
+            Fault: the data is not an image, is corrupt, has more pixels than Pillow's MAX_IMAGE_PIXELS, or has pixels
+                of 32 bits.
         """
         pillow = self._pillow
         try:
@@ -50,7 +50,7 @@ class Decoder:
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as e:
             raise Fault("too_large", str(e)) from e
         except pillow.UnidentifiedImageError as e:
-            raise Fault("not_an_image", "the member is no image of a known format") from e
+            raise Fault("not_an_image", "the member is not an image of a known format") from e
         except MemoryError:
             raise
         except Exception as e:  # decoders raise OSError, SyntaxError, struct.error and more
@@ -58,7 +58,7 @@ class Decoder:
         width, height = image.size
         if pillow.MAX_IMAGE_PIXELS is not None and width * height > pillow.MAX_IMAGE_PIXELS:
             raise Fault(
-                "too_large", f"the image has {width} x {height} pixels, and {pillow.MAX_IMAGE_PIXELS} are allowed"
+                "too_large", f"the image has {width} x {height} pixels, but only {pillow.MAX_IMAGE_PIXELS} are allowed"
             )
         try:
             return self._pixels(image)
@@ -91,10 +91,10 @@ class Decoder:
         return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, -1)
 
     def _of_bytes(self, image: Any) -> Any:
-        """Return a grey image of 16 bits with the higher 8 bits of each pixel; Pillow's own conversion cuts off at 255.
+        """Return a grey image of 16 bits with the higher 8 bits of each pixel; Pillow's conversion clips at 255.
 
         Raises:
-            Fault: a pixel has 32 bits. No range of its values is agreed, so they cannot be scaled.
+            Fault: a pixel has 32 bits. Their range of values is not defined, so they cannot be scaled.
         """
         if image.mode == "I" and image.format in _SIXTEEN:
             image = image.convert("I;16")

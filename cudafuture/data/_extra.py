@@ -1,4 +1,4 @@
-"""The packages of the extra `tgz`, which are imported when they are needed."""
+"""Packages of the extra `tgz`, which are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults of archives and members, and the counts of those that were skipped."""
+"""Faults of archives and members, and the counts of skipped members."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WORKERS = 1024
 
 
 class Fault(Exception):
-    """A fault of an archive or of one of its members, before the archive's path and the member's name are known.
+    """Fault of an archive or of one of its members, before the archive's path and the member's name are known.
 
     Args:
         reason: one of REASONS.
-        text: the fault in words, without the names of the archive and of the member.
-        member: the name of the member, where the fault belongs to one.
+        text: a description, without the names of the archive and of the member.
+        member: the name of the member, if the fault belongs to one.
 
-    `owned` is False where several parts meet the same fault, and another part counts it.
+    `owned` is False if several parts meet the same fault, and another part counts it.
     """
 
     def __init__(self, reason: str, text: str, member: str = "") -> None:
@@ -45,22 +45,22 @@ class Fault(Exception):
         self.owned = True
 
     def error(self, path: str) -> ArchiveError:
-        """Return the error that the user sees."""
+        """Return the ArchiveError for the user."""
         member = f", member {self.member!r}" if self.member else ""
         return ArchiveError(f"{path}{member}: {self}", path=path, member=self.member, reason=self.reason)
 
 
 class SkipCounts:
-    """The numbers of skipped members, by reason, in memory that DataLoader workers share.
+    """Numbers of skipped members, by reason, in memory that DataLoader workers share.
 
-    Each worker adds to a row of its own, so that no two processes change the same number.
+    Each worker adds to its own row, so that no two processes change the same number.
     """
 
     def __init__(self) -> None:
         self._rows = shared_zeros(_WORKERS + 1, len(REASONS))
 
     def add(self, reason: str) -> None:
-        """Count a member that was skipped."""
+        """Count a skipped member."""
         worker = get_worker_info()
         row = 0 if worker is None else 1 + worker.id % _WORKERS
         self._rows[row, REASONS.index(reason)] += 1

@@ -1,4 +1,4 @@
-"""The index of an archive: where each image is, its label, and how to reach it without unpacking what comes before."""
+"""Index of an archive: the place and label of each image, and seek points for unpacking from the middle."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Identity = tuple[int, int]  # the size of an archive in bytes, and the time of i
 
 
 def identity_of(path: str | int) -> Identity:
-    """Return the size and the time of the last change of an archive, which tell it from a later one."""
+    """Return the size and the time of the last change of an archive, which distinguish it from a later version."""
     stat = os.stat(path)  # noqa: PTH116 (or a descriptor)
     return stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class Index:
-    """The table of an archive's images, and the seek points of its compression.
+    """Table of an archive's images, and the seek points of its compression.
 
     Args:
-        identity: the size and the time of change of the archive that was indexed.
+        identity: the size and the time of change of the indexed archive.
         packing: "tar" or "gzip".
         classes: the names of the labels, sorted.
         refused: name, reason and text of each member that cannot be an image.
@@ -45,7 +45,7 @@ class Index:
         labels: int64, positions in `classes`.
         ends: int64, the end of each image's name in `names`.
         names: uint8, the names of all images, one after the other.
-        seek_points: uint8, rapidgzip's index of an archive that is compressed.
+        seek_points: uint8, rapidgzip's index of a compressed archive.
     """
 
     identity: Identity
@@ -69,7 +69,7 @@ class Index:
 
 
 class Reader:
-    """The bytes of an indexed archive, which are read in any order. It belongs to one process."""
+    """Reader of an indexed archive's bytes, in any order. It belongs to one process."""
 
     def __init__(self, path: str, index: Index) -> None:
         self._file: GzipFile | None = None
@@ -77,7 +77,7 @@ class Reader:
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
             if identity_of(self._descriptor) != index.identity:
-                text = f"{path}: the archive has changed since its index was read; make a new TgzImages"
+                text = f"{path}: the archive has changed since its index was read; create a new TgzImages"
                 raise ArchiveError(text, path=path, reason="damaged")
             if index.packing == "gzip":
                 self._open(path, index)
@@ -132,11 +132,11 @@ def build_index(path: str) -> Index:
     Raises:
         Fault: the archive is truncated, damaged or a bomb.
         ImportError: rapidgzip is not installed, and the archive needs it.
-        ArchiveError: no index is possible for this kind of archive, or the archive changes meanwhile.
+        ArchiveError: this kind of archive cannot have an index, or the archive changes during the call.
     """
     packing = packing_of(path)
     if packing == "zstd":
-        raise ArchiveError(f"{path}: there are no indexes for .tar.zst", path=path)
+        raise ArchiveError(f"{path}: a .tar.zst archive cannot have an index", path=path)
     before = identity_of(path)
     table = _Table()
     if packing == "tar":
@@ -151,7 +151,7 @@ def build_index(path: str) -> Index:
 
 
 class _RapidgzipStream(Stream):
-    """The unpacked bytes of an archive that rapidgzip unpacks, while it collects seek points."""
+    """Unpacked bytes of an archive that rapidgzip unpacks while it collects seek points."""
 
     def __init__(self, file: GzipFile, limit: int) -> None:
         super().__init__(None, limit)
@@ -184,9 +184,9 @@ def _scan_gzip(path: str, size: int, scan: Callable[[Stream], None]) -> bytes:
 
 
 def _check_end(path: str, seek_points: bytes, unpacked: int) -> None:
-    """Read the last byte by the seek points, as no read by them succeeds where the end of the archive is cut off.
+    """Read the last byte through the seek points: no such read succeeds if the end of the archive is missing.
 
-    While rapidgzip unpacks such an archive for the first time it reports no error.
+    rapidgzip reports no error while it unpacks such an archive for the first time.
 
     Raises:
         Fault: the archive is truncated.
@@ -204,7 +204,7 @@ def _check_end(path: str, seek_points: bytes, unpacked: int) -> None:
 
 
 class _Table:
-    """The table of an index while it is built."""
+    """Table of an index while it is built."""
 
     def __init__(self) -> None:
         self._offsets, self._sizes, self._labels, self._ends = (array("q") for _ in range(4))
@@ -213,7 +213,7 @@ class _Table:
         self._refused: list[tuple[str, str, str]] = []
 
     def fill(self, stream: Stream) -> None:
-        """Take all members of an archive."""
+        """Add all members of an archive."""
         for member in members_of(stream):
             if member.fault is not None:
                 self._refused.append((member.name, member.fault.reason, str(member.fault)))
@@ -246,5 +246,5 @@ def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor of the host."""
+    """Return the bytes of a contiguous host tensor."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""

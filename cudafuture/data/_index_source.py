@@ -1,4 +1,4 @@
-"""The choice of an archive's index: from its sidecar, from this process's memory, or built now."""
+"""Source of an archive's index: its sidecar, this process's memory, or a new build."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _in_memory: weakref.WeakValueDictionary[Path, Index] = weakref.WeakValueDictiona
 
 
 def log_once(message: str) -> None:
-    """Log a warning, once in this process."""
+    """Log a warning, once per process."""
     if message not in _logged:
         _logged.add(message)
         _log.warning("%s", message)
 
 
 def index_of(path: str, required: bool) -> Index | None:
-    """Return the index of an archive, and keep a new one in its sidecar; None where no index is possible.
+    """Return the index of an archive, and store a new one in its sidecar; return None if no index is possible.
 
     Raises:
-        ArchiveError, ImportError: no index is possible, and one is required.
+        ArchiveError, ImportError: no index is possible, but one is required.
         OSError: the archive cannot be read.
     """
     try:
@@ -45,12 +45,12 @@ def index_of(path: str, required: bool) -> Index | None:
 
 
 def _kept(path: str) -> Index | None:
-    """Return the index in the sidecar or in memory, if it is of the archive as it is now."""
+    """Return the index in the sidecar or in memory, if it belongs to the current archive."""
     index = None
     try:
         index = read_sidecar(path)
     except DamagedSidecarError as e:
-        log_once(f"{sidecar_of(path)} is not used and is built again: {e}")
+        log_once(f"{sidecar_of(path)} is not usable and is built again: {e}")
     except OSError as e:
         log_once(f"{sidecar_of(path)} cannot be read: {e}")
     if index is None:

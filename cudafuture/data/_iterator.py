@@ -1,4 +1,4 @@
-"""The iterator over one part of an archive in one epoch, with its position."""
+"""Iterator over one part of an archive in one epoch, with its position."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from cudafuture.data._state import start_of
 
 __all__ = ["ImageIterator", "Options"]
 
-_BUFFER = 1024  # images, where shuffle=True and there is no index
+_BUFFER = 1024  # images, for shuffle=True without an index
 _log = logging.getLogger("cudafuture.data")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of a dataset, checked, and what was found in the archive.
+    """Validated arguments of a dataset, and the contents of its archive.
 
     Args:
         path: the archive.
         index: its index, or None.
         positions: the label of each class name.
-        labels: the label of each image of the index, -1 where its class is not known.
+        labels: the label of each image of the index, -1 if its class is not known.
         size, mode, transform, shuffle, seed, batch: as for ``TgzImages``.
-        counts: the numbers of skipped members where on_error is "skip", else None.
+        counts: the numbers of skipped members if on_error is "skip", else None.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class _Image:
-    """A decoded image.
+    """Decoded image.
 
     Args:
         pixels: uint8, in the order height, width, channels.
@@ -70,14 +70,14 @@ class _Image:
 
 
 class ImageIterator(Iterator[Any]):
-    """The images or minibatches of one part of an archive.
+    """Iterator over the images or minibatches of one part of an archive.
 
     Args:
         options: of the dataset.
         part: the part.
         epoch: the epoch, for the order.
-        position: how many images of the part's order are passed over.
-        quiet: do not count skipped members: another iterator has counted them.
+        position: the number of images of the part's order to skip.
+        quiet: do not count skipped members, because another iterator has counted them.
     """
 
     def __init__(self, options: Options, part: Part, epoch: int, position: int = 0, *, quiet: bool = False) -> None:
@@ -95,12 +95,12 @@ class ImageIterator(Iterator[Any]):
 
     @property
     def part(self) -> Part:
-        """The part that it iterates over."""
+        """The part of this iterator."""
         return self._part
 
     @property
     def position(self) -> int:
-        """The number of images of the part's order that were returned, skipped or passed over."""
+        """The number of images of the part's order that were returned or skipped."""
         return self._position
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,16 +109,16 @@ class ImageIterator(Iterator[Any]):
         return {"epoch": self._epoch, "position": self._position, "part": part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of a state of `state_dict`.
+        """Continue at the position of a state of `state_dict`.
 
         Raises:
-            KeyError, TypeError: a number is missing, or is no integer.
-            ValueError: the state is of another part: there were other numbers of ranks or workers. Or it is a
+            KeyError, TypeError: a number is missing, or is not an integer.
+            ValueError: the state is of another part, because the numbers of ranks or workers differ, or it is a
                 DataLoader's.
         """
         start = start_of(state, self._options.batch)
         if start.position < 0:
-            raise ValueError(f"{dict(state)!r} is no state of an iterator")
+            raise ValueError(f"{dict(state)!r} is not a state of an iterator")
         part = self.state_dict()["part"]
         if start.part != part:
             text = "rank {} of {}, worker {} of {}"
@@ -164,7 +164,7 @@ class ImageIterator(Iterator[Any]):
             _log.info("skipped: %s", fault.error(self._options.path))
 
     def _release(self) -> None:
-        """Close the archive, which an error that the caller keeps would hold open; the next item opens it again."""
+        """Close the archive, which a kept exception would hold open; the next item opens it again."""
         self._candidates.close()
         self._candidates = self._from_here(self._refused)
 
@@ -227,7 +227,7 @@ class ImageIterator(Iterator[Any]):
         return _candidates(self._options, self._part, self._epoch, self._position, refused)
 
 
-# These are no methods: a generator that has its iterator would keep the archive open until a garbage collection.
+# Functions, not methods: a generator that refers to its iterator would keep the archive open until garbage collection.
 def _candidates(
     options: Options, part: Part, epoch: int, position: int, refused: int
 ) -> Generator[Candidate, None, None]:

@@ -1,4 +1,4 @@
-"""The classes of an archive that is read without an index."""
+"""Classes of an archive that is read without an index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["scan_classes"]
 
 
 def scan_classes(path: str) -> tuple[list[str], Fault | None]:
-    """Read an archive once; return its classes, sorted, and the fault at which it could not be read on."""
+    """Read an archive once; return its classes, sorted, and the fault that stopped the read, or None."""
     classes: set[str] = set()
     try:
         with open_stream(path) as stream:

@@ -1,4 +1,4 @@
-"""The epoch of a dataset, and the start of its next iteration."""
+"""Epoch of a dataset, and the start of its next iteration."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class Start:
-    """The place where an iteration begins.
+    """Position at which an iteration begins.
 
     Args:
         epoch: the epoch.
         batches: the number of batches that the DataLoader of this rank has returned.
-        batch_size: the images of each.
-        workers: the workers of that DataLoader, or -1 where the state does not say.
+        batch_size: the images of each batch.
+        workers: the workers of that DataLoader, or -1 if the state does not have the number.
         drop_last: 1 if that DataLoader did not return partial batches, else 0.
-        position: the position of a single iterator, or -1 where the state is of a DataLoader.
+        position: the position of a single iterator, or -1 if the state is a DataLoader's.
         rank, ranks, worker, of: the part of that iterator.
     """
 
@@ -43,7 +43,7 @@ class Start:
 
     @property
     def is_first(self) -> bool:
-        """Return True if it is the first image of the epoch."""
+        """True if it is the first image of the epoch."""
         return self.batches == 0 and self.position < 0
 
     @property
@@ -53,9 +53,9 @@ class Start:
 
 
 class Progress:
-    """The epoch, and the start of the next iteration, in memory that DataLoader workers share.
+    """Epoch and start of the next iteration, in memory that DataLoader workers share.
 
-    The main process sets it before it makes a DataLoader's iterator. Each worker takes the start of a resumed epoch
+    The main process sets it before it creates a DataLoader's iterator. Each worker takes the start of a resumed epoch
     once, and either the main process or the workers of one DataLoader take it; later iterations begin at the first
     image. Workers that outlive an epoch see the next one.
     """
@@ -66,7 +66,7 @@ class Progress:
         self._taken = shared_zeros(_ROWS + 1)  # by worker: the last resume that it took
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. A start in another epoch is forgotten."""
+        """Set the epoch, and drop a start in another epoch."""
         if epoch != int(self._fields[_START]):
             self._fields[_START:] = torch.tensor(astuple(Start(epoch)))
 
@@ -76,14 +76,14 @@ class Progress:
         self._fields.copy_(torch.tensor([resumes, 0, *astuple(start)]))
 
     def next_start(self) -> Start:
-        """Return where the next iteration of this process begins."""
+        """Return the start of the next iteration of this process."""
         resumes, loader, *start = self._fields.tolist()
         found = Start(*start)
         is_taken = int(self._taken[_row()]) == resumes or loader not in (0, _seed())
         return Start(found.epoch) if is_taken else found
 
     def take(self) -> Start:
-        """Return where the iteration of this worker begins, and make its next one begin at the first image."""
+        """Return the start of this worker's iteration, and make its next one begin at the first image."""
         start = self.next_start()
         if not start.is_first:
             self._fields[_LOADER] = _seed()

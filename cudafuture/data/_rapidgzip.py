@@ -1,4 +1,4 @@
-"""Archives of gzip that rapidgzip unpacks; those that are open are closed before the interpreter ends."""
+"""Gzip archives that rapidgzip unpacks; open ones are closed before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def require_rapidgzip() -> Any:
 
 
 class GzipFile:
-    """A .tgz archive that rapidgzip unpacks, from its beginning or from a seek point.
+    """.tgz archive that rapidgzip unpacks, from its beginning or from a seek point.
 
-    rapidgzip aborts a process whose interpreter ends while one of its files is open, as it is in an iterator that the
-    program keeps. So each file is closed at exit. A lock orders that after the read of another thread.
+    rapidgzip aborts a process whose interpreter exits while one of its files is open, for example in an iterator that
+    the program keeps. Each file is therefore closed at exit. A lock orders that after the read of another thread.
 
     Args:
         path: the archive.
@@ -59,7 +59,7 @@ class GzipFile:
             self._opened().import_index(io.BytesIO(seek_points))
 
     def export_index(self) -> bytes:
-        """Return the seek points that were found."""
+        """Return the collected seek points."""
         seek_points = io.BytesIO()
         with self._lock:
             self._opened().export_index(seek_points)
@@ -69,7 +69,7 @@ class GzipFile:
         """Close the archive. Closing it again does nothing."""
         if self._file is None:
             return
-        if self._pid != os.getpid():  # a fork has no threads: closing would wait for them, so the file is leaked
+        if self._pid != os.getpid():  # a fork has no threads, and closing would wait for them: leak the file
             file, self._file = self._file, None
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(file))
             return

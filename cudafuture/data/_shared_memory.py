@@ -11,7 +11,7 @@ __all__ = ["batch_memory", "shared_zeros"]
 
 
 def shared_zeros(*shape: int) -> torch.Tensor:
-    """Return numbers (int64) that every process sees change."""
+    """Return integers (int64) in memory that all processes share."""
     return _shared(torch.int64, shape).zero_()
 
 

@@ -1,12 +1,12 @@
-"""The file beside an archive that keeps its index.
+"""Sidecar of an archive: the file beside it that stores its index.
 
 The layout, with numbers in little-endian order::
 
     magic and version, 16 bytes | length of the header, 8 bytes | header, JSON | tensors | XXH3 of all before, 16 bytes
 
-A sidecar is input: it is used only if its checksum, its version and the identity of the archive are right, and all
-numbers in it are possible, as the checksum does not tell who wrote it. Nothing in it is executed or unpickled. It is
-replaced by a whole new file, so ranks and workers may write it at the same time.
+A sidecar is untrusted input. It is used only if its checksum, its version and the identity of the archive are right.
+All numbers in it are range-checked too, as the checksum does not authenticate its author. Nothing in it is executed or
+unpickled. It is replaced by a whole new file, so ranks and workers may write it at the same time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CHECKSUM = 16  # bytes
 _TENSORS = {field.name: torch.int64 for field in fields(Index) if field.type == "torch.Tensor"}
 _TENSORS.update(names=torch.uint8, seek_points=torch.uint8)
 _TOKEN = 8  # random bytes in the name of a temporary file
-_OLD = 3600  # seconds, after which a temporary file belongs to no process that still writes it
+_OLD = 3600  # seconds, after which no process still writes a temporary file
 _VALUES = ("identity", "packing", "classes", "refused")
 
 
 class DamagedSidecarError(Exception):
-    """A sidecar is no index, or none of this version. The index is built again."""
+    """Error of a sidecar that is not an index, or not of this version. The index is built again."""
 
 
 def sidecar_of(path: str) -> Path:
@@ -51,7 +51,7 @@ def sidecar_of(path: str) -> Path:
 
 
 def read_sidecar(path: str) -> Index | None:
-    """Return the index in an archive's sidecar; None where there is no sidecar or the archive has changed since.
+    """Return the index in an archive's sidecar, or None if there is no sidecar or the archive has changed since.
 
     Raises:
         DamagedSidecarError: the sidecar is damaged.
@@ -60,12 +60,12 @@ def read_sidecar(path: str) -> Index | None:
     sidecar = sidecar_of(path)
     try:
         if not stat.S_ISREG(sidecar.stat().st_mode):  # reading a pipe would block
-            raise DamagedSidecarError("it is no plain file")
+            raise DamagedSidecarError("it is not a regular file")
         data = bytearray(sidecar.read_bytes())
     except FileNotFoundError:
         return None
     if data[: len(_MAGIC)] != _MAGIC:
-        raise DamagedSidecarError("it is no index of this version")
+        raise DamagedSidecarError("it is not an index of this version")
     if data[-_CHECKSUM:] != xxhash.xxh3_128_digest(memoryview(data)[:-_CHECKSUM]):
         raise DamagedSidecarError("its checksum is wrong")
     try:
@@ -76,7 +76,7 @@ def read_sidecar(path: str) -> Index | None:
 
 
 def write_sidecar(path: str, index: Index) -> None:
-    """Replace an archive's sidecar at once, after the new one is on the disk.
+    """Replace an archive's sidecar atomically, after the new one is on disk.
 
     Raises:
         OSError: the sidecar cannot be written.
@@ -111,11 +111,11 @@ def _parts(index: Index) -> list[bytes]:
 
 
 def _remove_old(sidecar: Path) -> None:
-    """Remove the temporary files that processes left when they were killed while they wrote the sidecar."""
+    """Remove temporary files of processes that were killed while they wrote the sidecar."""
     name = re.compile(re.escape(f".{sidecar.name}.") + f"[0-9a-f]{{{2 * _TOKEN}}}")
     with contextlib.suppress(OSError), os.scandir(sidecar.parent) as entries:
         for entry in entries:
-            # Another process may remove it, too.
+            # Another process may remove it too.
             with contextlib.suppress(OSError):
                 if name.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _OLD:
                     os.unlink(entry.path)  # noqa: PTH108
@@ -134,7 +134,7 @@ def _parse(data: bytearray) -> Index:
         end += length
     _require(end == len(data) - _CHECKSUM, "the lengths of its parts do not match")
     size, changed = header["identity"]
-    _require(type(changed) is int, "its time of change is no number")
+    _require(type(changed) is int, "its time of change is not a number")
     refused = [(str(name), str(reason), str(text)) for name, reason, text in header["refused"]]
     index = Index((_count(size), changed), header["packing"], header["classes"], refused, **tensors)
     _check(index)
@@ -145,13 +145,13 @@ def _check(index: Index) -> None:
     """Raise ValueError unless the images are in the archive, and their names and labels in the index."""
     _require(index.packing in ("tar", "gzip"), f"its packing is {index.packing!r}")
     _require((index.packing == "gzip") == (len(index.seek_points) > 0), "it has seek points of another packing")
-    _require(all(type(name) is str for name in index.classes), "its classes are no names")
+    _require(all(type(name) is str for name in index.classes), "its classes are not names")
     _require(index.classes == sorted(set(index.classes)), "its classes are not sorted")
     _require(all(reason in REASONS for _, reason, _ in index.refused), "it has an unknown reason")
     columns = (index.sizes, index.labels, index.ends)
     _require(all(len(column) == len(index) for column in columns), "its table has columns of several lengths")
     if not len(index):
-        _require(len(index.names) == 0, "it has names of no images")
+        _require(len(index.names) == 0, "it has names without images")
         return
     size = index.identity[0]
     most = size if index.packing == "tar" else limit_of(size)
@@ -169,7 +169,7 @@ def _within(numbers: torch.Tensor, most: int) -> bool:
 
 def _count(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no count")
+        raise ValueError(f"{number!r} is not a count")
     return number
 
 

@@ -1,4 +1,4 @@
-"""The states of datasets: dictionaries of the user, checked, as starts of iterations."""
+"""States of datasets: conversion between the user's dictionaries and starts of iterations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def integer(name: str, value: object) -> int:
     """Return an integer that fits in 64 bits.
 
     Raises:
-        TypeError: the value is no integer.
+        TypeError: the value is not an integer.
         ValueError: it does not fit.
     """
     try:
@@ -28,7 +28,7 @@ def integer(name: str, value: object) -> int:
 
 
 def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
-    """Return the start that a state means, for a dataset with minibatches of `batch` images.
+    """Return the start that a state describes, for a dataset with minibatches of `batch` images.
 
     Raises:
         KeyError, TypeError, ValueError: as for ``TgzImages.load_state_dict``.
@@ -40,7 +40,7 @@ def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
         part = [integer("part", number) for number in state["part"]]
         position = integer("position", state["position"])
         if position < 0 or len(part) != 4:
-            raise ValueError(f"{dict(state)!r} is no state of an iterator")
+            raise ValueError(f"{dict(state)!r} is not a state of an iterator")
         return Start(epoch, 0, 1, -1, 0, position, *part)
     batches = integer("batches", state["batches"])
     batch_size = integer("batch_size", state.get("batch_size", batch or 1))
@@ -48,12 +48,12 @@ def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
     workers = -1 if workers is None else integer("workers", workers)
     drop_last = integer("drop_last", state.get("drop_last", False))
     if batches < 0 or batch_size < 1 or (batch and (batch_size != batch or drop_last)):
-        raise ValueError(f"{dict(state)!r} is no state of a dataset with batch={batch}")
+        raise ValueError(f"{dict(state)!r} is not a state of a dataset with batch={batch}")
     return Start(epoch, batches, batch_size, workers, int(drop_last != 0))
 
 
 def state_of(start: Start) -> dict[str, Any]:
-    """Return the state that means a start."""
+    """Return the state that describes a start."""
     if start.position >= 0:
         return {"epoch": start.epoch, "position": start.position, "part": start.part}
     state: dict[str, Any] = {"epoch": start.epoch, "batches": start.batches}

@@ -1,4 +1,4 @@
-"""The unpacked bytes of an archive, from its beginning to its end."""
+"""Stream of the unpacked bytes of an archive, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def packing_of(path: str) -> str:
 
 
 def limit_of(size: int) -> int:
-    """Return how many bytes a compressed archive of `size` bytes may unpack to."""
+    """Return the limit of the unpacked bytes of a compressed archive of `size` bytes."""
     return max(MOST_SMALL, MOST_RATIO * size)
 
 
 class Stream:
-    """The unpacked bytes of an archive, which are read once and in order.
+    """Unpacked bytes of an archive, which are read once and in order.
 
     Args:
-        file: the archive; None where a subclass reads it in another way.
-        limit: the unpacked bytes after which the archive is taken for a decompression bomb; None for no limit.
+        file: the archive; None if a subclass reads it in another way.
+        limit: the unpacked bytes after which the archive counts as a decompression bomb; None for no limit.
     """
 
     def __init__(self, file: BinaryIO | None, limit: int | None = None) -> None:
@@ -74,14 +74,14 @@ class Stream:
         return b"".join(parts)
 
     def skip(self, count: int) -> None:
-        """Pass over the next `count` bytes; raise as `read` does."""
+        """Skip the next `count` bytes; raise as `read` does."""
         while count > len(self._piece):
             count -= len(self._piece)
             self._next_piece()
         self._piece = self._piece[count:]
 
     def finish(self) -> None:
-        """Unpack the rest of the archive, so that its checksum is compared."""
+        """Unpack the rest of the archive, so that its checksum is verified."""
         while self._take(self._unpack()):
             pass
 
@@ -114,10 +114,10 @@ class Stream:
 
 
 class SeekableStream(Stream):
-    """The bytes of an archive that is not compressed: members that are not needed are not read."""
+    """Bytes of an archive that is not compressed: members that are not needed are not read."""
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, of which those that are not buffered take one system call."""
+        """Return the next `count` bytes; those that are not buffered take one system call."""
         if count <= max(len(self._piece), _BLOCK):
             return super().read(count)
         rest = self._file.read(count - len(self._piece))
@@ -129,13 +129,13 @@ class SeekableStream(Stream):
         return found
 
     def skip(self, count: int) -> None:
-        """Pass over the next `count` bytes without reading them."""
+        """Skip the next `count` bytes without reading them."""
         if count <= len(self._piece):
             self._piece = self._piece[count:]
             return
         target = self.offset + count
         try:
-            self._file.seek(target)  # if that is after the end, the next read finds it
+            self._file.seek(target)  # if that is beyond the end, the next read fails
         except OSError as e:  # no file of this file system can be that long
             raise Fault("truncated", "the archive is truncated") from e
         self._piece, self._unpacked = memoryview(b""), target
@@ -149,7 +149,7 @@ class SeekableStream(Stream):
 
 
 class _GzipStream(Stream):
-    """The unpacked bytes of one or more members of gzip, which zlib unpacks and checks."""
+    """Unpacked bytes of one or more members of gzip, which zlib unpacks and verifies."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         super().__init__(file, limit)
@@ -180,10 +180,10 @@ class _GzipStream(Stream):
 
 
 class _ZstdStream(Stream):
-    """The unpacked bytes of one or more frames of Zstandard (RFC 8878).
+    """Unpacked bytes of one or more frames of Zstandard (RFC 8878).
 
-    The blocks of a frame are unpacked one by one. So at most 128 KiB are unpacked at once, and an archive that ends
-    inside a frame is found, of which zstandard's own reader says nothing.
+    The blocks of a frame are unpacked one by one. At most 128 KiB are therefore unpacked at once, and an archive that
+    ends inside a frame is detected, which zstandard's own reader does not do.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -191,7 +191,7 @@ class _ZstdStream(Stream):
         self._zstandard: Any = extra("zstandard", "a .tar.zst archive")
         self._unpacker = self._zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
         self._frame: Any = None
-        self._checksum = 0  # bytes behind the last block
+        self._checksum = 0  # bytes after the last block
 
     def _unpack(self) -> bytes:
         while True:
@@ -211,7 +211,7 @@ class _ZstdStream(Stream):
                 return unpacked
 
     def _header(self) -> bytes:
-        """Return the header of the next frame and begin to unpack it, or pass over a frame that is to be skipped."""
+        """Return the header of the next frame and begin to unpack it, or skip a skippable frame."""
         magic = self._exactly(4)
         if _is_skippable(magic):
             size = int.from_bytes(self._exactly(4), "little")
@@ -234,7 +234,7 @@ class _ZstdStream(Stream):
         """Return the next block of the frame, with the checksum if it is the last one."""
         header = self._exactly(3)
         number = int.from_bytes(header, "little")
-        size = 1 if number >> 1 & 3 == 1 else number >> 3  # a block of one byte that is repeated
+        size = 1 if number >> 1 & 3 == 1 else number >> 3  # a block of one repeated byte
         return header + self._exactly(size + (self._checksum if number & 1 else 0))
 
     def _exactly(self, count: int) -> bytes:
@@ -250,7 +250,7 @@ def _is_skippable(magic: bytes) -> bool:
 
 
 def open_stream(path: str) -> Stream:
-    """Open an archive, compressed or not, to read it from its beginning to its end.
+    """Open an archive, compressed or not, for reading from its beginning to its end.
 
     Raises:
         OSError: the archive cannot be opened.

@@ -1,4 +1,4 @@
-"""The members of a tar archive: their names, places and sizes."""
+"""Members of a tar archive: their names, offsets and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MOST_MEMBER", "Member", "members_of"]
 
 MOST_MEMBER = 256 << 20  # bytes of one member, which is read as a whole
 _MOST_EXTENSION = 1 << 20  # bytes of a header's extension: a long name and attributes
-_MOST_SIZE = 1 << 60  # bytes that a header may promise, so that places fit in 64 bits
+_MOST_SIZE = 1 << 60  # bytes that a header may declare, so that offsets fit in 64 bits
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(_BLOCK)
 _SPARSE = "sparse"
@@ -25,12 +25,12 @@ _WITHOUT_DATA = (*_LINKS, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tar
 
 @dataclass(frozen=True)
 class Member:
-    """One member of an archive that is no directory.
+    """Member of an archive that is not a directory.
 
     Args:
         name: the name in the archive.
         label: the base name of the parent folder.
-        offset: the place of the data in the unpacked archive.
+        offset: the offset of the data in the unpacked archive.
         size: the bytes of the data.
         fault: the reason why the member cannot be an image, or None.
     """
@@ -43,12 +43,12 @@ class Member:
 
 
 def members_of(stream: Stream) -> Iterator[Member]:
-    """Yield the members of an archive in order; the stream then stands at the member's data.
+    """Yield the members of an archive in order; the stream is then positioned at the member's data.
 
-    The caller may read the data, or leave it.
+    The caller may read the data, or skip it.
 
     Raises:
-        Fault: the archive is truncated, damaged or a bomb; it names the member at which that was found.
+        Fault: the archive is truncated, damaged or a bomb; it names the member where that was found.
     """
     name = ""
     extensions = _Extensions()
@@ -76,7 +76,7 @@ def members_of(stream: Stream) -> Iterator[Member]:
 
 
 def _block(stream: Stream, last: str) -> bytes:
-    """Return the block of a header, or the block of zeros with which every archive ends."""
+    """Return the block of a header, or the block of zeros that ends every archive."""
     try:
         return stream.read(_BLOCK)
     except Fault as e:
@@ -95,33 +95,33 @@ def _header(block: bytes, last: str) -> tarfile.TarInfo:
 
 
 def _label(name: str) -> str:
-    """Return the base name of the parent folder, or nothing where there is none."""
+    """Return the base name of the parent folder, or an empty string if there is none."""
     folders = [folder for folder in name.split("/")[:-1] if folder not in ("", ".")]
     return folders[-1] if folders and folders[-1] != ".." else ""
 
 
 def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bool) -> Fault | None:
-    """Return the fault of a member that cannot be an image, as far as its header shows it."""
+    """Return the fault of a member that, by its header, cannot be an image, or None."""
     if header.type in _LINKS:
         return Fault("link", "the member is a link, which is not followed", name)
     if header.type not in _FILES or sparse:
-        return Fault("special_file", f"the member is no plain file (type {header.type!r})", name)
+        return Fault("special_file", f"the member is not a regular file (type {header.type!r})", name)
     if not label:
         return Fault("no_label", "the member is in no folder, whose name would be its label", name)
     if size > MOST_MEMBER:
-        return Fault("too_large", f"the member has {size} bytes, and {MOST_MEMBER} are allowed", name)
+        return Fault("too_large", f"the member has {size} bytes, but only {MOST_MEMBER} are allowed", name)
     return None
 
 
 def _skip_sparse_map(block: bytes, stream: Stream) -> None:
-    """Pass over the blocks that continue the header of GNU's old sparse files."""
+    """Skip the blocks that continue the header of GNU's old sparse files."""
     goes_on = block[482]
     while goes_on:
         goes_on = stream.read(_BLOCK)[504]
 
 
 class _Extensions:
-    """The names and sizes of extended headers, of POSIX and of GNU, for the header that follows them."""
+    """Names and sizes from extended headers, of POSIX and of GNU, for the header that follows them."""
 
     def __init__(self) -> None:
         self._all: dict[str, str] = {}
@@ -129,11 +129,11 @@ class _Extensions:
 
     @property
     def sparse(self) -> bool:
-        """Return True if the member is a sparse file in POSIX format."""
+        """True if the member is a sparse file in POSIX format."""
         return _SPARSE in self._next
 
     def take(self, header: tarfile.TarInfo, stream: Stream) -> bool:
-        """Read an extended header; return False if this is another one."""
+        """Read an extended header; return False for any other header."""
         kind = header.type
         if kind not in (b"x", b"g", b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             return False
@@ -155,14 +155,14 @@ class _Extensions:
         return name, int(size)
 
     def forget(self) -> None:
-        """Forget what was for one member only."""
+        """Clear the fields that apply to one member only."""
         self._next.clear()
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Return the records of a POSIX extended header that are used: path, size, and `_SPARSE` for any of a sparse file.
+    """Return the used records of a POSIX extended header: path, size, and `_SPARSE` for any of a sparse file.
 
-    Each record has its length, a space, the key, "=" and the value. The others are passed over and not kept, as there
+    Each record has its length, a space, the key, "=" and the value. Other records are skipped and not stored, as there
     can be many of them.
     """
     found = {}

@@ -1,4 +1,4 @@
-"""The classes of an archive of labelled images."""
+"""Classes of an archive of labelled images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset of the labelled images in a tar archive."""
+"""Dataset of the labelled images in a tar archive."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ __all__ = ["TgzImages"]
 
 
 class TgzImages(IterableDataset[Any]):
-    """The labelled images of a .tar, .tgz (.tar.gz) or .tar.zst archive, as a dataset for torch's DataLoader.
+    """Labelled images of a .tar, .tgz (.tar.gz) or .tar.zst archive, as a dataset for torch's DataLoader.
 
     The label of an image is the base name of its parent folder. Items are pairs of a uint8 tensor (C, H, W) and an
-    int64 label. Ranks and DataLoader workers divide the images: each image comes once. The dataset and its iterators
+    int64 label. Ranks and DataLoader workers divide the images: each image appears once. The dataset and its iterators
     have ``state_dict()`` and ``load_state_dict()``, as ``prefetch`` and torchdata's StatefulDataLoader expect.
 
-    With an index each rank and worker reads its own part of the archive only, and the dataset has a length: the images,
-    or with `batch` the minibatches, of this rank; images that will be skipped count. The index is kept in a file beside
-    the archive, ``<path>.index``. Without an index each worker unpacks the whole archive and decodes its share. A
-    .tar.zst has no index. See docs/images.md.
+    With an index each rank and worker reads only its own part of the archive, and the dataset has a length: the images,
+    or with `batch` the minibatches, of this rank; images that will be skipped count. The index is stored in a file
+    beside the archive, ``<path>.index``. Without an index each worker unpacks the whole archive and decodes its share.
+    A .tar.zst has no index. See docs/images.md.
 
     Args:
         path: the archive.
         classes: the names of the classes; the position is the label. By default ``classes_of(path)``.
         size: height and width, or one number for both, to which each image is resized (bilinear).
-        mode: Pillow's name of the pixel format: "RGB", "L", "RGBA" or another with 8 bits a channel.
+        mode: Pillow's name of the pixel format: "RGB", "L", "RGBA" or another with 8 bits per channel.
         transform: a function that is called with each uint8 tensor (C, H, W) in the worker; its result is the item.
         shuffle: 0 for the order of the archive. With an index, any other number shuffles the whole archive. Without
             one, it is the number of images in a shuffle buffer (1,024 for True). The order depends on seed + epoch.
         seed: of the order.
-        batch: images of a minibatch (N, C, H, W) with labels (N,), of which the last may be smaller, and with
-            `on_error` "skip" the last of each worker; then pass ``batch_size=None`` to the DataLoader. By default the
-            items are single images.
+        batch: images of a minibatch (N, C, H, W) with labels (N,); the last one may be smaller, and with `on_error`
+            "skip" the last one of each worker; then pass ``batch_size=None`` to the DataLoader. By default the items
+            are single images.
         shard: "auto" for the rank and world size of torch.distributed, a pair of both, or None for one rank.
-        on_error: "raise" raises ArchiveError at a member that is no image; "skip" counts it in `skipped`.
-        index: "auto" uses or builds an index where that is possible, True raises where it is not, False uses none.
+        on_error: "raise" raises ArchiveError at a member that is not an image; "skip" counts it in `skipped`.
+        index: "auto" uses or builds an index if possible, True raises if it is not possible, False uses none.
 
     Raises:
-        ArchiveError: `index` is True, and the archive can have no index.
+        ArchiveError: `index` is True, but the archive cannot have an index.
         ImportError: a package of the extra `tgz` is missing.
         OSError: the archive cannot be read.
-        TypeError: `shuffle`, `seed` or `batch` is no integer.
+        TypeError: `shuffle`, `seed` or `batch` is not an integer.
         ValueError: an argument is out of its range.
 
     >>> import io, tarfile
@@ -92,7 +92,7 @@ class TgzImages(IterableDataset[Any]):
             raise ValueError(f"index={index!r}: pass 'auto', True or False")
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: pass 'raise' or 'skip'")
-        shuffle = shuffle if shuffle is True else integer("shuffle", shuffle)  # True has a meaning of its own
+        shuffle = shuffle if shuffle is True else integer("shuffle", shuffle)  # True has a separate meaning
         batch = None if batch is None else integer("batch", batch)
         if shuffle < 0 or (batch is not None and batch < 1):
             raise ValueError(f"shuffle={shuffle} must be at least 0, and batch={batch} at least 1")
@@ -100,7 +100,7 @@ class TgzImages(IterableDataset[Any]):
         self._progress = Progress()
         self._counts = SkipCounts()
         pair = _size(size)
-        Decoder(pair, mode)  # raises where Pillow is missing or the mode is wrong
+        Decoder(pair, mode)  # raises if Pillow is missing or the mode is wrong
         archive = str(Path(path).absolute())  # workers may have another current folder
         found = index_of(archive, index is True) if index else None
         if not index:
@@ -128,7 +128,7 @@ class TgzImages(IterableDataset[Any]):
 
     @property
     def skipped(self) -> Counter[str]:
-        """The numbers of skipped members since the dataset was made, by reason, of all workers of this rank.
+        """The numbers of skipped members since the dataset was created, by reason, of all workers of this rank.
 
         The reasons are "truncated", "damaged" and "bomb" for the archive, and for members "corrupt", "not_an_image",
         "too_large", "pixel_format", "no_label", "unknown_class", "link" and "special_file".
@@ -139,7 +139,7 @@ class TgzImages(IterableDataset[Any]):
         """Set the epoch, on which the order of shuffled images depends. Call it before each epoch.
 
         Raises:
-            TypeError: the epoch is no integer.
+            TypeError: the epoch is not an integer.
             ValueError: it does not fit in 64 bits.
 
         >>> TgzImages("pets.tgz", shuffle=True).set_epoch(1)  # doctest: +SKIP
@@ -147,9 +147,9 @@ class TgzImages(IterableDataset[Any]):
         self._progress.set_epoch(integer("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place where the next iteration begins: the first image, or what was given to `load_state_dict`.
+        """Return the start of the next iteration: the first image, or the state given to `load_state_dict`.
 
-        The place within an iteration is in ``state_dict()`` of its iterator.
+        The position within an iteration is in ``state_dict()`` of its iterator.
 
         >>> import tarfile
         >>> tarfile.open("none.tar", "w").close()
@@ -165,14 +165,14 @@ class TgzImages(IterableDataset[Any]):
         the first image, and so does one in another epoch.
 
         Args:
-            state: "epoch"; "batches", which this rank's DataLoader has returned in it; with a dataset that yields
-                single images also "batch_size" (1) and "drop_last" (False) of the DataLoader; and optionally its
+            state: "epoch"; "batches", the number that this rank's DataLoader has returned in it; with a dataset that
+                yields single images also "batch_size" (1) and "drop_last" (False) of the DataLoader; and optionally its
                 number of "workers", which is compared. Or the state of an iterator of the dataset, which need not be
                 a DataLoader's: "epoch", "position" and "part".
 
         Raises:
-            KeyError: "epoch", or both of "batches" and "position", are missing; or "part" is.
-            TypeError: a number is no integer.
+            KeyError: "epoch" is missing, or both "batches" and "position" are, or "part" is.
+            TypeError: a number is not an integer.
             ValueError: a number is out of its range.
 
         >>> import tarfile
@@ -200,9 +200,9 @@ class TgzImages(IterableDataset[Any]):
             iterator = ImageIterator(self._options, part, start.epoch)
             iterator.load_state_dict({"epoch": start.epoch, "position": start.position, "part": start.part})
             return iterator
-        # The main process reads as one worker does.
+        # The main process reads like one worker.
         if start.workers >= 0 and max(start.workers, 1) != part.workers:
-            raise ValueError(f"the state is of {start.workers} workers, and this DataLoader has {part.workers}")
+            raise ValueError(f"the state is of {start.workers} workers, but this DataLoader has {part.workers}")
         return self._resumed(part, start)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,11 +216,11 @@ class TgzImages(IterableDataset[Any]):
         return Part(rank, ranks, worker, workers, self._options.batch or 1)
 
     def _resumed(self, part: Part, start: Start) -> ImageIterator:
-        """Return the iterator of a worker that goes on after the batches of an earlier DataLoader.
+        """Return the iterator of a worker that continues after the batches of an earlier DataLoader.
 
-        A new DataLoader asks worker 0 first. So worker 0 goes on with the part whose turn was next, and so forth.
+        A new DataLoader asks worker 0 first. So worker 0 continues with the part that was next in rotation, and so on.
         """
-        if self._options.counts is None:  # then each batch was full, but for the last one
+        if self._options.counts is None:  # then each batch but the last one was full
             mine = replace(part, worker=(part.worker + start.batches) % part.workers)
             position = mine.batches_of_worker(start.batches) * start.batch_size
             return ImageIterator(self._options, mine, start.epoch, position)
@@ -229,9 +229,9 @@ class TgzImages(IterableDataset[Any]):
         return ImageIterator(self._options, passed.part, start.epoch, passed.position)
 
     def _replayed(self, part: Part, start: Start) -> list[ImageIterator]:
-        """Return the iterators of all workers after the batches of an earlier DataLoader, in the order of their turns.
+        """Return the iterators of all workers after the batches of an earlier DataLoader, in rotation order.
 
-        Only decoding tells which images were skipped, and so which images were in the batches.
+        Only decoding shows which images were skipped, and therefore which images were in the batches.
         """
         options = replace(self._options, transform=None)
         parts = [replace(part, worker=worker) for worker in range(part.workers)]
@@ -251,7 +251,7 @@ class TgzImages(IterableDataset[Any]):
 
 
 def _shard(shard: Literal["auto"] | Shard | None) -> Shard | None:
-    """Return the given rank and number of ranks; None for those of torch.distributed."""
+    """Return the given rank and number of ranks, or None for those of torch.distributed."""
     if shard == "auto":
         return None
     if shard is None:
@@ -276,11 +276,11 @@ def _classes(path: str, given: Sequence[str] | None, index: Index | None) -> lis
         if isinstance(given, str) or len(set(given)) != len(given):
             raise ValueError(f"classes={given!r}: pass a sequence of different names")
         return list(given)
-    # An archive that cannot be read to its end fails when it is iterated, after the images that it has.
+    # An archive that cannot be read to its end fails during iteration, after the images that it has.
     return scan_classes(path)[0] if index is None else index.classes
 
 
 def _labels(index: Index, positions: dict[str, int]) -> torch.Tensor:
-    """Return the label of each image, -1 where its class is not among the given ones."""
+    """Return the label of each image, -1 if its class is not among the given ones."""
     table = torch.tensor([positions.get(name, -1) for name in index.classes], dtype=torch.int64)
     return table[index.labels]

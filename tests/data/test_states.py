@@ -130,10 +130,10 @@ BAD_STATES: list[tuple[Any, type[Exception], str]] = [
     ({"epoch": "1", "batches": 1}, TypeError, "epoch='1' must be an integer"),
     ({"epoch": 1 << 70, "batches": 1}, ValueError, "epoch=.* does not fit in 64 bits"),
     ({"epoch": 0, "batches": 1, "workers": "2"}, TypeError, "workers='2' must be"),
-    ({"epoch": 0, "batches": 1, "drop_last": True}, ValueError, "no state of a dataset with batch=2"),
+    ({"epoch": 0, "batches": 1, "drop_last": True}, ValueError, "not a state of a dataset with batch=2"),
     ({"epoch": 0, "position": None, "part": [0, 1, 0, 1]}, TypeError, "position=None must be"),
-    ({"epoch": 0, "position": -1, "part": [0, 1, 0, 1]}, ValueError, "no state of an iterator"),
-    ({"epoch": 0, "position": 1, "part": [0, 1]}, ValueError, "no state of an iterator"),
+    ({"epoch": 0, "position": -1, "part": [0, 1, 0, 1]}, ValueError, "not a state of an iterator"),
+    ({"epoch": 0, "position": 1, "part": [0, 1]}, ValueError, "not a state of an iterator"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_an_iterator_refuses_states_of_other_types(archive: Path) -> None:
     iterator: Any = iter(TgzImages(archive))
     with pytest.raises(TypeError, match=r"position=1\.5 must be an integer"):
         iterator.load_state_dict({"epoch": 0, "position": 1.5, "part": [0, 1, 0, 1]})
-    with pytest.raises(ValueError, match="no state of an iterator"):
+    with pytest.raises(ValueError, match="not a state of an iterator"):
         iterator.load_state_dict({"epoch": 0, "batches": 1})
     assert numbers(iterator) == list(range(COUNT))
 
