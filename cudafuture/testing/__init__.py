@@ -1,4 +1,4 @@
-"""Testing programs of several processes, for this project and for others.
+"""Tools for testing programs of several processes, in this project and in others.
 
 ``world``, a pytest fixture, runs a function in processes that are reused from test to test::
 
@@ -11,9 +11,9 @@
 
         assert world.run(total) == [1.0, 1.0]
 
-``FaultyEngine`` is a storage engine whose disk fails. ``torchrun`` launches a script as the command does. Neither that
-nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing`` brings what
-the pytest plugin needs, which pytest then finds by itself.
+``FaultyEngine`` is a storage engine whose disk fails. ``torchrun`` launches a script as the command does. Neither
+``torchrun`` nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing``
+installs the dependencies of the pytest plugin, which pytest then finds automatically.
 """
 
 from cudafuture.testing.faulty_engine import FaultyEngine

@@ -1,4 +1,4 @@
-"""Messages of bytes between a test and its workers, over a pair of sockets."""
+"""Channel for messages of bytes between a test and its workers, over a pair of sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Channel:
-    """One end. Every message arrives whole, or not at all."""
+    """One end of a channel. Every message arrives whole, or not at all."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -20,12 +20,12 @@ class Channel:
         return self._end.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message. OSError when the other end is gone."""
+        """Send a message; raise OSError if the other end is closed."""
         self._end.sendall(_LENGTH.pack(len(message)))
         self._end.sendall(message)
 
     def receive(self) -> bytes:
-        """Wait for the next message. EOFError when the other end is gone, even in the middle of one."""
+        """Wait for the next message; raise EOFError if the other end is closed, even in the middle of one."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._read(length)
 
@@ -41,6 +41,6 @@ class Channel:
             except ConnectionError:
                 count = 0
             if count == 0:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end of the channel is closed")
             rest = rest[count:]
         return bytes(data)

@@ -1,4 +1,4 @@
-"""A stop in a stream of a simulated accelerator or a fake CUDA device, as a context manager."""
+"""Hold of a stream of a simulated accelerator or a fake CUDA device, as a context manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Self = TypeVar("Self", bound="StreamHold")
 
 
 class StreamHold(ABC):
-    """A stop that ends with ``open()``, with its ``with`` block, or with its last reference."""
+    """Hold that ends with ``open()``, with its ``with`` block, or with its last reference."""
 
     def __init__(self) -> None:
         _holds.add(self)

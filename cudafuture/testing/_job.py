@@ -14,17 +14,17 @@ DUMP = signal.SIGUSR2  # the worker writes the stacks of all its threads
 END = b"end"  # all ranks have answered
 READY = b"ready"  # the worker has started
 IDLE = b"idle"  # the worker has left the world
-FORKED = 86  # how a forked child ends that came back out of the function
+FORKED = 86  # the exit code of a forked child that returned from the function
 
 
 @dataclass
 class Job:
-    """What a worker is told to do."""
+    """Job of a worker."""
 
     rank: int
     size: int
     backend: str
-    store: str  # the file that the ranks meet at
+    store: str  # the file through which the ranks meet
     timeout: float  # seconds, of the process group
     path: list[str]  # sys.path of the test
     call: bytes  # the function and its arguments, pickled
@@ -32,15 +32,15 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """Outcome of a job."""
 
     value: bytes | None = None  # pickled; None: it failed
-    error: bytes | None = None  # the exception, where it can be pickled
+    error: bytes | None = None  # the exception, if it can be pickled
     traceback: str = ""
     skipped: str | None = None  # the reason, if the function has skipped the test
-    left: list[str] = field(default_factory=list)  # processes that the function has left behind
+    left: list[str] = field(default_factory=list)  # processes that the function left running
 
 
 def code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
-    """Make a function's code in the worker, as code of `file`."""
+    """Create a function's code in the worker, as code of `file`."""
     return make(*parts).replace(co_filename=file)

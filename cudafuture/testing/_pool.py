@@ -1,4 +1,4 @@
-"""The processes of worlds, seen from the test; they are reused."""
+"""Pool of worker processes for worlds, on the test's side; they are reused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dump_stacks(workers: Iterable[Worker]) -> list[str]:
 
 
 class Worker:
-    """A process that calls functions, seen from the test."""
+    """Process that calls functions, from the test's side."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="cudafuture-worker-"))
@@ -65,13 +65,13 @@ class Worker:
         self._started = False
 
     def wait_until_started(self) -> bool:
-        """Wait until it takes jobs. False when it does not come to that."""
+        """Wait until the worker accepts jobs; return False if it does not start."""
         if not self._started:
             self._started = self._hears(READY, _START)
         return self._started
 
     def begin(self, job: Job) -> None:
-        with contextlib.suppress(OSError):  # it is gone: whoever waits for its answer hears that
+        with contextlib.suppress(OSError):  # the worker has died, which the wait for its answer reports
             self.channel.send(pickle.dumps(job))
 
     def answer(self) -> Outcome:
@@ -79,7 +79,7 @@ class Worker:
         return outcome
 
     def end(self) -> bool:
-        """Let it leave the world. False when it does not."""
+        """Make the worker leave the world; return False if it does not."""
         try:
             self.channel.send(END)
         except OSError:
@@ -110,7 +110,7 @@ class Worker:
         return self._read("stacks")
 
     def forget_output(self) -> None:
-        """What it writes from now on belongs to the next test."""
+        """Discard the output so far, so that later output belongs to the next test."""
         for name in ("output", "stacks"):
             with contextlib.suppress(OSError):
                 os.truncate(self._folder / name, 0)
@@ -120,12 +120,12 @@ class Worker:
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """End it and everything that descends from it; what it has written can still be read."""
+        """Kill the worker and all its descendants; its output stays readable."""
         import psutil
 
         if not self.is_alive:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind in its own session
+                os.killpg(self._process.pid, signal.SIGKILL)  # processes that remain in its session
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
@@ -135,7 +135,7 @@ class Worker:
         self._process.wait()
 
     def kill(self) -> None:
-        """End it, and leave nothing of it."""
+        """Kill the worker, and remove its files."""
         self.stop()
         self.channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -154,7 +154,7 @@ class Pool:
         self._idle: dict[int, list[Worker]] = {}
 
     def take(self, rank: int) -> Worker:
-        """Return one that had this rank before and waits, or a new one."""
+        """Return an idle worker that had this rank before, or a new one."""
         idle = self._idle.get(rank, [])
         while idle:
             worker = idle.pop()
@@ -165,7 +165,7 @@ class Pool:
         return Worker()
 
     def give_back(self, workers: Iterable[Worker]) -> None:
-        """Keep workers, which come by their ranks, for later: up to a few."""
+        """Keep workers, given in rank order, for later, up to a limit."""
         for rank, worker in enumerate(workers):
             if sum(map(len, self._idle.values())) < _MOST_IDLE:
                 self._idle.setdefault(rank, []).append(worker)
@@ -173,7 +173,7 @@ class Pool:
                 worker.kill()
 
     def close(self) -> None:
-        """End all that wait."""
+        """Kill all idle workers."""
         for worker in itertools.chain.from_iterable(self._idle.values()):
             worker.kill()
         self._idle.clear()

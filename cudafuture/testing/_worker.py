@@ -1,7 +1,7 @@
-"""What runs in a worker: ``python -m cudafuture.testing._worker SOCKET STACKS`` takes jobs until the socket closes.
+"""Program of a worker: ``python -m cudafuture.testing._worker SOCKET STACKS`` takes jobs until the socket closes.
 
-A job is a function with the world that it runs in. The worker answers with what came of it, waits until all ranks have
-answered, leaves the world, and is ready for the next job. After a failure it is not used again.
+A job is a function with its world. The worker answers with the outcome, waits until all ranks have answered, leaves the
+world, and is ready for the next job. After a failure it is not used again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def perform(job: Job) -> Outcome:
     except BaseException as e:
         outcome = _failure(e)
     if os.getpid() != pid:
-        os._exit(FORKED)  # a forked child, which must not answer in its parent's place
+        os._exit(FORKED)  # a forked child, which must not answer instead of its parent
     outcome.left = _left_behind()
     return outcome
 
@@ -77,7 +77,7 @@ def _left_behind() -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() == psutil.STATUS_ZOMBIE:
                 if child.ppid() == os.getpid() and child.wait() == FORKED:
-                    left.append("a forked child came back out of the function; end it with os._exit()")
+                    left.append("a forked child returned from the function; end it with os._exit()")
                 continue
             command = " ".join(child.cmdline())
             if not any(helper in command for helper in _HELPERS):
@@ -93,20 +93,20 @@ def _leave_world() -> None:
 
 
 def main(descriptor: int, stacks: str) -> None:
-    """Take jobs until the test is gone."""
+    """Take jobs until the test closes the socket."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     faulthandler.enable()
     faulthandler.register(DUMP, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     end = socket.socket(fileno=descriptor)
-    os.register_at_fork(after_in_child=end.close)  # or nobody would notice when the worker dies
+    os.register_at_fork(after_in_child=end.close)  # otherwise the test could not detect that the worker has died
     channel = Channel(end)
 
     import torch
 
     torch.set_num_threads(1)
-    import cloudpickle  # noqa: F401 (what jobs need, so that they need not wait for it)
+    import cloudpickle  # noqa: F401 (imported now, so that jobs need not wait for it)
     import psutil  # noqa: F401
     import torch.distributed
 

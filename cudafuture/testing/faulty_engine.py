@@ -1,4 +1,4 @@
-"""A storage engine whose disk fails where a test wants it."""
+"""Storage engine whose disk fails on request of a test."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["FaultyEngine"]
 
 
 class FaultyEngine(Engine):
-    """A storage engine on which I/O fails by number, or by chance from a seed.
+    """Storage engine on which I/O fails by number, or by chance from a seed.
 
-    An I/O is what the engine asks of the kernel: one block of a read or write, of `block_size` bytes at most. A block
-    that was interrupted or cut short is asked for again, and counts again. ``statistics().blocks`` counts the I/Os of a
-    run without faults, so a test can let each fail in turn.
+    An I/O is one request to the kernel: one block of a read or write, of `block_size` bytes at most. A block that was
+    interrupted or cut short is requested again, and counts again. ``statistics().blocks`` counts the I/Os of a run
+    without faults, so a test can fail each one in turn.
 
     Args:
         at: errnos by the numbers of the I/Os that fail, from 1 on. EAGAIN and EINTR are retried, like the kernel's.
-        seed: of what happens by chance.
-        io_error, no_space, again, interrupted: how often I/Os fail with EIO, writes with ENOSPC, I/Os with EAGAIN and
-            EINTR: from 0 to 1.
-        cut_short, late: how often less is moved than was asked for, and how often a result comes after later ones.
-        held: no result comes before ``let_go()``.
+        seed: of the random faults.
+        io_error, no_space, again, interrupted: rates of I/Os that fail with EIO, writes with ENOSPC, I/Os with EAGAIN
+            and EINTR: from 0 to 1.
+        cut_short, late: rates of I/Os that move less than requested, and of results that arrive after later ones.
+        held: hold all results until ``let_go()``.
         queue_depth, block_size, threads, max_pending: as for ``Engine``; so is `backend`.
 
     Raises:
-        ValueError: a number below 1, no errno, or a rate that is not between 0 and 1.
+        ValueError: a number is below 1, a code is not an errno, or a rate is not between 0 and 1.
 
     >>> import errno
     >>> import torch
@@ -81,7 +81,7 @@ class FaultyEngine(Engine):
         )
 
     def let_go(self) -> None:
-        """Let results come from now on, of an engine that holds them.
+        """Release the results of an engine that holds them, from now on.
 
         >>> with FaultyEngine(held=True) as engine:
         ...     engine.let_go()

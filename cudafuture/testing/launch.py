@@ -1,4 +1,4 @@
-"""Launching a script as ``torchrun`` does, for a test."""
+"""Launch of a script, as ``torchrun`` does it, for a test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 __all__ = ["Finished", "torchrun"]
 
-_DUMP_PATIENCE = 2.0  # seconds for processes that are aborted to write their stacks
+_DUMP_PATIENCE = 2.0  # seconds for aborted processes to write their stacks
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a script has written, and how it ended."""
+    """Output and exit code of a script."""
 
     returncode: int
     stdout: str
@@ -38,15 +38,15 @@ def torchrun(
 
     Args:
         script: a Python file.
-        n: how many processes; each finds RANK and WORLD_SIZE in its environment.
+        n: the number of processes; each finds RANK and WORLD_SIZE in its environment.
         args: of the script.
-        timeout: seconds. When they are over, all processes write their stacks to stderr and are killed.
-        env: variables beside those of this process.
+        timeout: seconds, after which all processes write their stacks to stderr and are killed.
+        env: variables in addition to those of this process.
         check: True (default): a returncode other than 0 is an error.
 
     Raises:
-        RuntimeError: it failed, and `check` was set; with what it had written.
-        TimeoutError: it did not end in time; with what it had written, stacks included. Nothing of it runs any more.
+        RuntimeError: the script failed, and `check` was set; the message has its output.
+        TimeoutError: it did not end in time; the message has its output and stacks. None of its processes remains.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
@@ -80,7 +80,7 @@ def torchrun(
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher with its workers, which are in sessions of their own; let those that hang say where."""
+    """Kill a launcher with its workers, which are in their own sessions; make hanging ones write their stacks."""
     import psutil
 
     if process.poll() is not None:

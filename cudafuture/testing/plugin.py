@@ -1,4 +1,4 @@
-"""The pytest plugin: the markers ``world`` and ``sim``, and the fixtures of the same names."""
+"""Pytest plugin: the markers ``world`` and ``sim``, and the fixtures of the same names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []  # pytest finds what it needs
 _MARKERS = (
     "world(n, backend='gloo', timeout=60): the `world` fixture of this test has n ranks; timeout in seconds",
     "sim(devices=1, schedule='free', seed=None, ...): the test runs with a simulated accelerator, as sim.enable() "
-    "makes it, and fails on any race or failed device work; seed=None: a new one each time, shown when the test fails",
+    "creates it, and fails on any race or failed device work; seed=None: a new one each time, shown on failure",
 )
 _SCHEDULES = ("free", "jitter", "lazy")
 _pool = pytest.StashKey[Pool]()
@@ -28,7 +28,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Announce the options."""
+    """Register the options."""
     group = parser.getgroup("cudafuture")
     group.addoption("--sim-seed", type=int, help="the seed of every simulated accelerator, as a failed test showed it")
     group.addoption("--sim-schedule", choices=_SCHEDULES, help="the schedule of every simulated accelerator")
@@ -40,14 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Announce the markers."""
+    """Register the markers."""
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     config.stash[_pool] = Pool()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the workers."""
+    """Kill the workers."""
     if _pool in config.stash:
         config.stash[_pool].close()
 
@@ -62,16 +62,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """Processes with torch.distributed initialised: ``world.run(function, *args)``. See ``pytest.mark.world``."""
+    """Return a world of processes with torch.distributed initialised: ``world.run(function, *args)``."""
     marker = request.node.get_closest_marker("world")
     if marker is None:
-        raise pytest.UsageError("the fixture `world` needs to know its size: @pytest.mark.world(2)")
+        raise pytest.UsageError("the fixture `world` needs its size: @pytest.mark.world(2)")
     return World(*marker.args, **marker.kwargs, pool=request.config.stash[_pool])
 
 
 @pytest.fixture
 def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Give the module ``cudafuture.testing.sim``, enabled as ``pytest.mark.sim`` says, for one test."""
+    """Provide the module ``cudafuture.testing.sim``, enabled as ``pytest.mark.sim`` requests, for one test."""
     from cudafuture.testing import sim
 
     wanted = _wanted(request.node)
@@ -81,7 +81,7 @@ def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         with _default_device(request.config):
             yield sim
         if not request.node.stash.get(_failed, False):
-            _expect_clean(sim)  # what other fixtures did after the test
+            _expect_clean(sim)  # checks the work of other fixtures after the test
     finally:
         sim.disable()
 
@@ -94,7 +94,7 @@ def _sim_by_marker(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Let a test that left a race or a broken device behind fail."""
+    """Fail a test that left a race or a broken device behind."""
     if _seed not in item.stash:
         return (yield)
     from cudafuture.testing import sim
@@ -104,27 +104,27 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         _expect_clean(sim)
     except BaseException:
         item.stash[_failed] = True
-        sim.release()  # whoever waits in a fixture now must not wait for what the failed test held back
+        sim.release()  # a fixture that waits now must not wait for holds of the failed test
         raise
     return result
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Show what makes a failed test fail again, and the races of one that failed of something else."""
+    """Show the options that reproduce a failed test, and its races if it failed for another reason."""
     report = yield
     if report.failed and _seed in item.stash:
         from cudafuture.testing import sim
 
         wanted = _wanted(item)
         again = f"--sim-seed={wanted['seed']} --sim-schedule={wanted['schedule']}"
-        lines = [f"to see it again: pytest {again} '{item.nodeid}'", *map(str, sim.races())]
+        lines = [f"to reproduce: pytest {again} '{item.nodeid}'", *map(str, sim.races())]
         report.sections.append(("simulated accelerator", "\n".join(lines)))
     return report
 
 
 def _expect_clean(sim: ModuleType) -> None:
-    """Wait for the devices; raise what failed there, and a RaceError for what was found."""
+    """Wait for the devices; raise the error of failed device work, and a RaceError for races."""
     sim.finish()
     if found := sim.races():
         raise sim.RaceError(found)

@@ -1,4 +1,4 @@
-"""Running a function in several processes of one world, each with its rank."""
+"""World of several processes that run a function, each with its rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["World", "WorldError"]
 
 T = TypeVar("T")
 
-_GROUP_SHARE = 0.8  # of the timeout of a test is that of its process group
-_GRACE = 5.0  # seconds that the other ranks get to fail as well once one has
+_GROUP_SHARE = 0.8  # the process group's timeout, as a share of the test's timeout
+_GRACE = 5.0  # seconds that the other ranks get to fail too, after one has failed
 
 
 class WorldError(AssertionError):
-    """A function failed on some rank. The message has every rank's traceback, stacks or way of dying.
+    """Error of a function that failed on some rank. The message has every rank's traceback, stacks or cause of death.
 
-    ``errors`` maps ranks to the exceptions that their functions raised, where these could be brought here.
+    ``errors`` maps ranks to the exceptions that their functions raised, if these could be unpickled here.
     """
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
@@ -39,7 +39,7 @@ class WorldError(AssertionError):
 
 
 class World:
-    """`n` processes, each a rank of torch.distributed's default group of `backend`.
+    """World of `n` processes, each a rank of torch.distributed's default group of `backend`.
 
     The fixture ``world`` is one. Outside pytest it is a context manager::
 
@@ -47,11 +47,11 @@ class World:
             world.run(function)
 
     Args:
-        n: how many ranks.
+        n: the number of ranks.
         backend: of the default group; "gloo" by default.
         timeout: seconds for each ``run()``, 60 by default. The process group's own timeout is 0.8 of it, so that a
-            collective that hangs can say so itself.
-        pool: where the processes come from; for the plugin.
+            collective that hangs can report that itself.
+        pool: of the processes; for the plugin.
     """
 
     def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, *, pool: Pool | None = None) -> None:
@@ -67,14 +67,14 @@ class World:
         self._pool.close()
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """Call ``function(*args, **kwargs)`` on every rank, and return what it returned, by rank.
+        """Call ``function(*args, **kwargs)`` on every rank, and return the results by rank.
 
-        The function may be a local one or a lambda. It finds the default group initialised, of the world's timeout.
-        Assertions in it are reported in full; ``pytest.skip()`` in it skips the test.
+        The function may be a local one or a lambda. The default group is initialised, with the world's timeout.
+        Failed assertions are reported in full; ``pytest.skip()`` skips the test.
 
         Raises:
-            WorldError: it raised on some rank, a process died or outlived the timeout, or left a process behind. No
-                process of the run survives that.
+            WorldError: the function raised on some rank, a process died or exceeded the timeout, or left a process
+                running. No process of the run survives that.
 
         >>> import torch
         >>> with World(2) as world:
@@ -88,7 +88,7 @@ class World:
         try:
             run.start()
             for rank, worker in enumerate(workers):
-                group_timeout = _GROUP_SHARE * self.timeout  # so that collectives that hang say so themselves
+                group_timeout = _GROUP_SHARE * self.timeout  # so that collectives that hang report it themselves
                 job = Job(rank, self.size, self.backend, str(folder / "store"), group_timeout, sys.path, call)
                 worker.begin(job)
             run.collect()
@@ -103,7 +103,7 @@ class World:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call: by value what is in a module that a worker would not find, or find without pytest's assertions."""
+    """Pickle a call, by value if a worker cannot import the module, or would import it without pytest's assertions."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -123,7 +123,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Pickle code with its file's name, which cloudpickle 3.1.3 leaves out: tracebacks show the file's lines."""
+    """Pickle code with its file's name, which cloudpickle 3.1.3 omits: tracebacks show the file's lines."""
     import cloudpickle
 
     make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
@@ -138,7 +138,7 @@ def _can_be_imported(module: ModuleType) -> bool:
 
 
 class _Run:
-    """One function in one world: what has come of it on each rank."""
+    """One function in one world: its outcome on each rank."""
 
     def __init__(self, workers: list[Worker], timeout: float) -> None:
         self._workers = workers
@@ -146,22 +146,22 @@ class _Run:
         self._outcomes: dict[int, Outcome] = {}
         self._deaths: dict[int, str] = {}
         self._stacks: dict[int, str] = {}
-        self._order: list[int] = []  # of failing
+        self._order: list[int] = []  # ranks in the order of their failures
 
     @property
     def succeeded(self) -> bool:
         return not self._order and len(self._outcomes) == len(self._workers)
 
     def start(self) -> None:
-        """Wait until all processes have started, which does not count as time of the run."""
+        """Wait until all processes have started, which does not count towards the timeout of the run."""
         for worker in self._workers:
             if not worker.wait_until_started():
-                raise WorldError(f"a process of the world has not started\n{worker.output()}", {})
+                raise WorldError(f"a process of the world did not start\n{worker.output()}", {})
 
     def collect(self) -> None:
-        """Wait for every rank. One that fails is ended at once, so that the others, which may wait for it, fail too.
+        """Wait for every rank. Kill one that fails at once, so that the others, which may wait for it, fail too.
 
-        They get a little time for that. Those that do not come back show their stacks.
+        They get a short time for that. The report shows the stacks of ranks that do not answer.
         """
         deadline = time.monotonic() + self._timeout
         with selectors.DefaultSelector() as selector:
@@ -193,7 +193,7 @@ class _Run:
             self._order.append(rank)
 
     def release(self) -> bool:
-        """Let the ranks leave their world; false where one does not, and cannot be used again."""
+        """Make the ranks leave their world; return False if one does not, and cannot be used again."""
         left = [worker.end() for worker in self._workers]
         return all(left)
 

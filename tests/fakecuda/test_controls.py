@@ -131,7 +131,9 @@ def test_an_injected_error_is_sticky(alone: Callable[..., str], error: str, mess
 
 
 def test_an_unknown_error_is_refused() -> None:
-    with pytest.raises(ValueError, match="'flood' is none of the errors that a kernel can fail with: illegal address"):
+    with pytest.raises(
+        ValueError, match="'flood' is not an error that a kernel can fail with; use one of illegal address"
+    ):
         fakecuda.fail("flood")
 
 

@@ -174,7 +174,7 @@ def test_sometimes():
     assert sim_module.settings().seed % 1000 == 999_999, f"seed {sim_module.settings().seed}"
 """
     out = run(tests)
-    again = re.search(r"to see it again: pytest (--sim-seed=(\d+) --sim-schedule=jitter)", out)
+    again = re.search(r"to reproduce: pytest (--sim-seed=(\d+) --sim-schedule=jitter)", out)
     assert again, out
     assert f"seed {again[2]}" in out
     assert f"seed {again[2]}" in run(tests, *again[1].split())

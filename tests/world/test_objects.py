@@ -95,9 +95,7 @@ def test_weights_only_is_refused_where_torch_lacks_it(world: World) -> None:
     def run() -> None:
         for name, args, kwargs, _, _ in calls(Place()):
             for owner in (cfd, cfd.ProcessGroup()):
-                with pytest.raises(
-                    ValueError, match=r"weights_only=True needs torch 2\.14 or newer; this is torch"
-                ):
+                with pytest.raises(ValueError, match=r"weights_only=True needs torch 2\.14 or newer; this is torch"):
                     getattr(owner, name)(*args, **kwargs, weights_only=True)
 
     world.run(run)

@@ -184,7 +184,7 @@ def test_a_forked_child_that_comes_back_is_reported_and_the_answer_is_its_parent
         if child != 0:
             os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 
-    with pytest.raises(WorldError, match=r"left behind:\n  a forked child came back"):
+    with pytest.raises(WorldError, match=r"left behind:\n  a forked child returned"):
         world.run(fork)
     assert world.run(dist.get_rank) == [0]
 

@@ -1,18 +1,18 @@
 """CUDA devices without a GPU: torch's CUDA build runs on a replacement of the CUDA runtime.
 
 torch's own CUDA code runs: streams, guards, caching allocators, contexts, captures, sticky errors, and over a fake NCCL
-``ProcessGroupNCCL``. Devices are memory of the host, streams are queues, and torch's kernels for the host run at the
-place of CUDA's kernels in the stream. Start a program on it with::
+``ProcessGroupNCCL``. Devices are host memory, streams are queues, and torch's host kernels run in the stream in place
+of CUDA's kernels. Start a program on it with::
 
     python -m cudafuture.testing.fakecuda --schedule jitter --seed 3 -- pytest tests
 
 A ``Schedule`` is one of these words:
 
 ==========  =========================================================================================================
-schedule    when an operation runs that no host thread waits for
+schedule    time at which an operation runs that no host thread waits for
 ==========  =========================================================================================================
 ``lazy``    late, so that a program that forgot to wait reads NaN, which fresh memory is filled with
-``jitter``  after a random time, which the seed chooses
+``jitter``  after a random time, chosen by the seed
 ``eager``   at once
 ==========  =========================================================================================================
 

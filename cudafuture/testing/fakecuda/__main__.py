@@ -1,4 +1,4 @@
-"""Run a command on fake CUDA devices: ``python -m cudafuture.testing.fakecuda [OPTIONS] -- COMMAND``."""
+"""Command line of fakecuda: ``python -m cudafuture.testing.fakecuda [OPTIONS] -- COMMAND`` runs a command."""
 
 from __future__ import annotations
 

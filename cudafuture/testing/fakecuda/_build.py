@@ -1,4 +1,4 @@
-"""The build of the fake CUDA libraries: once for each torch, into the user's cache."""
+"""Build of the fake CUDA libraries: once for each torch, into the user's cache."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NCCL = "libnccl.so.2"
 
 
 class BuildError(RuntimeError):
-    """The fake CUDA libraries cannot be built here; the message names what is missing and how to get it."""
+    """Error of a build of the fake CUDA libraries; the message names the missing part and how to install it."""
 
     __module__ = "cudafuture.testing.fakecuda"
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch, and the CUDA packages that came with it. Nothing is imported to find them."""
+    """Installed torch, and the CUDA packages that came with it. Nothing is imported to find them."""
 
     version: str
     folder: Path
@@ -66,7 +66,7 @@ def installed_torch() -> Torch:
 
 
 def build(cache: Path | None = None) -> Path:
-    """Return the folder with the libraries for the installed torch; build them where the cache lacks them.
+    """Return the folder with the libraries for the installed torch; build them if the cache lacks them.
 
     Args:
         cache: the folder to keep libraries in; default: ``cudafuture/fakecuda`` in ``$XDG_CACHE_HOME`` or ``~/.cache``
@@ -91,7 +91,7 @@ def build(cache: Path | None = None) -> Path:
             _Build(torch, compiler, Path(made)).run()
             shutil.copytree(made, made + "-done")  # the temporary folder stays for its own removal
         try:
-            Path(made + "-done").rename(folder)  # at once, so that nobody uses half a folder
+            Path(made + "-done").rename(folder)  # atomically, so that no process uses an incomplete folder
         except OSError:
             shutil.rmtree(made + "-done")  # another process was faster
     return folder
@@ -103,7 +103,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _fingerprint(torch: Torch, compiler: list[str]) -> str:
-    """Return a name for all that the libraries are made from."""
+    """Return a name that depends on all inputs of the libraries."""
     digest = hashlib.sha256(f"{torch} {compiler} {sys.version_info[:2]}".encode())
     for file in (*_sources(), Path(__file__)):
         digest.update(file.name.encode() + file.read_bytes())
@@ -111,7 +111,7 @@ def _fingerprint(torch: Torch, compiler: list[str]) -> str:
 
 
 class _Build:
-    """One build, in a folder of its own."""
+    """One build, in its own folder."""
 
     def __init__(self, torch: Torch, compiler: list[str], folder: Path) -> None:
         self._torch = torch
@@ -164,7 +164,7 @@ class _Build:
         self._link(["nccl.o", "nccl_unsupported.o", exported, f"./{RUNTIME}", "-lpthread"], NCCL)
 
     def _add_unsupported(self, name: str, real: Path, prefix: str, call: str) -> None:
-        """Compile a function for each one of the real library that the fake one lacks; it returns an error."""
+        """Compile a stub for each function of the real library that the fake one lacks; it returns an error."""
         missing = sorted(self._symbols(prefix, "-D", str(real)) - self._symbols(prefix, f"{name}.o"))
         lines = ['extern "C" {', f"int {call}(const char* function);"]
         lines += [f'int {function}() {{ return {call}("{function}"); }}' for function in missing]
@@ -199,7 +199,7 @@ class _Build:
         return done.stdout
 
     def _write_backend(self) -> None:
-        """Write the module that torch loads when it is imported, as it does for each ``torch.backends`` entry point."""
+        """Write the module that torch loads on import, as it does for each ``torch.backends`` entry point."""
         python = self._folder / "python"
         information = python / "fakecuda_backend-0.dist-info"
         information.mkdir(parents=True)

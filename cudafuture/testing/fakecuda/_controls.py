@@ -1,4 +1,4 @@
-"""Controls for tests: hold streams, make calls fail, and count what the program has made of the devices."""
+"""Controls for tests: hold streams, fail calls, and count the program's uses of the devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaE
 
 
 class Hold(StreamHold):
-    """A stop in a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
+    """Hold of a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
 
     def __init__(self, handle: int) -> None:
         super().__init__()
@@ -85,15 +85,15 @@ def fail(error: str = "illegal address", stream: torch.Stream | None = None) -> 
     torch.AcceleratorError: CUDA error: device-side assert triggered ...
     """
     if error not in ERRORS:
-        raise ValueError(f"{error!r} is none of the errors that a kernel can fail with: {', '.join(ERRORS)}")
+        raise ValueError(f"{error!r} is not an error that a kernel can fail with; use one of {', '.join(ERRORS)}")
     library().fakecuda_fail(*stream_of(stream), ERRORS[error])
 
 
 def fail_allocations(count: int = 1) -> None:
-    """Let the next ``count`` allocations of device or pinned memory by the runtime fail; 0 ends that.
+    """Fail the next ``count`` allocations of device or pinned memory by the runtime; 0 ends that.
 
-    torch's caching allocators ask the runtime only for memory that they do not have, and free what they keep before
-    they try a second time. To fail one request of the program, let two allocations fail.
+    torch's caching allocators ask the runtime only for memory that they do not have, and free cached memory before
+    they retry. To fail one request of the program, fail two allocations.
 
     >>> fakecuda.fail_allocations(2)
     >>> torch.empty(1 << 28, device="cuda")
@@ -110,8 +110,8 @@ def fail_allocations(count: int = 1) -> None:
 class Statistics:
     """Counters of the process since it started.
 
-    ``kernels_run`` counts operators that computed on the host, and ``kernels_skipped`` kernels whose code is for a GPU:
-    they did nothing. ``contexts`` names the devices that have a primary context.
+    ``kernels_run`` counts operators that computed on the host, and ``kernels_skipped`` kernels whose code is for a GPU,
+    which did nothing. ``contexts`` lists the devices that have a primary context.
     """
 
     kernels_run: int
@@ -149,10 +149,10 @@ def contexts() -> tuple[int, ...]:
 
 
 def reset_context(device: int) -> None:
-    """Let a device have no primary context, so that ``contexts()`` names it again only if a later call needs one there.
+    """Remove a device's primary context, so that ``contexts()`` lists it again only if a later call needs one there.
 
-    A test suite that leaves a device alone resets its context before each test, and finds the test in which a call
-    without a device guard makes one. What the program has made on the device stays valid.
+    A test suite that must not use a device resets its context before each test, and thereby finds the test in which a
+    call without a device guard creates one. Objects of the program on the device stay valid.
 
     >>> fakecuda.reset_context(1)
     >>> x = torch.ones(4, device="cuda:0")
@@ -163,9 +163,10 @@ def reset_context(device: int) -> None:
 
 
 def skipped_kernels() -> dict[str, int]:
-    """Return the names of kernels that were launched and not run, and how often.
+    """Return the names of kernels that were launched but not run, with their counts.
 
-    Their results are whatever the memory held before: a test that launches such a kernel proves nothing about values.
+    Their results are the previous contents of the memory: a test that launches such a kernel proves nothing about
+    values.
 
     >>> fakecuda.skipped_kernels()
     {}

@@ -1,4 +1,4 @@
-"""The environment in which a process, and those that it starts, run on fakecuda."""
+"""Environment variables for a process, and its children, that run on fakecuda."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def environment(
     verbose: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    r"""Return environment variables for a process that shall run on fake CUDA devices.
+    r"""Return environment variables for a process that runs on fake CUDA devices.
 
     The first call for a torch builds the libraries, in about half a minute, and keeps them in the user's cache.
 
     Args:
-        schedule: when an operation runs that no host thread waits for: ``lazy`` (late), ``jitter`` (after a random
-            time) or ``eager`` (at once)
-        seed: of the times that ``jitter`` chooses
+        schedule: the time at which an operation runs that no host thread waits for: ``lazy`` (late), ``jitter`` (after
+            a random time) or ``eager`` (at once)
+        seed: of the random times of ``jitter``
         devices: the number of devices, 0 to 64
         memory: of each device, in bytes
         races: detect races between streams

@@ -1,4 +1,4 @@
-"""The fake CUDA runtime of this process, through ctypes."""
+"""Fake CUDA runtime of this process, through ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["is_active", "library", "stream_of"]
 
 
 class Statistics(ctypes.Structure):
-    """The counters as ``fakecuda_statistics`` writes them."""
+    """Counters in the layout that ``fakecuda_statistics`` writes."""
 
     _fields_ = [
         (name, ctypes.c_uint64)
@@ -81,7 +81,7 @@ def stream_of(stream: torch.Stream | None) -> tuple[int, int]:
 
 
 def text(function: str) -> str:
-    """Return the text that a function of the library makes."""
+    """Return the text that a function of the library returns."""
     pointer = getattr(library(), function)()
     try:
         return ctypes.string_at(pointer).decode(errors="replace")

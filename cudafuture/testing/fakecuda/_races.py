@@ -12,9 +12,9 @@ __all__ = ["detect_races", "races"]
 
 
 def races() -> list[Report]:
-    """Return the races found since the last call, each pair of places once.
+    """Return the races found since the last call, each pair of code sites once.
 
-    Races are found from the order that streams and events impose, so they show under every schedule.
+    Races are found from the order that streams and events impose, so they are found under every schedule.
 
     Raises:
         RuntimeError: the process was started without race detection.
@@ -29,7 +29,7 @@ def races() -> list[Report]:
         raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races")
     found: dict[object, Report] = {}
     for report in (_report(each) for each in text("fakecuda_take_races").split("\x1d") if each):
-        found.setdefault((report.kind, report.earlier, report.later), report)  # a loop finds the same often
+        found.setdefault((report.kind, report.earlier, report.later), report)  # a loop finds the same race often
     return list(found.values())
 
 

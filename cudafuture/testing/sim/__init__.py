@@ -1,39 +1,39 @@
-"""A simulated accelerator: devices with streams, events, pinned memory and a race detector, on any machine.
+"""Simulated accelerator: devices with streams, events, pinned memory and a race detector, on any machine.
 
-Code that orders streams wrongly works nearly always on a GPU, and fails where nobody can reproduce it. Here it fails at
-once, on a laptop or in CI, and says why::
+Code that orders streams wrongly nearly always works on a GPU, and its failures cannot be reproduced. On the simulated
+accelerator it fails at once, on a laptop or in CI, with an explanation::
 
     sim.enable(devices=2, schedule="lazy")
     with sim.detect_races():
         side = torch.Stream("sim")
         with side:
             x = torch.ones(1000, device="sim")
-        x.sum()                      # RaceError: nobody waited for `side`
+        x.sum()                      # RaceError: no stream waits for `side`
 
-Tensors on "sim" behave as on "cuda": operations return before they have run, streams run side by side, memory that is
-freed is handed out again in the order of its stream, and copies from pinned memory are asynchronous. The device is
-torch's PrivateUse1; ``torch.Stream``, ``torch.Event`` and ``torch.accelerator`` work, and so does autograd.
+Tensors on "sim" behave as on "cuda": operations return before they have run, streams run concurrently, freed memory is
+reused in the order of its stream, and copies from pinned memory are asynchronous. The device is torch's PrivateUse1;
+``torch.Stream``, ``torch.Event`` and ``torch.accelerator`` work, and so does autograd.
 
-There are no threads: device work runs inside the calls of the host, and the schedule says when. So a program with one
-host thread does the same thing each time that it is given the same seed. A ``Schedule`` is one of these words:
+There are no threads: device work runs inside the calls of the host, at the times that the schedule chooses. A program
+with one host thread therefore does the same each time that it gets the same seed. A ``Schedule`` is one of these words:
 
 ==========  =========================================================================================================
-schedule    when device work runs
+schedule    time at which device work runs
 ==========  =========================================================================================================
 ``free``    as early as streams and events allow: as on a device that is faster than the host
-``lazy``    as late as possible: when the host waits, and then only what it waits for. Whoever forgot to wait reads
-            NaN, which fresh memory is filled with
-``jitter``  in between: at each call a choice, made by the seed, of how much of which stream
+``lazy``    as late as possible: when the host waits, and then only the work that it waits for. Code that forgot to
+            wait reads NaN, which fresh memory is filled with
+``jitter``  in between: at each call the seed chooses how much work of which stream runs
 ==========  =========================================================================================================
 
-Races are found when work is enqueued, from what waits for what (vector clocks, as in FastTrack by Flanagan and Freund,
-2009), so they show under every schedule. ``clock()`` is a virtual clock: with it the overlap of copies and kernels can
-be measured exactly. Each host thread has its own, and joins another thread's where that one hands work over with a
-CUDAFuture, so a loader beside a trainer can be modelled, too.
+Races are found when work is enqueued, from the order of waits (vector clocks, as in FastTrack by Flanagan and Freund,
+2009), so they are found under every schedule. ``clock()`` is a virtual clock, which measures the overlap of copies and
+kernels exactly. Each host thread has its own clock, and joins another thread's when that thread passes work on with a
+CUDAFuture, so a loader beside a trainer can be modelled too.
 
-What it does not have: graphs, IPC between processes, sparse tensors; autocast changes nothing. The race detector has
-one vector clock for all host threads, so a race between two of them can be missed; a strided view counts as all the
-bytes from its first to its last.
+Not supported: graphs, IPC between processes, sparse tensors; autocast has no effect. The race detector has one vector
+clock for all host threads, so a race between two of them can be missed; a strided view counts as all bytes from its
+first to its last.
 """
 
 from cudafuture.testing.sim._accelerator import (

@@ -1,4 +1,4 @@
-"""The accelerator as a whole: on, off, what it was told, and what it has done."""
+"""Simulated accelerator as a whole: its start and stop, its settings, and its statistics."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 DeviceError = _native.DeviceError
-DeviceError.__module__ = "cudafuture.testing.sim"  # where users find it
+DeviceError.__module__ = "cudafuture.testing.sim"  # its public module
 Schedule = Literal["free", "jitter", "lazy"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``enable`` was told."""
+    """Arguments of ``enable``."""
 
     devices: int = 1
     schedule: Schedule = "free"
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts since ``enable``, and bytes now."""
+    """Counts since ``enable``, and the current bytes."""
 
     submitted: int
     executed: int
@@ -75,21 +75,21 @@ def enable(
     strict_devices: bool = False,
     speeds: Speeds | None = None,
 ) -> None:
-    """Start the accelerator; again: start afresh, with no work queued and nothing found.
+    """Start the accelerator; if it runs, restart it, with no queued work and no reports.
 
     Args:
-        devices: how many, 1 to 8.
-        schedule: when device work runs: "free" (default), "jitter" or "lazy".
-        seed: of what the schedule chooses.
-        detect: look for races.
+        devices: the number of devices, 1 to 8.
+        schedule: the time at which device work runs: "free" (default), "jitter" or "lazy".
+        seed: of the choices of the schedule.
+        detect: detect races.
         poison: fill fresh memory, on devices and pinned, with NaN.
-        memory: bytes of each device; torch.OutOfMemoryError beyond. Default 4 GiB, taken only when used.
+        memory: bytes of each device; more raises torch.OutOfMemoryError. Default 4 GiB, allocated on use.
         strict_devices: report events that are recorded, queried, waited for, synchronised or destroyed while another
             device is current. For libraries that handle events themselves.
         speeds: of virtual time.
 
     Raises:
-        ValueError: no such schedule, or too many devices.
+        ValueError: the schedule does not exist, or there are too many devices.
         RuntimeError: after a ``backward()`` without ``prepare()``, or in a forked child.
 
     >>> sim.enable(devices=2, schedule="lazy", seed=7)
@@ -98,9 +98,9 @@ def enable(
     """
     global _settings
     if not 1 <= devices <= _native.MAX_DEVICES:
-        raise ValueError(f"devices={devices}: 1 to {_native.MAX_DEVICES} can be simulated")
+        raise ValueError(f"devices={devices} cannot be simulated; pass 1 to {_native.MAX_DEVICES}")
     if schedule not in get_args(Schedule):
-        raise ValueError(f"schedule={schedule!r}: one of {', '.join(get_args(Schedule))} is wanted")
+        raise ValueError(f"schedule={schedule!r} does not exist; use one of {', '.join(get_args(Schedule))}")
     seed = operator.index(seed)
     prepare()
     wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
@@ -112,7 +112,7 @@ def enable(
 
 
 def disable() -> None:
-    """Take the devices away. Tensors that are left can be freed and nothing else.
+    """Remove the devices. Remaining tensors can only be freed.
 
     >>> sim.disable()
     >>> torch.accelerator.is_available()
@@ -126,7 +126,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Say whether there are devices.
+    """Return True if there are devices.
 
     >>> sim.enable()
     >>> sim.is_enabled()
@@ -136,7 +136,7 @@ def is_enabled() -> bool:
 
 
 def settings() -> Settings:
-    """Return what the accelerator was started with.
+    """Return the settings that the accelerator was started with.
 
     Raises:
         RuntimeError: it was not started.
@@ -167,7 +167,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 
 def clear_error(device: torch.device | str | int = 0) -> None:
-    """Repair a device that work has broken. What was queued there is gone.
+    """Repair a device that work has broken, and drop its queued work.
 
     >>> sim.enable()
     >>> sim.fail("a broken bit")
@@ -180,8 +180,8 @@ def clear_error(device: torch.device | str | int = 0) -> None:
 def contexts() -> list[torch.device]:
     """Return the devices that have a context: those that were used, or made current, since ``enable()``.
 
-    On CUDA a context takes about half a gigabyte of its device. A process that should use one device only, as each rank
-    of a job does, has one.
+    On CUDA a context takes about half a gigabyte of its device. A process that should use only one device, such as each
+    rank of a job, has one.
 
     >>> sim.enable(devices=2)
     >>> x = torch.ones(2, device="sim:1")
@@ -192,7 +192,7 @@ def contexts() -> list[torch.device]:
 
 
 def statistics() -> Statistics:
-    """Return what the accelerator has done.
+    """Return the counters of the accelerator.
 
     >>> sim.enable(schedule="lazy")
     >>> sim.sleep(ms=1)
@@ -203,10 +203,10 @@ def statistics() -> Statistics:
 
 
 def index_of(device: torch.device | str | int) -> int:
-    """Return the index of a simulated device that is there; ValueError otherwise."""
+    """Return the index of an existing simulated device; raise ValueError for any other device."""
     found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
     if found.type != "sim":
-        raise ValueError(f"a simulated device is wanted, not {device}")
+        raise ValueError(f"{device} is not a simulated device")
     index = _native.current_device() if found.index is None else found.index
     if not 0 <= index < settings().devices:
         raise ValueError(f"there is no sim:{index}: sim.enable() made {settings().devices} devices")

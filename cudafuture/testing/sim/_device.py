@@ -1,4 +1,4 @@
-"""What torch looks for under ``torch.sim``: the names that it expects of every backend."""
+"""Module ``torch.sim``: the functions that torch expects of every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cudafuture.testing import _sim as _native
 
-_STATE = struct.Struct("<QQ")  # of a generator: its seed, and how much has been drawn
+_STATE = struct.Struct("<QQ")  # of a generator: its seed, and the number of values drawn
 _process = os.getpid()
 
 
@@ -23,17 +23,17 @@ def _is_in_bad_fork() -> bool:
 
 
 def is_initialized() -> bool:
-    """Say whether there are devices."""
+    """Return True if there are devices."""
     return device_count() > 0
 
 
 def is_available() -> bool:
-    """Say whether there are devices."""
+    """Return True if there are devices."""
     return device_count() > 0
 
 
 def device_count() -> int:
-    """Return how many there are."""
+    """Return the number of devices."""
     return int(_native.device_count())
 
 
@@ -58,7 +58,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 
 class device:
-    """Make a device current for a scope."""
+    """Context manager that makes a device current."""
 
     def __init__(self, device: torch.device | str | int) -> None:
         self._index = _index(device)
@@ -91,12 +91,12 @@ def get_rng_state(device: torch.device | str | int = "sim") -> torch.Tensor:
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "sim") -> None:
-    """Put a device's generator into a state that get_rng_state() has returned."""
+    """Set a device's generator to a state that get_rng_state() has returned."""
     _native.set_generator(_index(device), *_STATE.unpack(bytes(new_state.tolist())))
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast can use: none is special here."""
+    """Return the types that autocast can use, of which none is special here."""
     return [torch.float16, torch.bfloat16]
 
 

@@ -1,4 +1,4 @@
-"""Making torch know the backend "sim"."""
+"""Registration of the backend "sim" in torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _is_prepared = False
 
 
 def prepare() -> None:
-    """Make torch know the backend "sim", with no devices yet. ``enable`` does it where nobody has.
+    """Register the backend "sim" in torch, with no devices yet. ``enable`` calls this if the program has not.
 
-    Must come before the first ``backward()`` of the process, since autograd makes its threads then, one for each device
-    that is there. Cannot be undone.
+    Call it before the first ``backward()`` of the process, since autograd then creates its threads, one for each
+    existing device. It cannot be undone.
 
     Raises:
-        RuntimeError: too late, or another backend has torch's only free place.
+        RuntimeError: it is too late, or another backend uses torch's only free slot.
 
     >>> sim.prepare()
     """
@@ -36,7 +36,7 @@ def prepare() -> None:
             return
         backend = torch._C._get_privateuse1_backend_name()
         if backend not in ("privateuseone", "sim"):
-            raise RuntimeError(f"torch has room for one backend from outside, and {backend!r} is there already")
+            raise RuntimeError(f"torch has room for one external backend, and {backend!r} is registered already")
         from cudafuture.testing.sim import _device
 
         backend_registration.rename_privateuse1_backend("sim")
@@ -48,17 +48,17 @@ def prepare() -> None:
 
 
 def _start_autograd() -> None:
-    """Let autograd make a thread for each device there can be. A gradient of the host's does that, and is done with."""
+    """Make autograd create a thread for each possible device, by computing one gradient on the host."""
     _native.start(_native.MAX_DEVICES, "free", 0, False, False, 1 << 20, False, _native.Speeds(1, 1, 1))
     try:
         torch.zeros(1, device="cpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     finally:
         _native.stop()
-    deadline = time.monotonic() + 1  # a thread takes its name when it first runs
+    deadline = time.monotonic() + 1  # a thread sets its name when it first runs
     while _autograd_threads() < _native.MAX_DEVICES:
         if time.monotonic() > deadline:
             raise RuntimeError(
-                "autograd has made its threads already, and none for simulated devices: call sim.prepare() or "
+                "autograd has created its threads already, and none for simulated devices: call sim.prepare() or "
                 "sim.enable() before the first backward() of the process"
             )
         time.sleep(0.001)
@@ -67,6 +67,6 @@ def _start_autograd() -> None:
 def _autograd_threads() -> int:
     count = 0
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
             count += (task / "comm").read_text(encoding="utf-8", errors="replace").startswith("pt_autograd")
     return count

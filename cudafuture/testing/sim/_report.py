@@ -1,4 +1,4 @@
-"""What the race detector has found."""
+"""Reports of the race detector."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where the host did something: the operation, and the Python stack, outermost call first."""
+    """Site of a host action: the operation, and the Python stack, outermost call first."""
 
     operation: str
     stack: tuple[str, ...]
 
     @classmethod
     def of(cls, operation: str, stack: str) -> Site:
-        """Return the site of an operation and the lines of a stack, without those with which pytest calls a test."""
+        """Return the site of an operation and the lines of a stack, without the frames of pytest's runner."""
         frames = stack.splitlines()
         runners = [i for i, frame in enumerate(frames) if "/_pytest/" in frame or "/pluggy/" in frame]
         return cls(operation, tuple(frames[runners[-1] + 1 :] if runners else frames))
@@ -32,10 +32,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Report:
-    """One finding.
+    """Finding of the race detector.
 
     ``kind`` is ``race`` (two streams touch the same bytes, one writes, and neither waits for the other), ``reuse``
-    (memory was handed out again while another stream may still use it: ``record_stream`` is missing), ``host_race``
+    (memory was reused while another stream may still use it: ``record_stream`` is missing), ``host_race``
     (the host touches pinned memory that a copy in flight uses), ``wrong_device`` or ``error``.
     """
 
@@ -54,14 +54,14 @@ class Report:
 
 
 class RaceError(AssertionError):
-    """The program does not order what it does on the device. ``reports`` says what was found.
+    """Error of a program that does not order its device work. ``reports`` has the findings.
 
     Make the stream of the later access wait for the earlier one: ``stream.wait_stream()``, ``stream.wait_event()``, or
-    the ``wait()`` of a future. Where memory was reused, call ``tensor.record_stream()`` for each stream that uses the
-    tensor and is not the one that it was allocated on.
+    the ``wait()`` of a future. If memory was reused, call ``tensor.record_stream()`` for each stream that uses the
+    tensor, other than the one that it was allocated on.
     """
 
-    __module__ = "cudafuture.testing.sim"  # where users find it
+    __module__ = "cudafuture.testing.sim"  # its public module
 
     def __init__(self, reports: list[Report]) -> None:
         self.reports = reports
@@ -69,7 +69,7 @@ class RaceError(AssertionError):
 
 
 def races() -> list[Report]:
-    """Return what has been found since the last call, and forget it.
+    """Return the reports since the last call, and clear them.
 
     >>> sim.enable()
     >>> with torch.Stream("sim"):
@@ -85,7 +85,7 @@ def races() -> list[Report]:
 
 @contextlib.contextmanager
 def detect_races() -> Iterator[None]:
-    """Raise RaceError at the end of the block when something was found in it. What was found before is dropped.
+    """Raise RaceError at the end of the block if a race was found in it. Earlier reports are dropped.
 
     >>> sim.enable()
     >>> with sim.detect_races():
@@ -97,7 +97,7 @@ def detect_races() -> Iterator[None]:
     cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of sim:0 reads 16 bytes ...
     """
     if not settings().detect:
-        raise RuntimeError("the simulated accelerator does not look for races: sim.enable(detect=True)")
+        raise RuntimeError("the simulated accelerator does not detect races: call sim.enable(detect=True)")
     races()
     yield
     if found := races():

@@ -1,4 +1,4 @@
-"""What tests do to streams: hold them back, delay them, let them fail."""
+"""Controls of streams for tests: hold, delay, capture and failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Hold", "capture", "fail", "finish", "hold", "release", "sleep"]
 
 
 class Hold(StreamHold):
-    """A stop in a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
+    """Hold of a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
 
     def __init__(self, gate: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def finish() -> None:
 
 
 def sleep(ms: float, stream: torch.Stream | None = None) -> None:
-    """Enqueue a delay of so many virtual milliseconds on a stream (default: the current one). It takes no real time.
+    """Enqueue a delay of `ms` virtual milliseconds on a stream (default: the current one). It takes no real time.
 
     >>> sim.enable()
     >>> sim.sleep(ms=2.5)
@@ -73,9 +73,9 @@ def sleep(ms: float, stream: torch.Stream | None = None) -> None:
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:
-    """Stop a stream (default: the current one) here until ``open()`` of what is returned, or the end of its ``with``.
+    """Hold a stream (default: the current one) here until ``open()`` of the result, or the end of its ``with``.
 
-    For tests that need device work to be pending. Whoever synchronises with the stream meanwhile blocks.
+    It keeps device work pending for a test. A host thread that synchronises with the stream meanwhile blocks.
 
     >>> sim.enable()
     >>> with sim.hold():
@@ -90,15 +90,15 @@ def hold(stream: torch.Stream | None = None) -> Hold:
 def capture(stream: torch.Stream | None = None) -> Iterator[None]:
     """Capture a stream (default: the current one) for a scope, as far as host calls can break a capture.
 
-    Work that is enqueued on the stream is recorded and never runs: there are no graphs to launch. A stream that waits
-    for an event of the capture joins it. These calls end the capture, as in CUDA's default capture mode (global):
+    Work that is enqueued on the stream is recorded and never runs, since there are no graphs to launch. A stream that
+    waits for an event of the capture joins it. These calls end the capture, as in CUDA's default mode (global):
 
     - a query of, or a synchronization with, an event that was recorded inside it;
     - a query of, or a synchronization with, any other event, by a thread that is not in relaxed capture mode;
     - a wait of a capturing stream for work outside of the capture.
 
     Raises:
-        RuntimeError: at such a call, and at the end of the scope, where it names the call.
+        RuntimeError: at such a call, and at the end of the scope, with the name of the call.
 
     >>> sim.enable()
     >>> event = torch.Event("sim")
@@ -114,14 +114,14 @@ def capture(stream: torch.Stream | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the call that broke the capture has said so
+        with contextlib.suppress(RuntimeError):  # the call that broke the capture has raised already
             _native.end_capture(captured)
         raise
     _native.end_capture(captured)
 
 
 def fail(message: str, stream: torch.Stream | None = None) -> None:
-    """Enqueue work that fails. From then on the device is broken, as after a CUDA error, until ``clear_error``.
+    """Enqueue work that fails. After it the device is broken, as after a CUDA error, until ``clear_error``.
 
     >>> sim.enable()
     >>> sim.fail("a broken bit")

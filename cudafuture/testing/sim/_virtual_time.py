@@ -1,4 +1,4 @@
-"""Virtual time."""
+"""Virtual time of the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Speeds", "clock", "set_speeds", "spend"]
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast virtual time makes a device. Bytes per second, and seconds."""
+    """Speeds of a device in virtual time: bytes per second, and seconds."""
 
     compute: float = 1e12
-    """Bytes that kernels read and write, per second; streams compute side by side, each at this speed."""
+    """Bytes that kernels read and write, per second; streams compute concurrently, each at this speed."""
     copy: float = 25e9
     """Bytes per second between host and device, each way, and between devices. Copies in one direction share it."""
     launch: float = 5e-6
-    """Seconds that each piece of work takes beside its bytes."""
+    """Seconds that each piece of work takes in addition to its bytes."""
 
     def __post_init__(self) -> None:
-        """Refuse what would stop the clock."""
+        """Raise ValueError for speeds that would stop the clock."""
         if not (0 < self.compute < math.inf and 0 < self.copy < math.inf and 0 <= self.launch < math.inf):
-            raise ValueError(f"{self}: bytes per second are above 0, and seconds 0 or more")
+            raise ValueError(f"{self}: bytes per second must be above 0, and seconds 0 or more")
 
     def _native(self) -> Any:
         return _native.Speeds(self.compute, self.copy, self.launch)
@@ -36,7 +36,7 @@ class Speeds:
 def clock() -> float:
     """Return the calling thread's virtual time in seconds since ``enable``.
 
-    It goes on when the thread waits for a device, by ``spend``, and where another thread hands work to this one.
+    It advances when the thread waits for a device, by ``spend``, and when another thread passes work to this one.
 
     >>> sim.enable()
     >>> sim.clock()
@@ -46,7 +46,7 @@ def clock() -> float:
 
 
 def spend(ms: float) -> None:
-    """Let the calling thread compute for so many virtual milliseconds. Other threads' clocks stay where they are.
+    """Spend `ms` virtual milliseconds of computation in the calling thread. Other threads' clocks do not change.
 
     >>> sim.enable()
     >>> sim.spend(ms=2)
@@ -57,7 +57,7 @@ def spend(ms: float) -> None:
 
 
 def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
-    """Set the speeds of one stream, or (None) of all that have none of their own.
+    """Set the speeds of one stream, or (None) of all streams without their own.
 
     >>> sim.enable()
     >>> sim.set_speeds(sim.Speeds(copy=1e9, launch=0))
@@ -70,9 +70,9 @@ def set_speeds(speeds: Speeds, stream: torch.Stream | None = None) -> None:
 
 
 def seconds(ms: float) -> float:
-    """Return so many milliseconds in seconds; ValueError for what is no time."""
+    """Return milliseconds in seconds; raise ValueError for a negative or infinite number."""
     if not 0 <= ms < math.inf:
-        raise ValueError(f"ms={ms}: 0 or more is wanted")
+        raise ValueError(f"ms={ms} is not a time; pass 0 or more")
     return ms * 1e-3
 
 
@@ -83,5 +83,5 @@ def name_of(stream: torch.Stream | None) -> tuple[int, int]:
     if stream is None:
         return _native.current_stream(-1)
     if stream.device.type != "sim":
-        raise ValueError(f"a stream of a simulated device is wanted, not {stream}")
+        raise ValueError(f"{stream} is not a stream of a simulated device")
     return (stream.device.index, stream.stream_id)
