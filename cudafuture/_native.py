@@ -1,4 +1,4 @@
-"""Import guard against a native module that is missing or was built for another torch.
+"""Guard against a native module that is missing or was built for another torch.
 
 It is imported before any module that touches ``cudafuture._C``. A native module of another torch fails with an
 undefined symbol at best. A checkout that is not built has a folder ``_C`` of C++ sources, which Python imports as a

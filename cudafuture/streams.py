@@ -88,7 +88,7 @@ def has_context(device: torch.device | str | int) -> bool:
 def use_streams(*streams: torch.Stream) -> AbstractContextManager[None]:
     """Return a context manager that makes the streams current in this thread, each on its device.
 
-    On exit, each device gets its previous stream back, and the thread its previous current device, whatever changed.
+    On exit, each device gets its previous stream back, and the thread its previous current device.
 
     >>> with use_streams():
     ...     pass

@@ -1,4 +1,4 @@
-"""Digests of tensors: checksums of their bytes, the same wherever the bytes travel."""
+"""Digests of tensors: checksums of their bytes, independent of the path that the bytes take."""
 
 from __future__ import annotations
 

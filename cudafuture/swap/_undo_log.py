@@ -1,4 +1,4 @@
-"""Undo log of a parameter that is updated chunk by chunk."""
+"""Log of old values, which undoes the update of a parameter that is updated chunk by chunk."""
 
 from __future__ import annotations
 

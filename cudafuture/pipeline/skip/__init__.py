@@ -1,4 +1,4 @@
-"""Skip connections between the stages of a pipeline: tensors that a module stashes and a later one pops, by name.
+"""Tensors that skip stages of a pipeline: a module stashes a tensor, and a later one pops it, by name.
 
 Idea and names: torchgpipe (Kim et al., torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models, 2020).
 """
