@@ -79,7 +79,7 @@ class Group:
         self.detours: dict[tuple[str, str], str | None] = {}  # per operation and type of device
         self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
         self._companions: dict[str, Issuer] = {}
-        self._lanes_in_issue_order: set[str] = set()
+        self._queues_in_issue_order: set[str] = set()
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
         self._lock = threading.Lock()  # guards _companions and sends_waiting
 
@@ -114,10 +114,10 @@ class Group:
                 no place in the issue order.
             CollectiveError: the callbacks before this point have not run within the group's timeout.
         """
-        if lane is not None and lane not in self._lanes_in_issue_order:
+        if lane is not None and lane not in self._queues_in_issue_order:
             self._require_everywhere(lane)
             self._require_issue_order(lane)
-            self._lanes_in_issue_order.add(lane)
+            self._queues_in_issue_order.add(lane)
         if not _C.wait_for_issue_order(self.timeout):
             raise CollectiveError(
                 f"{operation} on group '{self.name}', rank {self.rank}: over NCCL it runs after the callbacks that "
@@ -151,7 +151,7 @@ class Group:
 
     def _require_issue_order(self, lane: str) -> None:
         of_name = {state.name: state for _, state in list(groups.values())}
-        for name in _lines(lane):
+        for name in _queue_names(lane):
             if name not in of_name or not of_name[name].has_nccl:
                 raise InvalidStateError(
                     f"a callback of '{name}' issues a collective over NCCL on group '{self.name}': such a callback has "
@@ -161,7 +161,8 @@ class Group:
 
     def _require_everywhere(self, lane: str) -> None:
         attachers = [
-            line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged") for line in _lines(lane)
+            line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged")
+            for line in _queue_names(lane)
         ]
         of_name = {state.name: state for _, state in list(groups.values())}
         for name in attachers:
@@ -179,7 +180,7 @@ class Group:
             )
 
 
-def _lines(lane: str) -> list[str]:
+def _queue_names(lane: str) -> list[str]:
     """Return the names of the groups, or of their queues, whose callbacks attach to the queue; its own is last."""
     return [step.rpartition(".")[0] for step in lane.split(">")]
 

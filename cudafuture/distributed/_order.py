@@ -134,12 +134,12 @@ class _Comparison:
                     self.running = False
                     return
             for entry in entries:
-                if self._look(entry):
+                if self._advance(entry):
                     with self.lock:
                         self.entries.remove(entry)
             pause.wait(_PAUSE)
 
-    def _look(self, entry: _Entry) -> bool:
+    def _advance(self, entry: _Entry) -> bool:
         """Compare with the entries that have arrived; return True if nothing is left to do."""
         try:
             return self._compare(entry)

@@ -282,7 +282,7 @@ class WorkerThread:
             with use_device(self.device):
                 task = None
                 while True:
-                    task = self._turn(task)
+                    task = self._next_task(task)
                     if task is not None:
                         (task.refusal or task.job)()
                     elif self._has_ended:
@@ -292,7 +292,7 @@ class WorkerThread:
         except BaseException as error:
             self._die(error)
 
-    def _turn(self, ended: Task | None) -> Task | None:
+    def _next_task(self, ended: Task | None) -> Task | None:
         """End a task, then begin and return the next one, or None."""
         now = time.perf_counter()
         if ended is not None:

@@ -253,7 +253,7 @@ class Pipeline(nn.Module):
             error = TimeoutError(f"{what}:\n{step.progress()}")
             step.fail(error)
             for future in futures:
-                future.add_done_callback(_look_at)
+                future.add_done_callback(_retrieve_error)
             raise error from None
         except BaseException as error:  # Ctrl-C
             step.fail(error)
@@ -371,7 +371,7 @@ def _joined(step: Step) -> Any:
     return join([step.outputs[m].value() for m in range(len(step.outputs))])
 
 
-def _look_at(future: CUDAFuture[Any]) -> None:
+def _retrieve_error(future: CUDAFuture[Any]) -> None:
     """Retrieve an error that is raised too late, so that it is not logged."""
     with contextlib.suppress(BaseException):
         future.value()

@@ -164,7 +164,7 @@ class Reader:
     def _drop(self, batch: Batch) -> None:
         if not self._options.futures:
             batch.drop()
-        batch.future.add_done_callback(_look_at)
+        batch.future.add_done_callback(_retrieve_error)
 
     def _wake_consumers(self) -> None:
         while self._waiting:
@@ -268,7 +268,7 @@ class Reader:
         self.pending.append(_Place(batch.taken))
         with self._lock:
             if self.is_closed:
-                batch.future.add_done_callback(_look_at)
+                batch.future.add_done_callback(_retrieve_error)
                 batch.taken.set_result(None)
             else:
                 self._untaken[id(batch)] = batch
@@ -366,7 +366,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _look_at(future: CUDAFuture[Any]) -> None:
+def _retrieve_error(future: CUDAFuture[Any]) -> None:
     """Retrieve the error of a dropped batch, so that it is not logged."""
     with contextlib.suppress(BaseException):
         future.value()  # and not exception(), which waits for the device

@@ -45,7 +45,7 @@ class Operation:
         self.error: Exception | None = None
         self.settled = False
         self.ended = threading.Event()  # its callback has ended too
-        self.turn = threading.Lock()  # held while it is settled; taken before the lock of the completions
+        self.settle_lock = threading.Lock()  # held while it is settled; taken before the lock of the completions
 
     def begin(self) -> CUDAFuture[Any]:
         """Begin the transfer, under the lock of the completions, or raise an error."""
@@ -109,7 +109,7 @@ class Completions:
 
     def settle(self, operation: Operation) -> None:
         """Finish an operation whose transfer has ended; only the first call does so."""
-        with operation.turn:
+        with operation.settle_lock:
             if operation.settled:
                 return
             error: Exception | None = None

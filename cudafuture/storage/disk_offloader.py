@@ -253,7 +253,7 @@ class DiskOffloader:
             raise TypeError(f"a callback must be callable without arguments, but {callback!r} is not callable")
         name = f"{'read' if operation.reads else 'write'} {self._store.store.dir}"
         future: CUDAFuture[Any] = CUDAFuture(name=name, executor=callback_thread)
-        future.add_done_callback(self._look)
+        future.add_done_callback(self._retrieve_error)
         operation.future = future
         self._submit(operation)
         future.set_running_or_notify_cancel()  # the engine uses the memory, so it cannot be cancelled
@@ -262,7 +262,7 @@ class DiskOffloader:
         self._completions.collect(operation)
         return future
 
-    def _look(self, future: CUDAFuture[Any]) -> None:
+    def _retrieve_error(self, future: CUDAFuture[Any]) -> None:
         """Retrieve the error, so that it is not logged: synchronizing raises it. Keep the offloader until then."""
         future.exception()
 

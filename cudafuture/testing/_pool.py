@@ -67,7 +67,7 @@ class Worker:
     def wait_until_started(self) -> bool:
         """Wait until the worker accepts jobs; return False if it does not start."""
         if not self._started:
-            self._started = self._hears(READY, _START)
+            self._started = self._receives(READY, _START)
         return self._started
 
     def begin(self, job: Job) -> None:
@@ -84,9 +84,9 @@ class Worker:
             self.channel.send(END)
         except OSError:
             return False
-        return self._hears(IDLE, _PATIENCE)
+        return self._receives(IDLE, _PATIENCE)
 
-    def _hears(self, message: bytes, timeout: float) -> bool:
+    def _receives(self, message: bytes, timeout: float) -> bool:
         with selectors.DefaultSelector() as selector, contextlib.suppress(EOFError):
             selector.register(self.channel, selectors.EVENT_READ)
             return bool(selector.select(timeout)) and self.channel.receive() == message

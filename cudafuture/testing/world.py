@@ -172,7 +172,7 @@ class _Run:
                 if not events:
                     break
                 for key, _ in events:
-                    self._hear(key.data)
+                    self._receive(key.data)
                     selector.unregister(key.fileobj)
                     if self._order:
                         deadline = min(deadline, time.monotonic() + _GRACE)
@@ -181,7 +181,7 @@ class _Run:
         self._stacks = dict(zip(late, stacks, strict=True))
         self._order += late
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         worker = self._workers[rank]
         try:
             outcome = self._outcomes[rank] = worker.answer()
