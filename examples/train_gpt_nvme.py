@@ -1,10 +1,14 @@
-"""Train a small GPT whose AdamW state lies on a disk, and once more with the state in memory.
+"""Train a small GPT three times: with AdamW's state in memory, on a disk without overlap, and on a disk with overlap.
 
-    python examples/train_gpt_nvme.py [--short] [--folder FOLDER] [--when backward]
+    python examples/train_gpt_nvme.py [--short] [--folder FOLDER] [--when step]
+
+Without overlap, the update of a parameter waits for the read of its state, and the next read waits for the write. With
+overlap, reads run ahead of the updates, and updates and writes run beside backward and the next forward. The program
+prints the time of a step of each training: the cost of the disk, and the part of it that overlap hides.
 
 The text is the source code of Python's standard library on this machine, byte by byte. Each training runs in its own
 process, so that each process has its own memory peak. The program exits with an error unless the loss falls, and
-unless losses, parameters and state of both trainings are equal bit for bit.
+unless losses, parameters and state of all trainings are equal bit for bit.
 
 The model: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, made small.
 """
@@ -23,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,7 +40,9 @@ MIB = 1 << 20
 BYTES = 256  # the vocabulary
 HEAD = 64  # the width of an attention head
 TEXT = 4 * MIB  # of source code
-PLACES = {"disk": "on disk", "memory": "in memory"}
+RUNS = {"memory": "in memory", "serial": "on disk, without overlap", "disk": "on disk, with overlap"}
+WIDEST = max(map(len, RUNS.values()))
+WARM_UP = 2  # steps
 FALL = 2.0  # by which the last quarter's mean loss is below the first loss
 
 
@@ -108,30 +115,37 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def step_milliseconds(seconds: list[float]) -> float:
+    """Return the median time of a step, without the first ones, which allocate the state."""
+    return 1e3 * median(seconds[WARM_UP:] or seconds)
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with the state on disk or in memory, and return the results of this run."""
+    """Train with the state in memory or on disk, and return the results of this run."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     before = peak_bytes()
     model = GPT(args.width, args.layers, args.positions)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, fused=False)
     losses: list[float] = []
+    seconds: list[float] = []
     with ExitStack() as stack:
-        if args.state == "disk":
+        if args.state != "memory":
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder))
             options = {"min_bytes": 1 << 16, "chunk_bytes": 1 << 20, "buffer_bytes": args.buffer_mib * MIB}
-            optimizer = stack.enter_context(offload(optimizer, folder, when=args.when, **options))
-        start = time.monotonic()
+            when, prefetch = (args.when, args.prefetch) if args.state == "disk" else ("step", 0)
+            optimizer = stack.enter_context(offload(optimizer, folder, when=when, prefetch=prefetch, **options))
         interval = max(1, args.steps // 6)
         for text, following in batches(args):
+            start = time.monotonic()
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
+            seconds.append(time.monotonic() - start)
             if len(losses) % interval == 0:
                 sys.stderr.write(f"  step {len(losses):3}: mean loss {mean(losses[-interval:]):.3f}\n")
-        seconds = time.monotonic() - start
         peak = peak_bytes()  # before the digest, which reads all state
         return {
             "losses": losses,
@@ -146,7 +160,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(state: str) -> dict[str, Any]:
     """Train in a new process."""
-    sys.stderr.write(f"AdamW's state {PLACES[state]}\n")
+    sys.stderr.write(f"AdamW's state {RUNS[state]}\n")
     # With this threshold glibc's malloc returns freed tensors to the system at once, so the peak is that of tensors in
     # use. Threads of OpenMP that wait for work then leave the processor to others.
     settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "OMP_WAIT_POLICY": "passive"}
@@ -156,21 +170,26 @@ def run(state: str) -> dict[str, Any]:
     return result
 
 
-def report(disk: dict[str, Any], memory: dict[str, Any]) -> dict[str, bool]:
-    """Print both runs, and return the outcome of each check."""
-    losses = disk["losses"]
+def report(results: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Print all runs, and return the outcome of each check."""
+    losses, parameters = results["disk"]["losses"], results["disk"]["parameters"]
     last = mean(losses[-max(1, len(losses) // 4) :])
-    print(f"{disk['parameters']:,} parameters, {len(losses)} steps: loss {losses[0]:.3f}, at the end {last:.3f}")
-    for state, result in (("disk", disk), ("memory", memory)):
+    print(f"{parameters:,} parameters, {len(losses)} steps: loss {losses[0]:.3f}, at the end {last:.3f}")
+    steps = {state: step_milliseconds(result["seconds"]) for state, result in results.items()}
+    for state, result in results.items():
         print(
-            f"state {PLACES[state]:>9}: {result['seconds']:5.1f} s, {result['disk_bytes'] / MIB:3,.0f} MiB on disk, "
-            f"memory peak {result['peak_bytes'] / MIB:,.0f} MiB ({result['before_bytes'] / MIB:,.0f} before training)"
+            f"state {RUNS[state]:>{WIDEST}}: {steps[state]:5,.0f} ms per step, {result['disk_bytes'] / MIB:3,.0f} MiB "
+            f"on disk, memory peak {result['peak_bytes'] / MIB:,.0f} MiB "
+            f"({result['before_bytes'] / MIB:,.0f} before training)"
         )
-    print(f"memory saved: {(memory['peak_bytes'] - disk['peak_bytes']) / MIB:,.0f} MiB")
-    outcomes = [(run["losses"], run["digest"]) for run in (disk, memory)]
+    serial, overlapped = (steps[state] - steps["memory"] for state in ("serial", "disk"))
+    print(f"the disk adds {serial:,.0f} ms to a step without overlap, and {overlapped:,.0f} ms with overlap")
+    saved = results["memory"]["peak_bytes"] - results["disk"]["peak_bytes"]
+    print(f"memory saved: {saved / MIB:,.0f} MiB")
+    first, *others = [(result["losses"], result["digest"]) for result in results.values()]
     checks = {
         "the loss falls": last < losses[0] - FALL,
-        "losses, parameters and state are equal bit for bit": outcomes[0] == outcomes[1],
+        "losses, parameters and state are equal bit for bit": all(other == first for other in others),
     }
     for check, passed in checks.items():
         print(f"{'passed' if passed else 'FAILED'}  {check}")
@@ -180,7 +199,7 @@ def report(disk: dict[str, Any], memory: dict[str, Any]) -> dict[str, bool]:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="A small GPT whose AdamW state lies on a disk.")
-    parser.add_argument("--short", action="store_true", help="a smaller model, which takes a few seconds")
+    parser.add_argument("--short", action="store_true", help="a smaller model, which takes half a minute")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help=f"a multiple of {HEAD}")
@@ -188,13 +207,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--when", choices=["step", "backward"], default="step")
+    parser.add_argument("--when", choices=["step", "backward"], default="backward")
+    parser.add_argument("--prefetch", type=int, default=4, help="units of state that are read ahead, with overlap")
     parser.add_argument("--folder", type=Path, help="on the disk for the state; default: where temporary files go")
     parser.add_argument("--buffer-mib", type=int, default=12, help="memory for state that is read, updated and written")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
-    parser.add_argument("--state", choices=list(PLACES), help=argparse.SUPPRESS)
+    parser.add_argument("--state", choices=list(RUNS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults = (12, 4, 384, 4) if args.short else (30, 6, 512, 8)
+    defaults = (12, 4, 384, 8) if args.short else (30, 6, 512, 8)
     for name, value in zip(("steps", "layers", "width", "batch_size"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -206,15 +226,15 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train twice, compare, report; return the number of checks that failed."""
+    """Train three times, compare, report; return the number of checks that failed."""
     args = arguments()
-    if args.state is not None:  # one of the two processes
+    if args.state is not None:  # one of the three processes
         print(json.dumps(train(args)))
         return 0
-    disk, memory = run("disk"), run("memory")
-    checks = report(disk, memory)
+    results = {state: run(state) for state in RUNS}
+    checks = report(results)
     if args.json:
-        args.json.write_text(json.dumps({"disk": disk, "memory": memory, "checks": checks}, indent=2) + "\n")
+        args.json.write_text(json.dumps({**results, "checks": checks}, indent=2) + "\n")
     return list(checks.values()).count(False)
 
 
