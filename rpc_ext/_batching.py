@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _minder, _staging
+from rpc_ext import _staging, _timer
 from rpc_ext._call import Call
 from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, has_rrefs, kind_of
 from rpc_ext._destination import Destination
@@ -101,7 +101,7 @@ class batch:  # a context manager
         self._in_flight: _Message | None = None
         self._wanted = False  # True: send the waiting calls as soon as no message is in flight
         self._sends = False  # whether some thread is at it
-        self._due = math.inf  # when the minder looks next
+        self._due = math.inf  # when the timer thread looks next
 
     def __enter__(self) -> batch:
         if self._thread is not None:
@@ -161,7 +161,7 @@ class batch:  # a context manager
         if worth:
             self._go_on()
         if sooner:
-            _minder.mind(self, due)
+            _timer.schedule(self, due)
 
     def flush(self) -> None:
         """Send the calls that wait, at once or as soon as the message in flight is answered.
@@ -178,7 +178,7 @@ class batch:  # a context manager
         self._go_on()
 
     def look(self, now: float) -> float | None:
-        """Send what has waited long enough, and fail what is overdue. Called by the minder."""
+        """Send what has waited long enough, and fail what is overdue. called by the timer thread."""
         with self._lock:
             self._due = math.inf
             self._wanted = self._wanted or bool(self._calls)

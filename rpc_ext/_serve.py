@@ -38,7 +38,7 @@ from rpc_ext._codec import (
     targets_of,
 )
 from rpc_ext._device_order import DeviceOrder
-from rpc_ext._expiry import expire
+from rpc_ext._timer import expire
 
 __all__ = ["Server", "expect_free_thread", "is_serving"]
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, copy, executors, pool_stream, use_streams
-from rpc_ext._expiry import expire
+from rpc_ext._timer import expire
 
 __all__ = ["Staged", "Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 

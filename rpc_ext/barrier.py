@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 
 from cudafuture import CUDAFuture
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext._functions import async_execution
 from rpc_ext.calls import Worker, rpc_async
 from rpc_ext.session import Session, current
@@ -90,7 +90,7 @@ def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture
             each.set_result(None)
     elif seconds:
         found.seconds = min(found.seconds, seconds)
-        _minder.mind(found, found.due)
+        _timer.schedule(found, found.due)
     return future
 
 

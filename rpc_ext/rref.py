@@ -17,9 +17,9 @@ from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._arguments import SHORTEST_TIMEOUT
 from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
 from rpc_ext._destination import Destination
-from rpc_ext._expiry import expire
 from rpc_ext._functions import async_execution, is_async
 from rpc_ext._serve import expect_free_thread
+from rpc_ext._timer import expire
 from rpc_ext.calls import Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 

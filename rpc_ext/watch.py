@@ -10,7 +10,7 @@ from typing import Any
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext.calls import Worker, rpc_async
 from rpc_ext.session import Session, current
 
@@ -51,7 +51,7 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     session = current()
     name = session.destination(worker).name
     future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)
-    _minder.mind(_Watch(session, name, patience, future), time.perf_counter())
+    _timer.schedule(_Watch(session, name, patience, future), time.perf_counter())
     return future
 
 

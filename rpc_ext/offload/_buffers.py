@@ -8,7 +8,7 @@ import torch
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.storage import Buffer, BufferPool
-from rpc_ext._expiry import cancel_after
+from rpc_ext._timer import cancel_after
 
 __all__ = ["SendBuffers", "offload_thread"]
 

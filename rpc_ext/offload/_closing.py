@@ -15,7 +15,7 @@ import weakref
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.calls import rpc_async, rpc_sync
 from rpc_ext.offload import _calls as calls
@@ -40,7 +40,7 @@ class _Ends:
         """Count a client whose end has to be told."""
         with self._lock:
             self._open += 1
-        _minder.mind(self, time.perf_counter() + _INTERVAL)
+        _timer.schedule(self, time.perf_counter() + _INTERVAL)
 
     def end(self, begun: _Begun, worker: str, name: str, token: bytes, timeout: float) -> None:
         """Send the end of a client, and wait for the reply; send it later where this thread may not wait."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Snapshot, digest
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext._C import alone
 from rpc_ext.offload._errors import for_client
 from rpc_ext.offload._namespace import call, error_of, no_such_key
@@ -56,7 +56,7 @@ class KeptReads:
             self._kept[entry.sequence] = _Kept(snapshot, entry.key, parts, entry.expires)
         seconds = self._order.left(entry.expires)
         if seconds < math.inf:
-            _minder.mind(self, time.perf_counter() + max(seconds, 0.0))
+            _timer.schedule(self, time.perf_counter() + max(seconds, 0.0))
 
     def look(self, now: float) -> float | None:
         """Drop the reads whose time is over. Called by the timer thread."""
@@ -88,7 +88,7 @@ class KeptReads:
 
     def clear(self) -> None:
         """Drop all: the session has ended."""
-        _minder.forget(self)
+        _timer.cancel(self)
         with self._lock:
             self._kept.clear()
 

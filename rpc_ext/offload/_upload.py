@@ -20,7 +20,7 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Offloader
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext.offload._namespace import Namespace, call, error_of
 from rpc_ext.offload._order import RequestOrder
 from rpc_ext.offload._wire import PIECE, Put, parts_of
@@ -139,7 +139,7 @@ class _Upload:
         """Take a place in the order of the key's operations, and mind the deadline."""
         seconds = self._uploads.order.left(self._first.expires)
         if seconds < math.inf:
-            _minder.mind(self, time.perf_counter() + max(seconds, 0.0))
+            _timer.schedule(self, time.perf_counter() + max(seconds, 0.0))
         if self._uploads.order.arrive([self._first], self._enter):
             self._enter([0])
 
@@ -194,7 +194,7 @@ class _Upload:
             if not self._has_turn or self._last is None or self._is_over:
                 return
             self._is_over = True
-        _minder.forget(self)
+        _timer.cancel(self)
         if (error := self._uploads.order.late([self._first]).get(0)) is not None:
             self._write.abort()
             self._settle(error)
@@ -218,7 +218,7 @@ class _Upload:
                 return
             self._is_over, self._error = True, error
             has_turn, last = self._has_turn, self._last
-        _minder.forget(self)
+        _timer.cancel(self)
         self._write.abort()
         self._uploads.forget(self._first.sequence, error)
         self._uploads.namespace.give_back(self._first.nbytes)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext._channel import Channel
 from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
@@ -179,7 +179,7 @@ class Window:
             self._timer_runs = self._timer_runs or starts_timer
         if starts_timer:
             try:
-                _minder.mind(self, deadline)
+                _timer.schedule(self, deadline)
             except BaseException as e:  # the system has no more threads
                 with self._lock:
                     self._timer_runs = False
@@ -285,7 +285,7 @@ class Window:
         try:
             self._channel.send(body, tensors, seconds, message)
         except BlockingIOError:
-            _minder.mind(self, now + _PAUSE)
+            _timer.schedule(self, now + _PAUSE)
             with self._lock:
                 self._is_held = True
                 self.in_flight -= message.nbytes

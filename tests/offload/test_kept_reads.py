@@ -44,12 +44,12 @@ def test_a_tensor_is_dropped_when_the_time_of_its_read_is_over(tmp_path: Path) -
         store.write("x", torch.zeros(PIECE + 1, dtype=torch.uint8)).wait(timeout=PATIENCE)
         now = time.perf_counter()
         kept = KeptReads(RequestOrder(now, lambda: None))
-        with mock.patch.object(reading._minder, "mind") as mind:
+        with mock.patch.object(reading._timer, "schedule") as schedule:
             for i, seconds in enumerate((PATIENCE, 2 * PATIENCE), start=1):
                 (snapshot,) = store.snapshots(["x"])
                 assert snapshot is not None
                 kept.keep(Operation(i, 0, now + seconds, "x"), snapshot, has_first=True)
-        due = [call.args[1] for call in mind.call_args_list]
+        due = [call.args[1] for call in schedule.call_args_list]
         assert due == pytest.approx([now + PATIENCE, now + 2 * PATIENCE], abs=PATIENCE / 2)
         with mock.patch.object(reading.time, "perf_counter", return_value=now + 1.5 * PATIENCE):
             again = kept.look(now + 1.5 * PATIENCE)

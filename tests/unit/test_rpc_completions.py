@@ -10,7 +10,7 @@ import torch
 
 from cudafuture import CUDAFuture
 from rpc_ext import _staging
-from rpc_ext._minder import _Minder
+from rpc_ext._timer import _Timer
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -22,7 +22,7 @@ class Due(SimpleNamespace):
 
 
 def test_what_is_due_and_raises_does_not_end_the_timer_thread(caplog: pytest.LogCaptureFixture) -> None:
-    minder = _Minder()
+    timer = _Timer()
     looked: CUDAFuture[None] = CUDAFuture()
 
     def fail(_: float) -> float | None:
@@ -30,12 +30,12 @@ def test_what_is_due_and_raises_does_not_end_the_timer_thread(caplog: pytest.Log
 
     bad: Any = Due(look=fail)
     good: Any = Due(look=lambda _: looked.set_result(None))
-    with minder._changed:  # both are due in one round, the one that raises first
-        minder._due = {bad: 0.0, good: 0.0}
-        minder._line = [(0.0, -2, bad), (0.0, -1, good)]
-    minder.mind(Due(look=lambda _: None), 0.0)  # type: ignore[arg-type]
+    with timer._changed:  # both are due in one round, the one that raises first
+        timer._due = {bad: 0.0, good: 0.0}
+        timer._heap = [(0.0, -2, bad), (0.0, -1, good)]
+    timer.schedule(Due(look=lambda _: None), 0.0)  # type: ignore[arg-type]
     looked.wait(timeout=PATIENCE)
-    minder.end()
+    timer.end()
     assert "while it was looked at" in caplog.text
 
 

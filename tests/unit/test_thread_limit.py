@@ -170,7 +170,7 @@ def test_a_callback_without_a_child_that_a_serial_queue_cannot_run_is_logged() -
 def test_the_timer_thread_of_rpc_is_started_again() -> None:
     run(
         """
-        from rpc_ext._minder import mind
+        from rpc_ext._timer import schedule
         looked = threading.Event()
 
         class Due:
@@ -179,12 +179,12 @@ def test_the_timer_thread_of_rpc_is_started_again() -> None:
 
         with no_threads():
             try:
-                mind(Due(), 0.0)
+                schedule(Due(), 0.0)
             except RuntimeError as e:
                 assert "can't start new thread" in str(e), e
             else:
                 raise AssertionError("looked after without a thread")
-        mind(Due(), 0.0)
+        schedule(Due(), 0.0)
         assert looked.wait(60)
         """
     )

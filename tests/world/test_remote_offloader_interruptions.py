@@ -16,7 +16,7 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, collect_all, gather, wait_all
 from cudafuture.errors import InvalidStateError
-from rpc_ext import OffloadService, RemoteOffloader, _minder, rpc_async, serve_offload
+from rpc_ext import OffloadService, RemoteOffloader, _timer, rpc_async, serve_offload
 from rpc_ext import session as sessions
 from rpc_ext._channel import Channel, Reply
 from rpc_ext._destination import Destination
@@ -311,7 +311,7 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
 
 
 @pytest.mark.parametrize(
-    "kind", ["destination", "services", "handler", "sessions", "session", "minder", "window", "operations"]
+    "kind", ["destination", "services", "handler", "sessions", "session", "timer", "window", "operations"]
 )
 def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: OffloadService, kind: str) -> None:
     """A client that is dropped takes no lock that the thread may hold which collects it."""
@@ -322,7 +322,7 @@ def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: Of
         "handler": handler_of(service)._lock,
         "sessions": handler_of(service)._sessions._lock,
         "session": sessions._lock,
-        "minder": _minder._minder._changed,
+        "timer": _timer._timer._changed,
         "window": other._window._lock,
         "operations": other._operations._lock,
     }

@@ -245,7 +245,7 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
         first = rpc_async(ME, waits, (gate, 1), timeout=math.inf)
         assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
         before = rpc_async(ME, same, (2,), timeout=PATIENCE)
-        rpc_async(ME, same, (3,), timeout=0.001).exception(timeout=PATIENCE)  # by now the minder has looked
+        rpc_async(ME, same, (3,), timeout=0.001).exception(timeout=PATIENCE)  # by now the timer thread has looked
         late = rpc_async(ME, same, (value,), timeout=0.1)
     with pytest.raises(TimeoutError, match=r"same on worker 'me' has not answered within 0.1 s"):
         late.wait(timeout=PATIENCE)

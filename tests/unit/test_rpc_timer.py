@@ -1,4 +1,4 @@
-"""Who looks after what is due: in time, in order, and without keeping what is not to be looked after any more."""
+"""The timer thread: it is in time and in order, and keeps no object that has nothing more to do."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from collections.abc import Iterator
 import pytest
 
 from cudafuture import CUDAFuture, InvalidStateError
-from rpc_ext import _minder
+from rpc_ext import _timer
 from rpc_ext._awaited import Awaited
-from rpc_ext._expiry import expire
-from rpc_ext._minder import _Minder
+from rpc_ext._timer import _Timer, expire
 
 PATIENCE = 60.0
 
 
 @pytest.fixture
-def minder() -> Iterator[_Minder]:
-    minder = _Minder()
-    yield minder
-    minder.end()
+def timer() -> Iterator[_Timer]:
+    timer = _Timer()
+    yield timer
+    timer.end()
 
 
-def test_a_time_beyond_all_locks_ends_no_thread(minder: _Minder) -> None:
+def test_a_time_that_no_lock_can_wait_for_does_not_end_the_thread(timer: _Timer) -> None:
     now = time.perf_counter()
-    minder.mind(Thing(), now + 1e300)
+    timer.schedule(Thing(), now + 1e300)
     thing = Thing()
-    minder.mind(thing, now + 0.05)
+    timer.schedule(thing, now + 0.05)
     thing.done.wait(timeout=PATIENCE)
 
 
 class Thing:
-    """Something that is looked after, and wants that again as often as it is told."""
+    """An object that asks for `again` more looks."""
 
     def __init__(self, again: int = 0) -> None:
         self.looked: list[float] = []
@@ -49,28 +48,28 @@ class Thing:
         return None
 
 
-def test_what_is_due_is_looked_at_then_and_not_before(minder: _Minder) -> None:
+def test_an_object_is_looked_at_when_it_is_due_and_not_before(timer: _Timer) -> None:
     late, soon = Thing(), Thing()
     due = time.perf_counter() + 0.05
-    minder.mind(late, due + 1000)
-    minder.mind(soon, due)
+    timer.schedule(late, due + 1000)
+    timer.schedule(soon, due)
     soon.done.wait(timeout=PATIENCE)
     assert soon.looked[0] >= due
     assert not late.done.done()
-    minder.mind(late, due)  # sooner, after all
+    timer.schedule(late, due)  # sooner, after all
     late.done.wait(timeout=PATIENCE)
 
 
-def test_what_wants_it_is_looked_at_again(minder: _Minder) -> None:
+def test_an_object_that_asks_for_it_is_looked_at_again(timer: _Timer) -> None:
     thing = Thing(again=5)
-    minder.mind(thing, 0)
+    timer.schedule(thing, 0)
     thing.done.wait(timeout=PATIENCE)
     assert len(thing.looked) == 6
 
 
 @pytest.mark.parametrize("error", [LookupError("of a look"), SystemExit(3)], ids=lambda e: type(e).__name__)
-def test_a_look_that_raises_ends_neither_its_own_nor_those_of_others(
-    minder: _Minder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+def test_a_look_that_raises_is_repeated_and_the_thread_goes_on(
+    timer: _Timer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     class Failing(Thing):
         def look(self, now: float) -> float | None:
@@ -79,37 +78,37 @@ def test_a_look_that_raises_ends_neither_its_own_nor_those_of_others(
                 raise error
             return super().look(now)
 
-    monkeypatch.setattr(_minder, "_AFTER_FAILURE", 0.0)
+    monkeypatch.setattr(_timer, "_AFTER_FAILURE", 0.0)
     failing, other = Failing(again=2), Thing()
-    minder.mind(failing, 0)
+    timer.schedule(failing, 0)
     failing.done.wait(timeout=PATIENCE)
-    minder.mind(other, 0)
+    timer.schedule(other, 0)
     other.done.wait(timeout=PATIENCE)
     assert "was due, and raised" in caplog.text
 
 
-def test_what_is_forgotten_is_let_go_of_and_costs_nothing(minder: _Minder) -> None:
+def test_cancelled_objects_are_released_and_take_no_room(timer: _Timer) -> None:
     later = time.perf_counter() + 1000
     things = [Thing() for _ in range(1000)]
     for thing in things:
-        minder.mind(thing, later)
+        timer.schedule(thing, later)
     for thing in things:
-        minder.forget(thing)
-        minder.forget(thing)
-    assert len(minder._line) < 100
+        timer.cancel(thing)
+        timer.cancel(thing)
+    assert len(timer._heap) < 100
     last = weakref.ref(things[0])
     del things, thing
     gc.collect()
     assert last() is None
 
 
-def test_one_thing_that_is_due_ever_sooner_takes_little_room(minder: _Minder) -> None:
+def test_rescheduling_one_object_takes_little_room(timer: _Timer) -> None:
     thing = Thing()
     later = time.perf_counter() + 10_000
     for i in range(5000):
-        minder.mind(thing, later - i)
-    assert len(minder._line) < 100
-    minder.mind(thing, 0)
+        timer.schedule(thing, later - i)
+    assert len(timer._heap) < 100
+    timer.schedule(thing, 0)
     thing.done.wait(timeout=PATIENCE)
 
 

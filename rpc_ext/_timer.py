@@ -1,0 +1,158 @@
+"""The timer thread: it sends the calls that wait in batches, and ends futures that are not done in time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError
+
+__all__ = ["Timed", "cancel", "cancel_after", "expire", "schedule"]
+
+_logger = logging.getLogger("rpc_ext.timer")
+_AFTER_FAILURE = 1.0  # seconds from a look that has raised to the next one
+_LONGEST_SLEEP = 3600.0  # seconds; a lock cannot wait for any number of them
+_LINGER = 5.0  # seconds that the thread stays without anything to do
+
+
+class Timed(Protocol):
+    """An object with something to do at a later time."""
+
+    def look(self, now: float) -> float | None:
+        """Do what is due at `now` (time.perf_counter()); return when to look again, or None."""
+
+
+class _Timer:
+    """One thread, which sleeps until an object is due."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards what follows; a leaf
+        self._due: dict[Timed, float] = {}
+        self._heap: list[tuple[float, int, Timed]] = []  # also has entries that are not in _due any more
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._ends = False
+
+    def schedule(self, what: Timed, due: float) -> None:
+        """Look at an object at `due`, or at an earlier time that it was scheduled for before."""
+        with self._changed:
+            if due >= self._due.get(what, math.inf):
+                return
+            self._due[what] = due
+            heapq.heappush(self._heap, (due, next(self._numbers), what))
+            self._compact()
+            if self._thread is None and not self._ends:
+                thread = threading.Thread(target=self._run, name="rpc_ext-timer", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads: this call fails, and the next one tries again
+                    del self._due[what]
+                    raise
+                self._thread = thread
+            if self._heap[0][2] is what:
+                self._changed.notify()
+
+    def cancel(self, what: Timed) -> None:
+        """Release an object, which is not looked at any more."""
+        with self._changed:
+            self._due.pop(what, None)
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop the entries that are not in _due, if they are most of the heap."""
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def _run(self) -> None:
+        while (due := self._wait()) is not None:
+            for what in due:
+                try:
+                    again = what.look(time.perf_counter())
+                except BaseException:  # the thread goes on: others are due, and this one has more to do
+                    _logger.exception("%r was due, and raised; it is looked at again in %g s", what, _AFTER_FAILURE)
+                    again = time.perf_counter() + _AFTER_FAILURE
+                if again is not None:
+                    self.schedule(what, again)
+
+    def _wait(self) -> list[Timed] | None:
+        """Sleep until objects are due, and return them; None where none was for a while."""
+        idle_until = time.perf_counter() + _LINGER
+        with self._changed:
+            while not self._ends:
+                now = time.perf_counter()
+                if due := self._take(now):
+                    return due
+                if not self._heap and now >= idle_until:
+                    break
+                due_at = self._heap[0][0] if self._heap else idle_until
+                self._changed.wait(min(due_at - now, _LONGEST_SLEEP))
+            self._thread = None
+            return None
+
+    def _take(self, now: float) -> list[Timed]:
+        """Take the objects that are due out of the heap. Called under the lock."""
+        due = []
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][0] != self._due.get(self._heap[0][2])):
+            when, _, what = heapq.heappop(self._heap)
+            if self._due.get(what) == when:
+                del self._due[what]
+                due.append(what)
+        return due
+
+    def end(self) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._ends = True
+            thread = self._thread
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+
+
+_timer = _Timer()
+schedule, cancel = _timer.schedule, _timer.cancel
+atexit.register(_timer.end)
+
+
+def expire(future: CUDAFuture[Any], seconds: float, message: str) -> None:
+    """Fail a future with TimeoutError if it is not done in time (0: no limit)."""
+    _end_after(future, seconds, lambda late: late.set_exception(TimeoutError(message)))
+
+
+def cancel_after(future: CUDAFuture[Any], seconds: float) -> None:
+    """Cancel a future if it is not done in time (0: no limit)."""
+    _end_after(future, seconds, lambda late: late.cancel())
+
+
+def _end_after(future: CUDAFuture[Any], seconds: float, end: Callable[[CUDAFuture[Any]], object]) -> None:
+    if seconds and not future.done():
+        expiry = _Expiry(future, end)
+        schedule(expiry, time.perf_counter() + seconds)
+        future.add_done_callback(expiry.release, executor=executors.inline)
+
+
+class _Expiry:
+    def __init__(self, future: CUDAFuture[Any], end: Callable[[CUDAFuture[Any]], object]) -> None:
+        self._future: CUDAFuture[Any] | None = future
+        self._end = end
+
+    def look(self, _: float) -> None:
+        future = self._future
+        if future is not None:
+            with contextlib.suppress(InvalidStateError):  # it is done after all
+                self._end(future)
+
+    def release(self, _: object) -> None:
+        """Release the future, and its value, before the time is over."""
+        self._future = None
+        cancel(self)
