@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import collections
 import errno
-import math
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _naps
 from rpc_ext._codec import DeviceMap
-from rpc_ext._histogram import Histogram
-from rpc_ext._statistics import DestinationStatistics
+from rpc_ext._statistics import DestinationStatistics, Histogram
 
 __all__ = ["Destination"]
 
@@ -26,15 +24,13 @@ class Admitted(Protocol):
     settled: bool
 
 
-class _Waiter:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.admitted = threading.Event()
-        self.refused = False
+class _Waiter(NamedTuple):
+    size: int
+    admitted: CUDAFuture[None]  # ends under the lock
 
 
 class Destination:
-    """A worker, seen from this one. At most so many calls and bytes are under way to it; the next wait, in order.
+    """A worker to which a limited number of calls and bytes is in flight. Further calls wait, in order.
 
     A call that is larger than all the bytes allowed goes alone.
     """
@@ -43,18 +39,19 @@ class Destination:
         self.name, self.rank, self.devices = name, rank, devices
         self._max_calls, self._max_bytes = max_calls, max_bytes
         self.batches: set[Any] = set()  # that threads have opened
+        self.is_closed = False
+        """True once RPC was shut down: calls in flight get no answer any more"""
         self._lock = threading.Lock()  # guards all that follows; a leaf
-        self._calls = self._bytes = 0  # under way
+        self._calls = self._bytes = 0  # in flight
         self._waiters: collections.deque[_Waiter] = collections.deque()
+        self._idle: CUDAFuture[None] | None = None  # completes when no call is in flight
         self._made = self._failed = self._sent = self._received = 0
         self._latencies = Histogram()
-        self._closed = False
-        self._idle = threading.Condition(self._lock)
 
     # ---- admission
 
     def try_admit(self, size: int) -> bool:
-        """Admit a call of `size` bytes if there is room now and nobody waits."""
+        """Admit a call of `size` bytes if there is room now and no call waits."""
         with self._lock:
             if self._waiters or not self._fits(size):
                 return False
@@ -65,30 +62,30 @@ class Destination:
         """Wait until there is room for a call of `size` bytes.
 
         Raises:
-            TimeoutError: there was none for `timeout` seconds (0: for ever).
+            TimeoutError: there was none for `timeout` seconds (0: no limit).
             InvalidStateError: RPC was shut down meanwhile.
         """
-        waiter = _Waiter(size)
         with self._lock:
             if not self._waiters and self._fits(size):
                 self._take(1, size)
                 return
-            if self._closed:  # nobody would admit it any more
+            if self.is_closed:  # no later call would admit this one
                 raise self._ended()
+            waiter = _Waiter(size, CUDAFuture())
             self._waiters.append(waiter)
         try:
-            admitted = _naps.wait(waiter.admitted.wait, timeout or math.inf)
+            waiter.admitted.wait(timeout=timeout or None)
+        except TimeoutError:
+            if self._leave_queue(waiter):
+                raise TimeoutError(
+                    f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
+                    f"{self._bytes} bytes are under way"
+                ) from None
+            waiter.admitted.value()  # at the last moment it was admitted, or RPC was shut down
         except BaseException:
-            if not self._give_up(waiter) and not waiter.refused:
+            if not self._leave_queue(waiter) and waiter.admitted.exception() is None:
                 self._give_back(size)
             raise
-        if not admitted and self._give_up(waiter):
-            raise TimeoutError(
-                f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
-                f"{self._bytes} bytes are under way"
-            )
-        if waiter.refused:
-            raise self._ended()
 
     def would_block(self) -> BlockingIOError:
         """Return the error of a call that may not wait."""
@@ -110,33 +107,35 @@ class Destination:
         self._made += calls
         self._sent += size
 
-    def _give_up(self, waiter: _Waiter) -> bool:
-        """Leave the queue; false where the waiter was admitted after all."""
+    def _leave_queue(self, waiter: _Waiter) -> bool:
+        """Remove a waiter; return False if it was admitted or refused before."""
         with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                self._admit_waiters()
-                return True
-            return False
+            if waiter.admitted.done():
+                return False
+            self._waiters.remove(waiter)
+            self._note_room()
+            return True
 
     def _give_back(self, size: int) -> None:
         """Undo the admission of a call that is not made."""
         with self._lock:
             self._take(-1, -size)
-            self._admit_waiters()
-            if self._calls == 0:
-                self._idle.notify_all()
+            self._note_room()
 
-    def _admit_waiters(self) -> None:
+    def _note_room(self) -> None:
+        """Admit the waiters that fit now; without calls, end ``wait_until_idle``. Called under the lock."""
         while self._waiters and self._fits(self._waiters[0].size):
             waiter = self._waiters.popleft()
             self._take(1, waiter.size)
-            waiter.admitted.set()
+            waiter.admitted.set_result(None)
+        if self._idle is not None and self._calls == 0:
+            self._idle.set_result(None)
+            self._idle = None
 
-    # ---- what came of a call
+    # ---- the end of a call
 
     def finish(self, call: Admitted, received: int, failed: bool) -> bool:
-        """Count the end of a call, whose answer has `received` bytes; false where it had ended before."""
+        """Count the end of a call, whose answer has `received` bytes; return False if it had ended before."""
         took = int(1e9 * (time.perf_counter() - call.started))
         with self._lock:
             if call.settled:
@@ -147,43 +146,38 @@ class Destination:
             self._received += received
             self._failed += failed
             self._latencies.add(took)
-            if self._waiters:
-                self._admit_waiters()
-            elif self._calls == 0:
-                self._idle.notify_all()
+            if self._waiters or self._idle is not None:
+                self._note_room()
         return True
 
     def flush(self) -> None:
-        """Send what waits in batches."""
+        """Send the calls that wait in batches."""
         for batch in list(self.batches):
             batch.flush()
 
     def wait_until_idle(self, timeout: float) -> None:
-        """Wait until no call is under way.
+        """Wait until no call is in flight.
 
         Raises:
             TimeoutError: some still are after `timeout` seconds.
         """
-        with self._idle:
-            if not _naps.wait(lambda nap: self._idle.wait_for(self._is_idle, nap), timeout):
-                raise TimeoutError(f"worker '{self.name}' has not answered {self._calls} calls within {timeout:g} s")
-
-    def _is_idle(self) -> bool:
-        return self._calls == 0 and not self._waiters
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether RPC was shut down: calls that are under way have no answer any more."""
-        return self._closed
+        with self._lock:
+            if self._calls == 0:  # then none waits, either
+                return
+            idle = self._idle = CUDAFuture[None]()
+        try:
+            idle.wait(timeout=timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"worker '{self.name}' has not answered {self._calls} calls within {timeout:g} s"
+            ) from None
 
     def close(self) -> None:
-        """Let whoever waits for room go, with an error."""
+        """Refuse the calls that wait for room."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             while self._waiters:
-                waiter = self._waiters.popleft()
-                waiter.refused = True
-                waiter.admitted.set()
+                self._waiters.popleft().admitted.set_exception(self._ended())
 
     def statistics(self) -> DestinationStatistics:
         """Return what was counted so far."""

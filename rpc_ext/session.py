@@ -21,11 +21,11 @@ from rpc_ext._arguments import LONGEST_TIMEOUT, expect_arguments, from_environme
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps, as_json
 from rpc_ext._end_functions import EndFunctions
-from rpc_ext._farewell import leave
 from rpc_ext._meeting import session_store
 from rpc_ext._receive_pool import DEFAULT_BYTES, received_outside
 from rpc_ext._secret import read_secret
 from rpc_ext._serve import Server, is_serving
+from rpc_ext._shutdown import leave
 from rpc_ext._statistics import Statistics
 
 __all__ = ["Session", "call_at_end", "current", "init_rpc", "shutdown", "statistics"]

@@ -23,7 +23,7 @@ import torch
 from cudafuture.errors import AuthenticationError, ChecksumError
 from cudafuture.storage import Entry, Offloader
 from rpc_ext._channel import Reply
-from rpc_ext._histogram import Histogram
+from rpc_ext._statistics import Histogram
 from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._reading import Reading, fetch

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
+from rpc_ext import _destination
 from rpc_ext._codec import NO_DEVICES
 from rpc_ext._destination import Destination
 
@@ -100,13 +102,19 @@ def test_an_interrupt_while_waiting_takes_no_room(monkeypatch: pytest.MonkeyPatc
     of = destination(1, 100)
     assert of.try_admit(1)
 
-    def interrupted_when_admitted(event: threading.Event, timeout: float | None = None) -> bool:
-        finish(of, 1)  # admits the one that waits
-        assert event.is_set()
-        raise KeyboardInterrupt
+    class InterruptedWhenAdmitted:
+        def __init__(self) -> None:
+            self._future: CUDAFuture[None] = CUDAFuture()
+            self.done, self.set_result = self._future.done, self._future.set_result
+            self.exception = self._future.exception
+
+        def wait(self, *, timeout: float | None) -> None:
+            finish(of, 1)  # admits the call that waits
+            assert self.done()
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Event, "wait", interrupted_when_admitted)
+        patch.setattr(_destination, "CUDAFuture", InterruptedWhenAdmitted)
         with pytest.raises(KeyboardInterrupt):
             of.admit(50, 0)
     assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (0, 0, 1)

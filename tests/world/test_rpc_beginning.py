@@ -21,7 +21,7 @@ import torch.distributed.rpc as torch_rpc
 
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError
-from rpc_ext import _engine, _farewell, _listeners, _secret, rpc_async, rpc_sync
+from rpc_ext import _engine, _listeners, _secret, _shutdown, rpc_async, rpc_sync
 from rpc_ext._exchange import Exchange
 from world.ranks import run_ranks
 from world.rpc_workers import LONG, NAMES, SECRET, begin, hold, same
@@ -277,28 +277,25 @@ class SlowStore:
 
 
 def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_farewell, "_STORE_PATIENCE", 0.1)
-    store, deadline = SlowStore(), time.monotonic()
-    exchange = Exchange(store, 0, 2, None, LONG)
+    monkeypatch.setattr(_shutdown, "_STORE_PATIENCE", 0.1)
+    store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
-    with _farewell._Asker(exchange) as asker:
-        (thread,) = set(threading.enumerate()) - before
-        with pytest.raises(TimeoutError, match="did not answer"):
-            asker.ask(lambda: exchange.round("shutdown", True), deadline)
+    with pytest.raises(TimeoutError, match="did not answer"):
+        _shutdown.leave(agent, Exchange(store, 0, 2, None, LONG), time.monotonic())
     assert store.is_asked.wait(LONG)
+    (thread,) = set(threading.enumerate()) - before
     store.may_answer.set()
     thread.join(LONG)
     assert not thread.is_alive()
     assert store.uses <= 2  # what it was asked, and what that was for
+    assert not agent.mock_calls
 
 
-def test_one_thread_asks_all_that_is_asked_at_the_end() -> None:
-    exchange = Exchange(SlowStore(), 0, 2, None, LONG)
-    with _farewell._Asker(exchange) as asker:
-        threads = {asker.ask(threading.get_ident, time.monotonic() + LONG) for _ in range(3)}
-        with pytest.raises(LookupError):
-            asker.ask(lambda: {}["nothing"], time.monotonic() + LONG)
-    assert len(threads) == 1
+def test_an_error_of_the_store_comes_out_of_the_shutdown() -> None:
+    store = mock.Mock()
+    store.set.side_effect = LookupError
+    with pytest.raises(LookupError):
+        _shutdown.leave(mock.Mock(), Exchange(store, 0, 2, None, LONG), time.monotonic() + LONG)
 
 
 # ---- what else goes on meanwhile

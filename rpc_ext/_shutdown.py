@@ -1,0 +1,92 @@
+"""The shutdown of all workers together: none leaves while another may still need an answer, or the store.
+
+::
+
+    all are here ──► references are released ──► no calls are in flight, twice ──► the first worker leaves last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError, WorkerLostError
+from rpc_ext import _C, _engine
+from rpc_ext._exchange import Exchange
+
+__all__ = ["leave"]
+
+T = TypeVar("T")
+
+_PAUSE = 0.001  # seconds between two looks at this worker's calls
+_STORE_PATIENCE = 1.0  # seconds that an answer of the store may be late
+_LAST_PATIENCE = 10.0  # seconds that the first worker, which may hold the store, waits for the others to be gone
+
+
+def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+    """Wait for the other workers, until `deadline` (time.monotonic()), and release their values.
+
+    Raises:
+        TimeoutError: a worker has not come, or has calls in flight; or the store does not answer.
+        WorkerLostError: the store is gone.
+    """
+    try:
+        _ask(lambda: exchange.meet("shutdown", True, deadline), deadline)
+        try:
+            _engine.forget_users(max(1.0, deadline - time.monotonic()))
+        except RuntimeError as e:
+            raise TimeoutError(f"a worker that owns values of RRefs was lost in the midst of shutdown: {e}") from e
+        _wait_until_no_worker_calls(agent, exchange, deadline)
+        agent.join(shutdown=True)
+        last = min(deadline, time.monotonic() + _LAST_PATIENCE)
+        _ask(lambda: exchange.leave(last), last)
+    except _engine.StoreError as e:
+        raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
+    finally:
+        exchange.is_over = True
+
+
+def _wait_until_no_worker_calls(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+    """Wait until no calls are in flight between any workers.
+
+    Workers look at different times, and a call that is answered may have made another. So no worker calls when all have
+    seen twice that they have none in flight, and have made none in between. (This is Mattern's four counter method.)
+    """
+    before: list[Any] = []
+    for turn in itertools.count():
+        while (active := _engine.calls_under_way(agent)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        if active:
+            raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
+        now = _ask(functools.partial(exchange.meet, f"idle/{turn}", [active, agent.sent()], deadline), deadline)
+        if now == before and not any(active for active, _ in now):
+            return
+        before = now
+
+
+def _ask(question: Callable[[], T], deadline: float) -> T:
+    """Put a question to the store, in a thread that is left behind if no answer comes: the network may be gone."""
+    answer: CUDAFuture[T] = CUDAFuture()
+
+    def run() -> None:
+        with contextlib.suppress(InvalidStateError):  # too late
+            try:
+                answer.set_result(question())
+            except BaseException as e:
+                answer.set_exception(e)
+
+    threading.Thread(target=run, name="rpc_ext-shutdown", daemon=True).start()
+    try:
+        with contextlib.suppress(TimeoutError):
+            answer.exception(timeout=max(0.0, deadline - time.monotonic()) + _STORE_PATIENCE)
+    finally:
+        is_late = answer.cancel()
+    if is_late:
+        raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown")
+    return answer.wait()
