@@ -1,7 +1,7 @@
 """RPC calls that return CUDAFuture, on torch.distributed.rpc."""
 
 from rpc_ext._batching import batch
-from rpc_ext._functions import async_execution
+from rpc_ext._serve import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
 from rpc_ext.barrier import barrier
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync

@@ -2,7 +2,7 @@
 
 ::
 
-    store ──► Exchange: names, devices, proofs of the secret ──► Agent ──► addresses ──► first calls
+    rendezvous ──► handshake: names, devices, proofs of the secret ──► Agent ──► addresses ──► first calls
 """
 
 from __future__ import annotations
@@ -10,67 +10,60 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 from cudafuture.errors import AuthenticationError
+from cudafuture.storage import BufferPool
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import Plan, local_devices, plan
-from rpc_ext._exchange import Exchange
-from rpc_ext._receive_pool import receive_into_pool
+from rpc_ext._handshake import Handshake
+from rpc_ext._options import Options
+from rpc_ext._rendezvous import session_store
 from rpc_ext._serve import Server
 
-__all__ = ["PATIENCE", "Options", "Started", "start"]
+__all__ = ["DEFAULT_RECEIVE_MEMORY", "PATIENCE", "Started", "received_outside", "start"]
 
 PATIENCE = 5.0
 """seconds that an agent, when it ends, waits for functions that it runs for others"""
+DEFAULT_RECEIVE_MEMORY = 512 << 20
+"""bytes of the pool that tensors from other workers are received into"""
 
 _logger = logging.getLogger("rpc_ext.authentication")
 
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``init_rpc`` that an agent is made with, checked."""
-
-    num_worker_threads: int
-    rpc_timeout: float
-    secret: bytes | None
-    seals_contents: bool
-    device_maps: Any
-    """as JSON"""
-    start_timeout: float
-    transports: list[str] | None
-    receive_memory: int
+# By size. C++ keeps each allocator until the process ends, so a later session of the same size uses the same pool.
+_pools: dict[int, BufferPool] = {}
 
 
 class Started(NamedTuple):
     """An agent that runs, and what its session needs."""
 
     agent: _C.Agent
-    exchange: Exchange
+    handshake: Handshake
     peers: list[DeviceMap]
     """devices that the tensors of a call are sent to, by rank of the callee"""
 
 
-def start(store: Any, rank: int, world_size: int, options: Options, server: Server) -> Started:
+def start(options: Options, server: Server) -> Started:
     """Find the other workers, exchange proofs of the secret, and start the agent, whose calls `server` answers."""
-    exchange = Exchange(_engine.PrefixStore("exchange", store), rank, world_size, options.secret, options.start_timeout)
+    rank, world_size, seconds = options.rank, options.world_size, options.start_timeout
+    store = _engine.PrefixStore("handshake", session_store(options.init_method, rank, world_size, seconds))
+    handshake = Handshake(store, rank, world_size, options.secret, seconds)
     mine = {
-        "name": server.name,
+        "name": options.name,
         "devices": local_devices(),
         "maps": options.device_maps,
         "seal": options.seals_contents,
     }
-    workers, key = exchange.begin(mine)
+    workers, key = handshake.begin(mine)
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
     _expect_one_seal(names, [worker["seal"] for worker in workers])
-    exchange.names = names
+    handshake.names = names
     devices = plan(
         rank,
         names,
@@ -81,27 +74,53 @@ def start(store: Any, rank: int, world_size: int, options: Options, server: Serv
     if devices.native_devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
     server.set_devices(dict(enumerate(devices.answers)))
-    receive_into_pool(options.receive_memory)
+    _receive_into_pool(options.receive_memory)
     _engine.init_distributed_autograd(rank)
+
+    def report_refused(sender: int, reason: str) -> None:
+        who = f"worker '{names[sender]}'" if 0 <= sender < len(names) else "an unknown sender"
+        _logger.warning(
+            "a message that claims to come from %s was refused: %s; further ones are only counted "
+            "(rpc_ext.statistics().refused)",
+            who,
+            reason,
+        )
+
     agent = _C.Agent(
         names,
         rank,
-        lambda address: _addresses(exchange, address),
+        lambda address: _addresses(handshake, address),
         _engine_options(options, devices),
         devices.native_reverse,
         devices.native_devices,
         key=key,
         contents=options.seals_contents,
         serve=server.serve,
-        tell=_Teller(names),
+        tell=report_refused,
     )
     try:
-        _connect(agent, names, exchange, options)
+        _connect(agent, names, handshake, options)
     except BaseException:
         with contextlib.suppress(Exception):
             _engine.finish(agent, PATIENCE)
         raise
-    return Started(agent, exchange, devices.calls)
+    return Started(agent, handshake, devices.calls)
+
+
+def _receive_into_pool(nbytes: int) -> None:
+    """Receive tensors of 1 to 16 MiB from other workers into a pool of this size; 0: into memory of torch's.
+
+    Smaller tensors are cheap to allocate and to copy. TensorPipe allocates on a thread that serves all connections and
+    must not wait, so an exhausted pool provides memory of its own for each tensor, and counts that.
+    """
+    if nbytes and nbytes not in _pools:
+        _pools[nbytes] = BufferPool(nbytes, pin=False)
+    _C.receive_into(_pools[nbytes].allocator() if nbytes else None, 1 << 20, 16 << 20)
+
+
+def received_outside() -> int:
+    """Return the bytes that this process has received outside of its pools because they were exhausted."""
+    return sum(pool.outside for pool in _pools.values())
 
 
 def _expect_one_seal(names: list[str], seals_contents: list[bool]) -> None:
@@ -126,15 +145,15 @@ def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOpti
     return made
 
 
-def _addresses(exchange: Exchange, own: str) -> list[str]:
+def _addresses(handshake: Handshake, own: str) -> list[str]:
     """Show the address of this worker's agent to the other workers; return the addresses of all, by rank.
 
     The records are signed with the session's key. Agents take addresses from nowhere else.
     """
-    return exchange.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
+    return handshake.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
 
 
-def _connect(agent: _C.Agent, names: list[str], exchange: Exchange, options: Options) -> None:
+def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: Options) -> None:
     """Start the agent and wait until all have; with a secret, no process can connect to it after that.
 
     Raises:
@@ -150,12 +169,10 @@ def _connect(agent: _C.Agent, names: list[str], exchange: Exchange, options: Opt
         if "was refused" in str(e):
             raise AuthenticationError(f"the first calls to the other workers have failed: {e}") from e
         raise
-    exchange.round("ready", True)  # no worker closes its sockets before the first calls of all have gone through
-    if is_safe:
-        _close_listeners(_listeners.of_an_engine(found, others))
-
-
-def _close_listeners(listeners: set[int]) -> None:
+    handshake.round("ready", True)  # no worker closes its sockets before the first calls of all have gone through
+    if not is_safe:
+        return
+    listeners = _listeners.of_an_engine(found, others)
     _listeners.close(listeners)
     if not listeners:
         warnings.warn(
@@ -163,20 +180,4 @@ def _close_listeners(listeners: set[int]) -> None:
             "worker, and bytes that TensorPipe cannot read end it. Keep its ports closed to others by a firewall",
             RuntimeWarning,
             stacklevel=2,
-        )
-
-
-class _Teller:
-    """Logs the first message that is refused of each worker."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def __call__(self, sender: int, reason: str) -> None:
-        who = f"worker '{self._names[sender]}'" if 0 <= sender < len(self._names) else "an unknown sender"
-        _logger.warning(
-            "a message that claims to come from %s was refused: %s; further ones are only counted "
-            "(rpc_ext.statistics().refused)",
-            who,
-            reason,
         )

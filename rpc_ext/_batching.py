@@ -4,10 +4,9 @@ A batch has one message in flight at most. Calls that are made meanwhile wait, a
 order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.) While no message
 is in flight, calls wait for others, but not for long.
 
-The answer to a message contains the answers to all of its calls. A call whose answer may depend on a later call of the
-batch must therefore travel alone: one of a function that returns a future, or one with RRefs, which their owners have
-to confirm. It goes in a message of its own when the message before is answered, and the next message does not wait for
-it.
+The answer to a message contains the answers to all of its calls. So a call whose answer may depend on a later call of
+the batch goes in a message of its own: one of a function that returns a future, or one with RRefs, which their owners
+have to confirm. It is sent when the message before is answered, and the next message does not wait for it.
 
 A message has the caller's rank, a table of pickled functions, and for each call a pair: the place of the function in
 the table, and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In
@@ -26,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _staging, _timer
-from rpc_ext._call import Call
+from rpc_ext import _C, _failure, _staging, _timer
+from rpc_ext._call import Call, Message
 from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, has_rrefs, kind_of
 from rpc_ext._destination import Destination
-from rpc_ext._functions import is_async
+from rpc_ext._serve import is_async
 from rpc_ext.session import current
 
 __all__ = ["batch", "flush", "open_to"]
@@ -50,7 +49,7 @@ _open: ContextVar[tuple[batch, ...]] = ContextVar("rpc_ext.batches", default=())
 
 
 def open_to(destination: Destination) -> batch | None:
-    """Return the batch to a worker in whose context this is, if any."""
+    """Return the open batch to a worker, if any."""
     for batch in reversed(_open.get()):
         if batch.takes_calls_to(destination):
             return batch
@@ -58,7 +57,7 @@ def open_to(destination: Destination) -> batch | None:
 
 
 def flush() -> None:
-    """Send what waits in the batches in whose context this is: somebody is going to wait for some of it."""
+    """Send the calls that wait in the open batches, before this thread waits for one of them."""
     for batch in _open.get():
         batch.flush()
 
@@ -93,14 +92,14 @@ class batch:  # a context manager
         self._session = current()
         self._destination = self._session.destination(to)
         self._thread: int | None = None  # whose calls it takes
-        self._functions: list[bytes] = []  # the table, pickled
+        self.functions: list[bytes] = []  # the table, pickled
         self._places: dict[Any, int] = {}  # in the table
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._calls: list[_Waiting] = []
         self._bytes = 0
-        self._in_flight: _Message | None = None
+        self._in_flight: _BatchMessage | None = None
         self._wanted = False  # True: send the waiting calls as soon as no message is in flight
-        self._sends = False  # whether some thread is at it
+        self._is_sending = False  # whether a thread is in _send_messages
         self._due = math.inf  # when the timer thread looks next
 
     def __enter__(self) -> batch:
@@ -130,15 +129,15 @@ class batch:  # a context manager
         for arg in args:
             if type(arg) not in ATOMS:
                 return None
-        place = self._places.get(fn) if type(fn) is FunctionType else None
+        if type(fn) is not FunctionType and not _is_plain_builtin(fn):
+            return None
+        place = self._places.get(fn)
         if place is None:
-            if not _is_plain_function(fn) or len(self._functions) == MOST_FUNCTIONS:
+            if len(self.functions) == MOST_FUNCTIONS:
                 return None
-            place = self._places.get(fn)
-        if place is None:
             pickled = encode(Kind.VALUE, fn).payload
-            place = self._places[fn] = len(self._functions)
-            self._functions.append(pickled)
+            place = self._places[fn] = len(self.functions)
+            self.functions.append(pickled)
         return Direct(place, tuple(args))
 
     def add(self, call: Call, fn: Any, how: Encoded | Direct) -> None:
@@ -159,7 +158,7 @@ class batch:  # a context manager
             if sooner:
                 self._due = due
         if worth:
-            self._go_on()
+            self._send_messages()
         if sooner:
             _timer.schedule(self, due)
 
@@ -175,7 +174,7 @@ class batch:  # a context manager
         """
         with self._lock:
             self._wanted = True
-        self._go_on()
+        self._send_messages()
 
     def look(self, now: float) -> float | None:
         """Send what has waited long enough, and fail what is overdue. called by the timer thread."""
@@ -185,8 +184,8 @@ class batch:  # a context manager
             calls = self._pending_calls()
         for call in calls:
             if call.deadline <= now:
-                call.expire()
-        self._go_on()
+                call.on_error(_failure.TIMEOUT, "")
+        self._send_messages()
         with self._lock:
             self._due = min([self._due, *(call.deadline for call in self._pending_calls() if not call.settled)])
             return self._due if self._due < math.inf else None
@@ -202,56 +201,48 @@ class batch:  # a context manager
         """Send the next message: the one in flight was answered, or has failed."""
         with self._lock:
             self._in_flight = None
-        self._go_on()
+        self._send_messages()
 
-    def _go_on(self) -> None:
+    def _send_messages(self) -> None:
         """Send messages, until one is in flight. A message that fails at once calls this again: hence a loop."""
         with self._lock:
-            if self._sends:
+            if self._is_sending:
                 return  # the thread that does looks again before it stops
-            self._sends = True
+            self._is_sending = True
         while True:
             with self._lock:
                 message = self._next() if self._wanted or self._are_worth_a_message() else None
                 if message is None:
-                    self._sends = False
+                    self._is_sending = False
                     return
-            message.send(self._session.agent, self._session.rank, self._destination)
+            message.send()
 
     def _are_worth_a_message(self) -> bool:
         return len(self._calls) >= FEWEST_CALLS or self._bytes >= MOST_BYTES
 
-    def _next(self) -> _Message | _Alone | None:
+    def _next(self) -> _BatchMessage | _Waiting | None:
         """Take the calls of the next message. Called under the lock."""
         if self._in_flight is not None or not self._calls:
             return None
-        taken = self._calls[: self._length_of_next()]
-        del self._calls[: len(taken)]
-        self._bytes -= sum(waiting.how.size for waiting in taken)
-        self._wanted = self._wanted and bool(self._calls)
-        if taken[0].goes_alone:
-            return _Alone(taken[0])
-        self._in_flight = _Message(self, taken, self._functions)
-        return self._in_flight
-
-    def _length_of_next(self) -> int:
-        """Return how many of the calls that wait go in the next message."""
-        if self._calls[0].goes_alone:
-            return 1
         count = size = 0
         for waiting in self._calls[:MOST_CALLS]:
-            if size >= MOST_BYTES or waiting.goes_alone:
+            if waiting.goes_alone or size >= MOST_BYTES:
                 break
             count += 1
             size += waiting.how.size
-        return count
+        taken = self._calls[: count or 1]  # the first call may be one that goes alone
+        del self._calls[: len(taken)]
+        self._bytes -= size if count else taken[0].how.size
+        self._wanted = self._wanted and bool(self._calls)
+        if not count:
+            return taken[0]
+        self._in_flight = _BatchMessage(self, self._session.agent, self._destination, self._session.rank, taken)
+        return self._in_flight
 
 
-def _is_plain_function(fn: Any) -> bool:
-    """Return whether a function is found by its name: a method of an object brings that along."""
-    if type(fn) is BuiltinFunctionType:
-        return fn.__self__ is None or isinstance(fn.__self__, ModuleType)
-    return type(fn) is FunctionType
+def _is_plain_builtin(fn: Any) -> bool:
+    """Return whether a function of C is found by its name: a method of an object brings that along."""
+    return type(fn) is BuiltinFunctionType and (fn.__self__ is None or isinstance(fn.__self__, ModuleType))
 
 
 class _Waiting(NamedTuple):
@@ -261,99 +252,70 @@ class _Waiting(NamedTuple):
     how: Encoded | Direct
     goes_alone: bool
 
-
-class _Alone:
-    """A message with one call, which the agent tells of the answer."""
-
-    def __init__(self, waiting: _Waiting) -> None:
-        assert isinstance(waiting.how, Encoded)
-        self._call, self._encoded = waiting.call, waiting.how
-
-    def send(self, agent: Any, rank: int, destination: Destination) -> None:
-        """Send the call, or fail it."""
-        if self._call.is_over():
+    def send(self) -> None:
+        """Send a call that goes alone, or fail it."""
+        assert isinstance(self.how, Encoded)
+        if self.call.is_over():
             return
-        earlier = self._encoded.earlier
         try:
-            with _staging.streams_after([] if earlier is None else [earlier]):
-                self._call.send(self._encoded)
+            with _staging.streams_after(self.how.earlier):
+                self.call.transmit(self.how.payload, self.how.tensors, self.how.targets, self.call.priority)
         except BaseException as e:
-            self._call.fail(e)
+            self.call.fail(e)
 
 
-class _Message:
-    """Calls that travel together; the agent tells it of the answer."""
+class _BatchMessage(Message):
+    """A message with several calls."""
 
-    def __init__(self, of: batch, waiting: list[_Waiting], functions: list[bytes]) -> None:
-        self._of = of
-        self._functions = functions
+    def __init__(
+        self, of: batch, agent: _C.Agent, destination: Destination, rank: int, waiting: list[_Waiting]
+    ) -> None:
+        super().__init__(agent, destination)
+        self._of, self._rank, self._waiting = of, rank, waiting
         self.calls = [each.call for each in waiting]
-        self._how = [each.how for each in waiting]
 
-    def send(self, agent: Any, rank: int, destination: Destination) -> None:
+    def send(self) -> None:
         """Send the calls, or fail them."""
-        going = [(call, how) for call, how in zip(self.calls, self._how, strict=True) if not call.is_over()]
-        self.calls = [call for call, _ in going]
-        self._how = [how for _, how in going]
+        self._waiting = [each for each in self._waiting if not each.call.is_over()]
+        self.calls = [each.call for each in self._waiting]
         if not self.calls:
             self._of.answered()
             return
         try:
-            self._send(agent, rank, destination)
+            self._send([each.how for each in self._waiting])
         except BaseException as e:
-            self._fail(e)
+            self.fail(e)
 
-    def _send(self, agent: Any, rank: int, destination: Destination) -> None:
-        parts = [(h.index, h.args) if isinstance(h, Direct) else (h.payload, len(h.tensors)) for h in self._how]
-        table = {how.index: self._functions[how.index] for how in self._how if isinstance(how, Direct)}
-        payload = encode(Kind.BATCH, (rank, table, parts)).payload
-        encoded = [how for how in self._how if isinstance(how, Encoded)]
+    def _send(self, calls: list[Encoded | Direct]) -> None:
+        parts = [(h.index, h.args) if isinstance(h, Direct) else (h.payload, len(h.tensors)) for h in calls]
+        table = {how.index: self._of.functions[how.index] for how in calls if isinstance(how, Direct)}
+        payload = encode(Kind.BATCH, (self._rank, table, parts)).payload
+        encoded = [how for how in calls if isinstance(how, Encoded)]
         tensors = [tensor for e in encoded for tensor in e.tensors]
-        targets = [t for e in encoded for t in e.targets or [None] * len(e.tensors)]
+        targets = [target for e in encoded for target in e.targets or [None] * len(e.tensors)]
+        with _staging.streams_after([earlier for e in encoded for earlier in e.earlier]):
+            self.transmit(payload, tensors, targets if any(targets) else None, self.calls[-1].priority)
 
-        def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            if (remaining := self._remaining()) < 0:
-                self.on_error(1, "")
-            elif tensors is None:
-                assert error is not None
-                self._fail(error)
-            else:
-                try:
-                    agent.call(destination.rank, payload, tensors, remaining, self)
-                except Exception as e:
-                    self.on_error(0, str(e))
-
-        earlier = [e.earlier for e in encoded if e.earlier is not None]
-        if not earlier:
-            staged(tensors, None)
-            return
-        with _staging.streams_after(earlier):
-            if any(targets):
-                _staging.to_host(tensors, targets, self.calls[-1].priority, self._remaining(), staged)
-            else:
-                staged(tensors, None)
-
-    def _remaining(self) -> float:
-        """Return the seconds that the engine is given for all of them. A call with fewer of its own fails by itself."""
+    def remaining(self) -> float:
+        """Return the most that one of the calls has left. A call with less fails by itself."""
         remaining = [call.remaining() for call in self.calls]
         return 0.0 if 0 in remaining else max(remaining)
 
-    def _fail(self, error: BaseException) -> None:
+    def is_over(self) -> bool:
+        return False
+
+    def fail(self, error: BaseException) -> None:
         for call in self.calls:
             call.fail(error)
         self._of.answered()
 
-    # ---- called by the agent, once
-
     def on_error(self, kind: int, message: str) -> None:
-        """Take what the engine says."""
         for call in self.calls:
             call.on_error(kind, message)
         self._of.answered()
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the answers."""
-        self._of.answered()  # first: the other side has something to do while this one looks at what it has done
+        self._of.answered()  # first: the other side runs the next message while this one takes its answers
         try:
             self._distribute(payload, tensors)
         except BaseException as e:

@@ -39,7 +39,6 @@ __all__ = [
     "decode_with_owners",
     "encode",
     "has_rrefs",
-    "is_plain",
     "kind_of",
     "targets_of",
 ]
@@ -88,7 +87,7 @@ class Encoded:
 
     def __init__(self, payload: bytes, tensors: list[torch.Tensor], targets: list[str | None] | None) -> None:
         self.payload, self.tensors, self.targets = payload, tensors, targets
-        self.earlier: CUDAFuture[list[torch.Tensor]] | None = None  # of a message that is sent later: its tensors
+        self.earlier: list[CUDAFuture[list[torch.Tensor]]] = []  # of a message that is sent later: its tensors
 
     @property
     def size(self) -> int:
@@ -200,11 +199,6 @@ def channel_header(number: int) -> bytes:
 def kind_of(payload: bytes) -> int:
     """Return what the payload is."""
     return payload[_KIND]
-
-
-def is_plain(payload: bytes) -> bool:
-    """Return whether it has neither RRefs nor tensors for devices."""
-    return not payload[_FLAGS]
 
 
 def has_rrefs(payload: bytes) -> bool:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import CUDAFuture, current_streams, has_context
-from rpc_ext._functions import call_function
 
 __all__ = ["DeviceOrder"]
 
@@ -54,14 +53,14 @@ class DeviceOrder:
         with self._lock:
             self._work.clear()
 
-    def call(self, call: Any) -> tuple[int, Any, bool]:
-        """Call the function on streams that wait for the earlier calls of its caller; see ``call_function``."""
+    def call(self, caller: int, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Call the function on streams that wait for the earlier calls of its caller."""
         if not self._devices:
-            return call_function(call)
-        outer, _thread.caller = _thread.caller, call[0]
+            return fn(*args, **kwargs)
+        outer, _thread.caller = _thread.caller, caller
         try:
-            with self._after_earlier_calls(call[0]):
-                return call_function(call)
+            with self._after_earlier_calls(caller):
+                return fn(*args, **kwargs)
         finally:
             _thread.caller = outer
 

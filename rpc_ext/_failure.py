@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 
 from cudafuture.errors import AuthenticationError, RemoteError, WorkerLostError
 
-__all__ = ["Failure", "describe", "of_answer", "of_engine", "of_torch", "rebuild", "without_frame"]
+__all__ = [
+    "ENGINE",
+    "REFUSED",
+    "TIMEOUT",
+    "Failure",
+    "describe",
+    "of_answer",
+    "of_engine",
+    "of_torch",
+    "rebuild",
+    "without_frame",
+]
+
+# Kinds of errors, as the native module numbers them: of the engine, the timeout of a call, a reply that was refused.
+ENGINE, TIMEOUT, REFUSED = 0, 1, 2
 
 _REFUSED = "the message was refused: "  # how the native module begins
 _LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[sS]hutting down[^\n]*$")
@@ -164,7 +178,7 @@ def of_torch(error: Exception, call: str, worker: str) -> Exception:
     if type(error) is not RuntimeError:  # torch has rebuilt the exception that was raised there
         return error
     message = str(error)
-    kind = 2 if message.startswith("the reply was refused: ") else 0
+    kind = REFUSED if message.startswith("the reply was refused: ") else ENGINE
     return of_engine(kind, message, call, worker, 0)
 
 
@@ -183,15 +197,15 @@ def of_engine(kind: int, message: str, call: str, worker: str, timeout: float) -
     """Return the error of a call that failed before the callee could say anything.
 
     Args:
-        kind: as the native module has it: 1 timeout, 2 a reply that was refused, 0 anything else.
+        kind: ENGINE, TIMEOUT or REFUSED.
         message: torch's.
         call: what was called, for the message.
         worker: on whom.
         timeout: seconds that the call had.
     """
-    if kind == 1:
+    if kind == TIMEOUT:
         return TimeoutError(f"{call} on worker '{worker}' has not answered within {timeout:g} s")
-    if kind == 2:
+    if kind == REFUSED:
         return AuthenticationError(f"{call} on worker '{worker}': {message}")
     if message.startswith(_REFUSED):
         return AuthenticationError(f"worker '{worker}' has refused {call}: {message}")

@@ -4,9 +4,7 @@
 
     RPC worker thread:  payload ──► decode ──► fn(*args) ──► encode ──► Reply.send
                                                   │             ▲
-                                                  └── a future ─┘   later, and on another thread: none is held meanwhile
-
-A batch is several payloads in one. It is answered when all of its calls are.
+                                                  └── a future ─┘   later, on another thread: none is held until then
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _handlers, _staging
-from rpc_ext._awaited import Awaited
 from rpc_ext._codec import (
     ATOMS,
     NO_DEVICES,
@@ -33,17 +30,43 @@ from rpc_ext._codec import (
     decode_with_owners,
     encode,
     has_rrefs,
-    is_plain,
     kind_of,
     targets_of,
 )
 from rpc_ext._device_order import DeviceOrder
 from rpc_ext._timer import expire
 
-__all__ = ["Server", "expect_free_thread", "is_serving"]
+__all__ = ["Server", "async_execution", "expect_free_thread", "is_async", "is_serving"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bytes, "list[torch.Tensor]"]
-"""The payload of an answer, and its tensors, which the agent can carry."""
+"""payload and tensors, which the agent can carry"""
+Outcome = tuple[int, Any, bool]
+"""the caller's rank, what the function has returned, and whether that is a future of the value to send"""
+
+
+def async_execution(fn: F) -> F:
+    """Decorate a function that other workers call and that returns a CUDAFuture: the answer is the future's outcome.
+
+    The answer is sent when the future completes, ordered after its device work, and no thread of the callee's is held
+    until then. So functions that call further workers can be nested at will. The future may be of anything: a
+    collective, another call, a read from disk. A torch.futures.Future will do, too. It goes below or above
+    ``@staticmethod`` and ``@classmethod``.
+
+    >>> @async_execution
+    ... def later(x):
+    ...     return CUDAFuture.completed(x)
+    >>> later(3).wait()
+    3
+    """
+    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    target._rpc_ext_async_execution = True
+    return fn
+
+
+def is_async(fn: Any) -> bool:
+    """Return whether the function returns a future, by our decorator or torch's."""
+    return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
 
 
 class _Threads(threading.local):
@@ -54,7 +77,7 @@ _threads = _Threads()
 
 
 class _End:
-    """A callback that counts a call as answered; so does dropping it with a future that nobody completes any more.
+    """A callback that counts a call as answered. Dropping it with a future that is never completed counts it, too.
 
     No lock: garbage collection may drop it anywhere.
     """
@@ -72,43 +95,51 @@ class _End:
 
 
 class Server:
-    """Answers the calls that come to this worker."""
+    """The calls that come to this worker.
+
+    Args:
+        name: of this worker.
+        num_threads: of the agent.
+        patience: seconds that owners of RRefs have to confirm them; 0: no limit.
+    """
 
     def __init__(self, name: str, num_threads: int, patience: float = 0) -> None:
-        self.name = name
-        self._patience = patience  # seconds that owners of RRefs have to confirm them; 0: no limit
-        self.awaited = Awaited()
-        """what waits for RRefs here: for owners to confirm them, and for the values of this worker's own; it fails when
-        the session ends"""
-        self._num_threads = num_threads
+        self.name, self.order = name, DeviceOrder()
+        self.served = 0  # calls that have begun
+        self._num_threads, self._patience = num_threads, patience
         self._devices: dict[int, DeviceMap] = {}  # by caller
-        self.order = DeviceOrder()
-        self._lock = threading.Lock()  # guards what follows; a leaf
-        self._begun = self._blocked = 0
+        self._lock = threading.Lock()  # guards served and _blocked; a leaf
+        self._blocked = 0  # threads of the agent that wait for an answer
         self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
+        self._awaited: set[CUDAFuture[Any]] = set()  # not under the lock
+        self._is_closed = False
 
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
         """Set which of the callers' devices the tensors of answers go to."""
         self._devices = devices
         self.order.set_devices(device for of in devices.values() for device in (*of.native, *of.staged))
 
+    def fail_at_end(self, future: CUDAFuture[Any]) -> None:
+        """Fail a future that waits for an RRef when the session ends, or at once if it has ended."""
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
+        if self._is_closed:  # looked at last: close() may not have seen the future
+            _fail(future)
+
     def close(self) -> None:
         """Fail the futures that wait for other workers, and order no more device work."""
-        self.awaited.close()
+        self._is_closed = True
+        for future in list(self._awaited):
+            _fail(future)
         self.order.close()
 
     @property
-    def served(self) -> int:
-        """Calls that were begun."""
-        return self._begun
-
-    @property
     def serving(self) -> int:
-        """Calls that were begun and not answered yet."""
+        """Calls that have begun and were not answered yet."""
         return len(self._open)
 
     def serve(self, payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
-        """Answer what has come; called by the agent, in one of its threads. Raises nothing."""
+        """Answer a message; called by the agent, in one of its threads. Raises nothing."""
         outer, _threads.server = _threads.server, self
         try:
             kind = kind_of(payload)
@@ -130,91 +161,55 @@ class Server:
 
     # ---- one call
 
-    def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
-        """Run a call of ``remote``, whose outcome stays here."""
-        try:
-            with self._in_this_thread():
-                _, outcome, is_future = self._run(payload, tensors)
-                return outcome if is_future else CUDAFuture.completed(outcome)
-        except BaseException as e:
-            return CUDAFuture.failed(e)
-
-    @contextlib.contextmanager
-    def _in_this_thread(self) -> Iterator[None]:
-        outer, _threads.server = _threads.server, self
-        try:
-            yield
-        finally:
-            _threads.server = outer
-
     def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
-        """Run a call and return what its caller gets, or a future of that."""
+        """Run a call; return its answer, or a future of that."""
         number = self._begin()
         try:
-            with _streams_of(payload):  # the answer's tensors are read on them, too
-                caller, outcome, is_future = self._run(payload, tensors)
-                return self._answer_with(outcome, is_future, caller, number)
+            targets = targets_of(payload)
+            if targets is None:
+                return self._pack_outcome(*self._run(payload, tensors), number)
+            with _staging.streams_for(targets):  # the answer's tensors are read on them, too
+                tensors = _staging.to_devices(tensors, targets)
+                return self._pack_outcome(*self._run(payload, tensors), number)
         except BaseException as e:
-            return self._answer_with(CUDAFuture.failed(e), True, -1, number)
+            self._open.discard(number)
+            return self._failed(e)
 
-    def _answer_with(self, outcome: Any, is_future: bool, caller: int, number: int) -> Answer | CUDAFuture[Answer]:
+    def _begin(self) -> int:
+        """Count a call, and return its number."""
+        with self._lock:
+            number = self.served = self.served + 1
+        self._open.add(number)
+        return number
+
+    def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> Outcome:
+        if has_rrefs(payload):
+            return self._run_when_confirmed(payload, tensors)
+        return self._call(*decode(payload, tensors))
+
+    def _call(self, caller: int, fn: Any, args: Any, kwargs: Any) -> Outcome:
+        outcome = self.order.call(caller, fn, args, kwargs)
+        if not is_async(fn):
+            return caller, outcome, False
+        if isinstance(outcome, torch.futures.Future):
+            outcome = CUDAFuture.from_torch(outcome)
+        if not isinstance(outcome, CUDAFuture):
+            name = getattr(fn, "__qualname__", None) or repr(fn)
+            raise TypeError(f"{name} is decorated with async_execution and must return a CUDAFuture, not {outcome!r}")
+        return caller, outcome, True
+
+    def _pack_outcome(self, caller: int, outcome: Any, is_future: bool, number: int) -> Answer | CUDAFuture[Answer]:
+        """Return the answer to a call, or a future of it, and count the call as answered then."""
         answer: Answer | CUDAFuture[Answer]
-        try:
-            if is_future:
-                answer = outcome.then_async(functools.partial(self._later_answer, caller))
-            else:
-                answer = self._packed(outcome, caller)
-        except BaseException as e:
-            answer = self._failed(e)
+        if is_future:
+            answer = outcome.then_async(functools.partial(self._later_answer, caller))
+        else:
+            answer = self._packed(outcome, caller)
         if isinstance(answer, CUDAFuture):
             answer.add_done_callback(_End(self._open, number))
         else:
             self._open.discard(number)
         return answer
-
-    def _run(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
-        """Return the caller, and what the function has returned: a value, or a future."""
-        if not is_plain(payload):
-            if (targets := targets_of(payload)) is not None:
-                tensors = _staging.to_devices(tensors, targets)
-            if has_rrefs(payload):
-                return self._run_when_confirmed(payload, tensors)
-        return self.order.call(decode(payload, tensors))
-
-    def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> tuple[int, Any, bool]:
-        """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
-        _C.record_rrefs()
-        try:
-            call, owners = decode_with_owners(payload, tensors)
-        except BaseException:
-            _C.forget_rrefs()
-            raise
-        streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
-
-        def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
-            done.value()  # raises where an owner has not
-            with self._in_this_thread(), use_streams(*streams):
-                _, outcome, is_future = self.order.call(call)
-                return outcome if is_future else CUDAFuture.completed(outcome)
-
-        caller: int = call[0]
-        return caller, self._confirmed(owners).then_async(run), True
-
-    def _confirmed(self, owners: set[str]) -> CUDAFuture[None]:
-        """Return a future that is done when owners have confirmed the RRefs that this thread has just received."""
-        confirmed: CUDAFuture[None] = CUDAFuture()
-
-        def confirm() -> None:
-            with contextlib.suppress(InvalidStateError):  # too late
-                confirmed.set_result(None)
-
-        _C.when_rrefs_are_confirmed(confirm)
-        if not confirmed.done():
-            who = ", ".join(f"'{owner}'" for owner in sorted(owners)) or "an RRef's owner"
-            message = f"worker {who} has not confirmed the RRef that came as an argument within {self._patience:g} s"
-            self.awaited.add(confirmed)
-            expire(confirmed, self._patience, message)
-        return confirmed
 
     def _later_answer(self, caller: int, outcome: CUDAFuture[Any]) -> CUDAFuture[Answer]:
         self.order.add_future(caller, outcome)
@@ -225,7 +220,7 @@ class Server:
         return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
 
     def _packed(self, value: object, caller: int) -> Answer | CUDAFuture[Answer]:
-        """Return the message with a value; where its tensors go through the host, a future of that."""
+        """Return the answer with a value; where its tensors go through the host, a future of that."""
         if isinstance(value, CUDAFuture):
             raise TypeError(
                 "a function that returns a CUDAFuture is decorated with @rpc_ext.async_execution: the caller gets "
@@ -249,24 +244,71 @@ class Server:
         """Return the answer that a future has, for the current streams."""
         try:
             return answer.wait(non_blocking=True)
-        except BaseException as e:  # of a future that was dropped before anybody completed it
+        except BaseException as e:  # of a future that was dropped before it was completed
             return self._failed(e)
 
     def _failed(self, error: BaseException | None) -> Answer:
         assert error is not None
         return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
 
-    def _begin(self) -> int:
-        """Count a call, and return its number."""
-        with self._lock:
-            number = self._begun = self._begun + 1
-        self._open.add(number)
-        return number
+    # ---- calls with RRefs, and of RRefs
+
+    def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
+        """Run a call of ``remote``, whose outcome stays here."""
+        try:
+            with self._in_this_thread():
+                _, outcome, is_future = self._run(payload, tensors)
+                return outcome if is_future else CUDAFuture.completed(outcome)
+        except BaseException as e:
+            return CUDAFuture.failed(e)
+
+    @contextlib.contextmanager
+    def _in_this_thread(self) -> Iterator[None]:
+        outer, _threads.server = _threads.server, self
+        try:
+            yield
+        finally:
+            _threads.server = outer
+
+    def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> Outcome:
+        """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
+        _C.record_rrefs()
+        try:
+            call, owners = decode_with_owners(payload, tensors)
+        except BaseException:
+            _C.forget_rrefs()
+            raise
+        streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
+
+        def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
+            done.value()  # raises where an owner has not
+            with self._in_this_thread(), use_streams(*streams):
+                _, outcome, is_future = self._call(*call)
+                return outcome if is_future else CUDAFuture.completed(outcome)
+
+        caller: int = call[0]
+        return caller, self._confirmed(owners).then_async(run), True
+
+    def _confirmed(self, owners: set[str]) -> CUDAFuture[None]:
+        """Return a future that is done when owners have confirmed the RRefs that this thread has just received."""
+        confirmed: CUDAFuture[None] = CUDAFuture()
+
+        def confirm() -> None:
+            with contextlib.suppress(InvalidStateError):  # too late
+                confirmed.set_result(None)
+
+        _C.when_rrefs_are_confirmed(confirm)
+        if not confirmed.done():
+            who = ", ".join(f"'{owner}'" for owner in sorted(owners)) or "an RRef's owner"
+            message = f"worker {who} has not confirmed the RRef that came as an argument within {self._patience:g} s"
+            self.fail_at_end(confirmed)
+            expire(confirmed, self._patience, message)
+        return confirmed
 
     # ---- batches
 
     def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
-        """Run the calls of a message one after the other; for its form see _batching."""
+        """Run the calls of a batch one after the other, and answer when all are done; for its form see _batching."""
         caller, table, calls = message
         functions: dict[int, Any] = {}
         carried = iter(tensors)
@@ -291,13 +333,14 @@ class Server:
             fn = functions.get(place)
             if fn is None:
                 fn = functions[place] = decode(table[place], [])
-            _, outcome, is_future = self.order.call((caller, fn, args, {}))
+            _, outcome, is_future = self._call(caller, fn, args, {})
             if type(outcome) in ATOMS:
                 self._open.discard(number)
                 return outcome
+            return self._pack_outcome(caller, outcome, is_future, number)
         except BaseException as e:
-            outcome, is_future = CUDAFuture.failed(e), True
-        return self._answer_with(outcome, is_future, caller, number)
+            self._open.discard(number)
+            return self._failed(e)
 
     # ---- threads
 
@@ -333,13 +376,11 @@ def _together(answers: list[Any]) -> Answer:
     return encode(Kind.BATCH, parts).payload, tensors
 
 
-_NO_STREAMS = contextlib.nullcontext()
-
-
-def _streams_of(payload: bytes) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a call runs: with streams of its own, where its tensors go to devices."""
-    targets = None if is_plain(payload) else targets_of(payload)
-    return _NO_STREAMS if targets is None else _staging.streams_for(targets)
+def _fail(future: CUDAFuture[Any]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it is done
+        future.set_exception(
+            InvalidStateError("RPC was shut down before an RRef was confirmed, or its value was there")
+        )
 
 
 def is_serving() -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _C, _engine
-from rpc_ext._exchange import Exchange
+from rpc_ext._handshake import Handshake
 
 __all__ = ["leave"]
 
@@ -29,7 +29,7 @@ _STORE_PATIENCE = 1.0  # seconds that an answer of the store may be late
 _LAST_PATIENCE = 10.0  # seconds that the first worker, which may hold the store, waits for the others to be gone
 
 
-def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+def leave(agent: _C.Agent, handshake: Handshake, deadline: float) -> None:
     """Wait for the other workers, until `deadline` (time.monotonic()), and release their values.
 
     Raises:
@@ -37,22 +37,22 @@ def leave(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
         WorkerLostError: the store is gone.
     """
     try:
-        _ask(lambda: exchange.meet("shutdown", True, deadline), deadline)
+        _ask(lambda: handshake.round("shutdown", True, deadline=deadline), deadline)
         try:
             _engine.forget_users(max(1.0, deadline - time.monotonic()))
         except RuntimeError as e:
             raise TimeoutError(f"a worker that owns values of RRefs was lost in the midst of shutdown: {e}") from e
-        _wait_until_no_worker_calls(agent, exchange, deadline)
+        _wait_until_no_worker_calls(agent, handshake, deadline)
         agent.join(shutdown=True)
         last = min(deadline, time.monotonic() + _LAST_PATIENCE)
-        _ask(lambda: exchange.leave(last), last)
+        _ask(lambda: handshake.leave(last), last)
     except _engine.StoreError as e:
         raise WorkerLostError(f"the store was lost during shutdown, with the worker that held it: {e}") from e
     finally:
-        exchange.is_over = True
+        handshake.close()
 
 
-def _wait_until_no_worker_calls(agent: _C.Agent, exchange: Exchange, deadline: float) -> None:
+def _wait_until_no_worker_calls(agent: _C.Agent, handshake: Handshake, deadline: float) -> None:
     """Wait until no calls are in flight between any workers.
 
     Workers look at different times, and a call that is answered may have made another. So no worker calls when all have
@@ -64,7 +64,9 @@ def _wait_until_no_worker_calls(agent: _C.Agent, exchange: Exchange, deadline: f
             time.sleep(_PAUSE)
         if active:
             raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
-        now = _ask(functools.partial(exchange.meet, f"idle/{turn}", [active, agent.sent()], deadline), deadline)
+        now = _ask(
+            functools.partial(handshake.round, f"idle/{turn}", [active, agent.sent()], deadline=deadline), deadline
+        )
         if now == before and not any(active for active, _ in now):
             return
         before = now

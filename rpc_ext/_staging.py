@@ -61,10 +61,10 @@ def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, second
     expire(ready, seconds, f"tensors were not on the host within {seconds:g} s, to be sent")
 
 
-def on_streams(tensors: list[torch.Tensor]) -> CUDAFuture[list[torch.Tensor]] | None:
-    """Return a future of tensors on devices, as this thread's current streams leave them; None where there are none."""
+def on_streams(tensors: list[torch.Tensor]) -> list[CUDAFuture[list[torch.Tensor]]]:
+    """Return a future of the tensors on devices, as this thread's current streams leave them; none for none."""
     on_devices = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    return CUDAFuture.completed(on_devices) if on_devices else None
+    return [CUDAFuture.completed(on_devices)] if on_devices else []
 
 
 @contextlib.contextmanager

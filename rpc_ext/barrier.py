@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from cudafuture import CUDAFuture
 from rpc_ext import _timer
-from rpc_ext._functions import async_execution
+from rpc_ext._serve import async_execution
 from rpc_ext.calls import Worker, rpc_async
 from rpc_ext.session import Session, current
 

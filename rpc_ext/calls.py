@@ -111,7 +111,7 @@ def rpc_async(
             batch.add(call, fn, how)
         else:
             assert isinstance(how, Encoded)
-            call.send(how)
+            call.transmit(how.payload, how.tensors, how.targets, priority)
     except BaseException:
         call.abandon()
         raise

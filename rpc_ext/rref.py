@@ -14,11 +14,10 @@ from torch._C._distributed_rpc import WorkerInfo
 from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
-from rpc_ext._arguments import SHORTEST_TIMEOUT
 from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
 from rpc_ext._destination import Destination
-from rpc_ext._functions import async_execution, is_async
-from rpc_ext._serve import expect_free_thread
+from rpc_ext._options import SHORTEST_TIMEOUT
+from rpc_ext._serve import async_execution, expect_free_thread, is_async
 from rpc_ext._timer import expire
 from rpc_ext.calls import Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
@@ -219,7 +218,7 @@ class RRef(Generic[T]):
 
         _C.when_owned(self._rref, come)
         if not there.done():
-            current().server.awaited.add(there)
+            current().server.fail_at_end(there)
         return there.then_async(lambda done: done.value().local_value().future)
 
 

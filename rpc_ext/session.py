@@ -16,14 +16,10 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _engine, _listeners
-from rpc_ext._agent import PATIENCE, Options, Started, start
-from rpc_ext._arguments import LONGEST_TIMEOUT, expect_arguments, from_environment, limit
+from rpc_ext._agent import DEFAULT_RECEIVE_MEMORY, PATIENCE, Started, received_outside, start
 from rpc_ext._destination import Destination
-from rpc_ext._devices import DeviceMaps, as_json
-from rpc_ext._end_functions import EndFunctions
-from rpc_ext._meeting import session_store
-from rpc_ext._receive_pool import DEFAULT_BYTES, received_outside
-from rpc_ext._secret import read_secret
+from rpc_ext._devices import DeviceMaps
+from rpc_ext._options import LONGEST_TIMEOUT, Options, check, limit
 from rpc_ext._serve import Server, is_serving
 from rpc_ext._shutdown import leave
 from rpc_ext._statistics import Statistics
@@ -45,17 +41,19 @@ class Session:
     That is graceful, unless the body raises.
     """
 
-    def __init__(
-        self, rank: int, rpc_timeout: float, started: Started, server: Server, destinations: list[Destination]
-    ) -> None:
-        self.name, self.rank, self.rpc_timeout = server.name, rank, rpc_timeout
+    def __init__(self, options: Options, started: Started, server: Server) -> None:
+        self.name, self.rank, self.rpc_timeout = options.name, options.rank, options.rpc_timeout
         self.agent, self.server = started.agent, server
-        self.destinations = destinations
-        self._exchange = started.exchange
+        self.destinations = [
+            Destination(devices.peer, peer, devices, options.max_in_flight, options.max_bytes_in_flight)
+            for peer, devices in enumerate(started.peers)
+        ]
+        self._handshake = started.handshake
         self.is_of_this_process = True  # not in a child that it forks
         self.is_ending = False
-        self._end_functions = EndFunctions()
-        self._by_key: dict[Any, Destination] = {d.name: d for d in destinations} | {d.rank: d for d in destinations}
+        self._end_lock = threading.Lock()  # guards _called_at_end; a leaf
+        self._called_at_end: list[Callable[[], object]] | None = []  # None: they have been called
+        self._by_key: dict[Any, Destination] = {key: d for d in self.destinations for key in (d.name, d.rank)}
 
     @property
     def workers(self) -> list[str]:
@@ -117,14 +115,21 @@ class Session:
         >>> ended
         ['me']
         """
-        self._end_functions.add(fn)
+        with self._end_lock:
+            if self._called_at_end is None:
+                raise InvalidStateError("the session has ended, so nothing can be registered for its end")
+            self._called_at_end.append(fn)
 
     def end(self, graceful: bool, timeout: float) -> None:
         """Leave the job; see ``shutdown``."""
         try:
             self._leave_and_stop(graceful, timeout)
         finally:
-            self._end_functions.call(_called_at_every_end)
+            with self._end_lock:
+                functions, self._called_at_end = self._called_at_end or [], None
+            with contextlib.ExitStack() as stack:  # calls all of them even if Ctrl-C interrupts one
+                for fn in reversed([*_called_at_every_end, *functions]):
+                    stack.callback(_call_and_log, fn)
 
     def _leave_and_stop(self, graceful: bool, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -133,7 +138,7 @@ class Session:
                 for destination in self.destinations:
                     destination.flush()
                     destination.wait_until_idle(max(0.0, deadline - time.monotonic()))
-                leave(self.agent, self._exchange, deadline)
+                leave(self.agent, self._handshake, deadline)
         finally:
             for destination in self.destinations:
                 destination.close()
@@ -158,6 +163,13 @@ class Session:
             refused=refused,
             received_outside=received_outside(),
         )
+
+
+def _call_and_log(fn: Callable[[], object]) -> None:
+    try:
+        fn()
+    except Exception:
+        _logger.exception("%r, which was registered for the end of RPC, has raised", fn)
 
 
 def call_at_end(fn: Callable[[], object]) -> None:
@@ -226,7 +238,7 @@ def init_rpc(
     max_bytes_in_flight: int = 1 << 30,
     start_timeout: float = 300.0,
     transports: Sequence[str] | None = None,
-    receive_memory: int = DEFAULT_BYTES,
+    receive_memory: int = DEFAULT_RECEIVE_MEMORY,
 ) -> Session:
     """Begin RPC in this process, and wait until all workers of the job have.
 
@@ -278,44 +290,30 @@ def init_rpc(
     ['me']
     """
     global _session, _beginning
-    rank = from_environment("rank", rank, "RANK")
-    world_size = from_environment("world_size", world_size, "WORLD_SIZE")
-    expect_arguments(
-        rank,
-        world_size,
-        name,
-        seal,
-        transports,
-        receive_memory,
+    options = check(
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        secret=secret,
+        seal=seal,
+        device_maps=device_maps,
         num_worker_threads=num_worker_threads,
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
         max_in_flight=max_in_flight,
         max_bytes_in_flight=max_bytes_in_flight,
-    )
-    found_secret = read_secret(secret)
-    options = Options(
-        num_worker_threads=num_worker_threads,
-        rpc_timeout=limit(rpc_timeout),
-        secret=found_secret,
-        seals_contents=found_secret is not None and seal == "contents",
-        device_maps=as_json(device_maps),
-        start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
-        transports=None if transports is None else list(transports),
+        start_timeout=start_timeout,
+        transports=transports,
         receive_memory=receive_memory,
     )
     with _lock:
         _expect_no_session()
         _beginning = os.getpid(), threading.get_ident()
         try:
-            if found_secret is None:
+            if options.secret is None:
                 _listeners.warn_unless_loopback()
-            store = session_store(init_method or "env://", rank, world_size, options.start_timeout)
-            server = Server(name or f"worker{rank}", num_worker_threads, options.rpc_timeout)
-            started = start(store, rank, world_size, options, server)
-            destinations = [
-                Destination(devices.peer, peer, devices, max_in_flight, max_bytes_in_flight)
-                for peer, devices in enumerate(started.peers)
-            ]
-            _session = Session(rank, options.rpc_timeout, started, server, destinations)
+            server = Server(options.name, options.num_worker_threads, options.rpc_timeout)
+            _session = Session(options, start(options, server), server)
             return _session
         finally:
             _beginning = None

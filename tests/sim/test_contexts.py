@@ -112,9 +112,9 @@ def test_torchs_future_of_a_pending_one_makes_no_contexts(devices: list[str] | N
 def test_calls_of_another_worker_make_no_contexts_on_mapped_devices_that_they_do_not_use() -> None:
     order = DeviceOrder()
     order.set_devices([torch.device("sim", i) for i in range(3)])
-    order.call((0, int, (), {}))
+    order.call(0, int, (), {})
     assert sim.contexts() == []
-    order.call((0, torch.ones, (2,), {"device": "sim:2"}))
+    order.call(0, torch.ones, (2,), {"device": "sim:2"})
     assert sim.contexts() == [LAST]
     order.close()
 

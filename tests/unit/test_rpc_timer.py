@@ -11,7 +11,7 @@ import pytest
 
 from cudafuture import CUDAFuture, InvalidStateError
 from rpc_ext import _timer
-from rpc_ext._awaited import Awaited
+from rpc_ext._serve import Server
 from rpc_ext._timer import _Timer, expire
 
 PATIENCE = 60.0
@@ -123,18 +123,18 @@ def test_futures_expire_unless_they_are_done() -> None:
     assert done.value() == 1
 
 
-def test_what_a_session_waits_for_fails_when_it_ends_and_afterwards() -> None:
-    awaited = Awaited()
+def test_futures_that_wait_for_references_fail_when_the_session_ends_and_afterwards() -> None:
+    server = Server("me", 1)
     before: CUDAFuture[int] = CUDAFuture()
     done: CUDAFuture[int] = CUDAFuture()
     after: CUDAFuture[int] = CUDAFuture()
-    awaited.add(before)
-    awaited.add(done)
+    server.fail_at_end(before)
+    server.fail_at_end(done)
     done.set_result(1)
-    assert len(awaited) == 1
-    awaited.close()
-    awaited.add(after)
+    assert len(server._awaited) == 1
+    server.close()
+    server.fail_at_end(after)
     for future in (before, after):
         assert isinstance(future.exception(timeout=0), InvalidStateError)
     assert done.value() == 1
-    assert len(awaited) == 0
+    assert not server._awaited

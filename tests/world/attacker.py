@@ -36,7 +36,7 @@ _native: Any = _distributed_rpc
 
 def key_of(worker: rpc_ext.Session) -> bytes:
     """Return the key that seals the messages of a session."""
-    key = worker._exchange._key
+    key = worker._handshake._key
     return b"" if key is None else hmac.digest(key, b"cudafuture messages", "sha256")
 
 

@@ -163,8 +163,8 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
     """
     addresses = _agent._addresses
 
-    def told(exchange: Any, own: str) -> list[str]:
-        found = addresses(exchange, own)
+    def told(handshake: Any, own: str) -> list[str]:
+        found = addresses(handshake, own)
         if relay is None:
             return found
         seen["real"] = found[1]

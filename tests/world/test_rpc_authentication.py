@@ -323,18 +323,18 @@ def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: Worl
         rank, shared = dist.get_rank(), default_store()
         if rank == STRANGER:
             store = dist.FileStore(str(file), -1)  # type: ignore[attr-defined]
-            poisoned = dist.PrefixStore("cudafuture_rpc/2/1/exchange", store)  # type: ignore[attr-defined]
-            meeting = dist.PrefixStore("cudafuture_rpc/2/meeting", store)  # type: ignore[attr-defined]
+            poisoned = dist.PrefixStore("cudafuture_rpc/2/1/handshake", store)  # type: ignore[attr-defined]
+            rendezvous = dist.PrefixStore("cudafuture_rpc/2/rendezvous", store)  # type: ignore[attr-defined]
             steps = ("hello", "proof", "ready", "shutdown")
             for place, garbage in zip([f"{s}/{r}" for r in (0, 1) for s in steps], poisons(), strict=False):
                 poisoned.set(place, garbage)
             shared.set("w0 may come", "1")
-            poison(meeting, "come/0")
-            meeting.set("come/1", "1")  # as if the other worker were there, so that the first makes a session
-            meeting.wait(["seen/1/0"])
+            poison(rendezvous, "come/0")
+            rendezvous.set("come/1", "1")  # as if the other worker were there, so that the first makes a session
+            rendezvous.wait(["seen/1/0"])
             for place in ("session/0/1", "session/1/1", "seen/1/0"):
-                poison(meeting, place)
-            meeting.set("seen/1/1", "1")  # the first goes on to the exchange
+                poison(rendezvous, place)
+            rendezvous.set("seen/1/1", "1")  # the first goes on to the handshake
             poisoned.wait(["hello/0"])
             poison(poisoned, "hello/0")
             shared.set("w1 may come", "1")

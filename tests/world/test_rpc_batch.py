@@ -135,9 +135,9 @@ def test_who_awaits_inside_the_body_is_answered(worker: rpc_ext.Session) -> None
 
 def test_calls_travel_together(worker: rpc_ext.Session, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    send = _batching._Message.send
+    send = _batching._BatchMessage.send
     monkeypatch.setattr(
-        _batching._Message, "send", lambda self, *args: (sent.append(len(self.calls)), send(self, *args))
+        _batching._BatchMessage, "send", lambda self, *args: (sent.append(len(self.calls)), send(self, *args))
     )
     with batch(ME):
         futures = [rpc_async(ME, pending, (gate,))]

@@ -55,7 +55,7 @@ def test_an_error_while_a_message_is_made_fails_its_calls(
         raise MemoryError("expected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_batching._Message, "_send", fails)
+        patch.setattr(_batching._BatchMessage, "_send", fails)
         with batch(ME):
             futures = [rpc_async(ME, same, (i,)) for i in range(600)]
         assert all(isinstance(future.exception(timeout=PATIENCE), MemoryError) for future in futures)

@@ -21,8 +21,8 @@ import torch.distributed.rpc as torch_rpc
 
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError
-from rpc_ext import _engine, _listeners, _secret, _shutdown, rpc_async, rpc_sync
-from rpc_ext._exchange import Exchange
+from rpc_ext import _engine, _listeners, _options, _shutdown, rpc_async, rpc_sync
+from rpc_ext._handshake import Handshake
 from world.ranks import run_ranks
 from world.rpc_workers import LONG, NAMES, SECRET, begin, hold, same
 
@@ -71,7 +71,7 @@ def test_a_secret_file_that_is_named_too_late_is_not_passed_over(monkeypatch: py
     monkeypatch.setenv("CUDAFUTURE_RPC_SECRET_FILE", "secret")
     with pytest.raises(ValueError, match="='secret' was set after cudafuture was imported, which has read None"):
         rpc_ext.init_rpc(rank=0, world_size=2)
-    assert _secret.read_secret(SECRET) == SECRET.encode()
+    assert _options.read_secret(SECRET) == SECRET.encode()
 
 
 def test_a_secret_file_with_an_empty_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
     with pytest.raises(TimeoutError, match="did not answer"):
-        _shutdown.leave(agent, Exchange(store, 0, 2, None, LONG), time.monotonic())
+        _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())
     assert store.is_asked.wait(LONG)
     (thread,) = set(threading.enumerate()) - before
     store.may_answer.set()
@@ -295,7 +295,7 @@ def test_an_error_of_the_store_comes_out_of_the_shutdown() -> None:
     store = mock.Mock()
     store.set.side_effect = LookupError
     with pytest.raises(LookupError):
-        _shutdown.leave(mock.Mock(), Exchange(store, 0, 2, None, LONG), time.monotonic() + LONG)
+        _shutdown.leave(mock.Mock(), Handshake(store, 0, 2, None, LONG), time.monotonic() + LONG)
 
 
 # ---- what else goes on meanwhile

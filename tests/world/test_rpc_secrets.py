@@ -96,7 +96,7 @@ def test_addresses_in_the_store_lead_no_message_astray(world: World, tmp_path: P
                     for worker in range(2):
                         lies.set(f"names/{worker}", f"w{1 - worker}")
                         lies.set(f"addrs/w{worker}", address)
-                    shown = dist.PrefixStore(f"cudafuture_rpc/2/{number}/exchange", store)  # type: ignore[attr-defined]
+                    shown = dist.PrefixStore(f"cudafuture_rpc/2/{number}/handshake", store)  # type: ignore[attr-defined]
                     for worker in range(2):
                         shown.set(f"address/{worker}", f"unsigned {json.dumps({'value': address})}")
             dist.barrier()

@@ -15,7 +15,7 @@ from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
 from cudafuture import InvalidStateError
-from rpc_ext import _engine, _receive_pool, rpc_sync
+from rpc_ext import _agent, _engine, rpc_sync
 from rpc_ext import session as rpc_session
 from world.rpc_callees import ME, alone, raises, same
 
@@ -124,7 +124,7 @@ def test_receive_memory_is_the_size_of_the_pool(tmp_path: Path, receive_memory: 
 def test_a_received_tensor_is_memory_of_the_pool(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", receive_memory=64 * MIB):
         kept = rpc_sync(ME, same, (torch.ones(2 * MIB // 4),))
-        pool = _receive_pool._pools[64 * MIB]
+        pool = _agent._pools[64 * MIB]
         assert pool.free <= 62 * MIB
     with alone(tmp_path / "again", receive_memory=0):
         free = pool.free

@@ -6,12 +6,12 @@
     the first  sees a try of every worker ──► number + 1 = the session ──► session/{rank}/{try} = session, for each
     each       finds the session of its try ──► seen/{session}/{rank} ──► returns when all of these are there
 
-The first worker makes another session when a worker has tried again. So what a start that was given up has left in the
-store delays nobody. Whether all have come, or have seen the session, is one request whatever the world, because those
-keys exist only if their workers have written them for this start.
+The first worker makes another session when a worker has tried again, so the records of a start that was given up delay
+no worker. One request finds out whether all have come, or have seen the session, whatever the world: those keys exist
+only if the workers have written them for this start.
 
-Nothing here is secret or signed: who the others are is for the exchange that follows in the session's part of the
-store. As there, a worker puts its own record back where another process has written over it.
+Nothing here is secret or signed: the handshake, which follows in the session's part of the store, shows who the other
+workers are.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from rpc_ext import _engine
 
-__all__ = ["meet", "session_store"]
+__all__ = ["Records", "agree", "session_store"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks, of most of which each is one request
-_THOROUGH = 4  # every so many looks a worker looks for what other processes have changed, too
+_THOROUGH = 4  # every so many looks a worker also looks for records that other processes have changed
 
 
 def session_store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
@@ -39,13 +39,12 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
     """
     # The host of a TCPStore would wait for the others right here, and could not say who is missing.
     expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
+    limit = timedelta(seconds=timeout)
     try:
-        store, _, _ = next(
-            _engine.rendezvous(init_method, rank=rank, world_size=expected, timeout=timedelta(seconds=timeout))
-        )
-        store.set_timeout(timedelta(seconds=timeout))
+        store, _, _ = next(_engine.rendezvous(init_method, rank=rank, world_size=expected, timeout=limit))
+        store.set_timeout(limit)
         store = _engine.PrefixStore(f"cudafuture_rpc/{world_size}", store)
-        number = meet(_engine.PrefixStore("meeting", store), rank, world_size, timeout)
+        number = agree(_engine.PrefixStore("rendezvous", store), rank, world_size, timeout)
     except _engine.StoreError as e:
         if re.search(r"timed? ?out", str(e), re.IGNORECASE):
             raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
@@ -53,31 +52,58 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
     return _engine.PrefixStore(str(number), store)
 
 
-def meet(store: Any, rank: int, world_size: int, timeout: float) -> int:
+def agree(store: Any, rank: int, world_size: int, timeout: float) -> int:
     """Return the number of a session that all workers have begun, the same for all; the least is 1.
 
     Raises:
         TimeoutError: some worker has not come within `timeout` seconds.
     """
-    return _Meeting(store, rank, world_size).number(timeout)
+    return _Rendezvous(store, rank, world_size).number(timeout)
 
 
-class _Meeting:
+class Records:
+    """The records of one worker in a store, in which other processes may overwrite them."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._written: dict[str, str] = {}
+        self.is_closed = False
+        """set by another thread: the store is left alone from then on"""
+
+    def write(self, key: str, record: str) -> None:
+        """Write a record."""
+        self._written[key] = record
+        if not self.is_closed:
+            self._store.set(key, record)
+
+    def put_back(self) -> bool:
+        """Write the records again that another process has overwritten; return whether there were any."""
+        keys = list(self._written)
+        if self._store.check(keys):
+            if self.is_closed:
+                return False
+            there = self._store.multi_get(keys)
+            keys = [key for key, record in zip(keys, there, strict=True) if record != self._written[key].encode()]
+        for key in keys:
+            self.write(key, self._written[key])
+        return bool(keys)
+
+
+class _Rendezvous:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._shown: dict[str, str] = {}  # the keys that this worker has written to the store
+        self._records = Records(store)
         self._try: int = store.add(f"tries/{rank}", 1)
         self._number = 0  # of the session; 0: none yet
         self._taking_part: list[int] = []  # for the first worker: which try of each worker takes part in it
-        self._show(f"come/{rank}", self._try)
+        self._records.write(f"come/{rank}", str(self._try))
 
     def number(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         for turn in itertools.count(1):
             before = self._number
-            is_thorough = turn % _THOROUGH == 0
-            is_overwritten = is_thorough and self._put_back()
+            is_overwritten = turn % _THOROUGH == 0 and self._records.put_back()
             # A session may be of earlier tries: look for a newer one in every other look.
             looks_again = turn % 2 == 0 or not self._number
             if looks_again:
@@ -98,7 +124,7 @@ class _Meeting:
         return self._number
 
     def _make(self) -> None:
-        """Make a session of those who have come, if all have: a new one where a worker has tried again since."""
+        """Make a session if all workers have come: a new one where a worker has tried again since."""
         come = self._keys("come")
         if not self._store.check(come):
             return
@@ -108,7 +134,7 @@ class _Meeting:
             return
         number = self._store.add("number", 1)
         for rank, its_try in enumerate(tries):
-            self._show(f"session/{rank}/{its_try}", number)
+            self._records.write(f"session/{rank}/{its_try}", str(number))
         self._taking_part = tries
         self._see(number)
 
@@ -120,7 +146,7 @@ class _Meeting:
 
     def _see(self, number: int) -> None:
         self._number = number
-        self._show(f"seen/{number}/{self._rank}", 1)
+        self._records.write(f"seen/{number}/{self._rank}", "1")
 
     def _missing(self) -> list[int]:
         keys = self._keys(f"seen/{self._number}" if self._number else "come")
@@ -128,20 +154,6 @@ class _Meeting:
 
     def _keys(self, step: str) -> list[str]:
         return [f"{step}/{rank}" for rank in range(self._world_size)]
-
-    def _show(self, key: str, number: int) -> None:
-        self._shown[key] = str(number)
-        self._store.set(key, str(number))
-
-    def _put_back(self) -> bool:
-        """Put back what another process has overwritten of this worker's records; return whether one has."""
-        keys = list(self._shown)
-        if self._store.check(keys):
-            there = self._store.multi_get(keys)
-            keys = [key for key, record in zip(keys, there, strict=True) if record != self._shown[key].encode()]
-        for key in keys:
-            self._store.set(key, self._shown[key])
-        return bool(keys)
 
 
 def _number(record: bytes) -> int:

@@ -1,7 +1,7 @@
-"""The exchange between workers before RPC begins: JSON through the job's store, signed where there is a secret.
+"""The handshake of workers before RPC begins: JSON through the job's store, signed where there is a secret.
 
-The store itself takes whatever anybody writes, so a record that is not as it should be is passed over, and one's own is
-put back where somebody has written over it. Nothing is unpickled.
+Any process may write to the store, so a worker passes over a record that is not as it should be, and puts its own back
+where another process has overwritten them. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from cudafuture.errors import AuthenticationError
+from rpc_ext._rendezvous import Records
 
-__all__ = ["Exchange", "Store"]
+__all__ = ["Handshake", "Store"]
 
 _logger = logging.getLogger("rpc_ext.authentication")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two looks, of which each makes a few requests
@@ -29,34 +30,31 @@ class Store(Protocol):
     """The methods of a torch.distributed.Store that are in use."""
 
     def set(self, key: str, value: Any, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
-class Exchange:
+class Handshake:
     """Rounds in which every worker shows a JSON value to all others.
 
     With a secret, two of them make a session: in the first each shows a fresh nonce; in the second it proves that it
-    knows the secret, and has seen the same nonces, by signing with a key that comes of both. An answer to one's own
-    nonce cannot be older than the nonce.
+    knows the secret, and has seen the same nonces, by signing with a key that is derived from both. An answer to a
+    worker's own nonce cannot be older than the nonce.
 
     Args:
         store: of the job, of this session alone.
         rank: of this worker, below `world_size`.
-        world_size: how many show something.
+        world_size: how many workers show something.
         secret: None: nothing is signed.
         timeout: seconds for each round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._secret = self._key = secret  # what "hello", and what the rest is signed with
-        self._shown: dict[str, bytes] = {}  # key in the store -> what this worker has put there
+        self._secret = self._key = secret  # for "hello", and for the other rounds
+        self._records = Records(store)
         self.names: list[str] = []
         """of the workers, by rank, for messages; once they are known"""
-        self.is_over = False
-        """set by another thread, when whoever asked has given up: the store is left alone from then on"""
         self.passed_over = 0
         """records that were not as they should be"""
 
@@ -75,38 +73,42 @@ class Exchange:
         value: object,
         is_valid: Callable[[Any], bool] = lambda _: True,
         *,
+        deadline: float | None = None,
         absent: str = "has not come",
     ) -> list[Any]:
         """Show `value` under a name that all workers use; return what each showed, by rank.
 
-        `absent` is what an error says of the workers that have shown nothing.
+        Args:
+            step: the name of the round.
+            value: any JSON.
+            is_valid: says whether another worker's value is as it should be.
+            deadline: on time.monotonic(); default: the timeout of a round from now.
+            absent: what an error says of the workers that have shown nothing.
 
         Raises:
             TimeoutError: some worker has shown nothing.
             AuthenticationError: what is there in its name is not signed with the same secret.
         """
+        timeout = self._timeout if deadline is None else max(0.0, deadline - time.monotonic())
         self._show(step, value)
-        # One's own is not read back: there may be an older one, signed with the same secret.
+        # A worker's own value is not read back: there may be an older one, signed with the same secret.
         seen = _Seen(step, self._world_size, {self._rank: json.loads(json.dumps(value))})
-        for turn, is_last in self._looks():
-            for rank, record in self._worth_reading(seen, turn, is_last).items():
-                self._look(seen, rank, record, is_valid)
-            if not seen.missing():
+        for turn, is_last in self._looks(timeout):
+            if self._has_seen_all(seen, turn, is_last, is_valid):
                 return [seen.found[rank] for rank in range(self._world_size)]
-        raise seen.error(self._timeout, self.names, absent)
-
-    def meet(self, step: str, value: object, deadline: float) -> list[Any]:
-        """Wait until all workers are here, until `deadline` (time.monotonic()) at most; see ``round``."""
-        self._timeout = max(0.0, deadline - time.monotonic())
-        return self.round(step, value)
+        raise seen.error(timeout, self.names, absent)
 
     def leave(self, deadline: float) -> None:
         """Show that this worker needs the store no more. The first, which may hold it, waits for the others."""
-        self._timeout = max(0.0, deadline - time.monotonic())
-        self._show("left", True)
-        if self._rank == 0:
-            with contextlib.suppress(TimeoutError, AuthenticationError):  # it has waited long enough
-                self.round("left", True)
+        if self._rank != 0:
+            self._show("left", True)
+            return
+        with contextlib.suppress(TimeoutError, AuthenticationError):  # it has waited long enough
+            self.round("left", True, deadline=deadline)
+
+    def close(self) -> None:
+        """Leave the store alone from now on; called while another thread may be in a round."""
+        self._records.is_closed = True
 
     def _prove(self, secret: bytes, hellos: list[Any]) -> bytes:
         """Show that this worker knows the secret and has seen `hellos`; return the key of those that all have seen.
@@ -115,7 +117,7 @@ class Exchange:
         """
         seen = _Seen("proof", self._world_size, {self._rank: "proof"})
         shown: list[Any] = []
-        for turn, is_last in self._looks():
+        for turn, is_last in self._looks(self._timeout):
             missing = sorted(seen.missing())
             # All hellos at first, and one in every fourth look while proofs are missing.
             reread = missing if turn == 0 else [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
@@ -128,26 +130,24 @@ class Exchange:
                 self._key = hmac.digest(secret, b"cudafuture session" + hashlib.sha256(transcript).digest(), "sha256")
                 self._show("proof", "proof")
                 seen.found = {self._rank: "proof"}
-            for rank, record in self._worth_reading(seen, turn, is_last).items():
-                self._look(seen, rank, record, lambda value: bool(value == "proof"))
-            if not seen.missing():
+            if self._has_seen_all(seen, turn, is_last, lambda value: bool(value == "proof")):
                 assert self._key is not None
                 return self._key
         raise seen.error(self._timeout, self.names)
 
-    def _looks(self) -> Iterator[tuple[int, bool]]:
+    def _looks(self, timeout: float) -> Iterator[tuple[int, bool]]:
         """Pause longer and longer between two looks at what the others show, until the time is over.
 
         Yields the number of the look, and whether it is the last one.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         for turn in itertools.count():
-            if self.is_over:
+            if self._records.is_closed:
                 return
             passed_over = self.passed_over
             is_last = time.monotonic() > deadline
-            is_overwritten = self._put_back(turn)
+            is_overwritten = self._records.put_back()
             yield turn, is_last
             if is_last:
                 return
@@ -156,17 +156,18 @@ class Exchange:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _worth_reading(self, seen: _Seen, turn: int, is_last: bool) -> dict[int, bytes]:
-        """Return records of missing workers: all when the store has them all, else one now and then.
+    def _has_seen_all(self, seen: _Seen, turn: int, is_last: bool, is_valid: Callable[[Any], bool]) -> bool:
+        """Look at records of missing workers: at all when the store has them all, else at one now and then.
 
         That takes one request or two, whatever the world.
         """
-        missing = [] if self.is_over else sorted(seen.missing())
-        if not missing or is_last:
-            return self._read(seen.step, missing)
-        if self._store.check(self._places(seen.step, missing)):
-            return self._get(seen.step, missing)
-        return self._read(seen.step, [missing[turn // 4 % len(missing)]]) if turn % 4 == 0 else {}
+        missing = sorted(seen.missing())
+        if missing and not self._records.is_closed:
+            if not is_last and not self._store.check(_places(seen.step, missing)):
+                missing = [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
+            for rank, record in self._read(seen.step, missing).items():
+                self._look(seen, rank, record, is_valid)
+        return not seen.missing()
 
     def _look(self, seen: _Seen, rank: int, record: bytes, is_valid: Callable[[Any], bool]) -> None:
         value = self._opened(seen.step, rank, record)
@@ -183,53 +184,26 @@ class Exchange:
             )
         seen.wrong[rank] = record
 
-    def _show(self, step: str, value: object) -> None:
-        place, record = self._place(step, self._rank), self._signed(step, self._rank, value)
-        self._shown.pop(place, None)
-        self._shown[place] = record  # the last one is the one that the others wait for
-        if not self.is_over:
-            self._store.set(place, record.decode())
-
-    def _put_back(self, turn: int) -> bool:
-        """Put a record back that another process has overwritten: the last one, or in every fourth turn an older one.
-
-        Returns whether it was overwritten.
-        """
-        places = list(self._shown)
-        if not places:
-            return False
-        place = places[turn // 4 % len(places)] if turn % 4 == 3 else places[-1]
-        record = self._shown[place]
-        if self._store.check([place]) and (self.is_over or self._store.get(place) == record):
-            return False
-        if not self.is_over:
-            self._store.set(place, record.decode())
-        return True
-
-    def _place(self, step: str, rank: int) -> str:
-        return f"{step}/{rank}"
-
-    def _places(self, step: str, ranks: list[int]) -> list[str]:
-        return [self._place(step, rank) for rank in ranks]
-
     def _read(self, step: str, ranks: list[int]) -> dict[int, bytes]:
         """Return the records that workers have put into the store, by rank."""
-        if not ranks or self._store.check(self._places(step, ranks)):
-            return self._get(step, ranks)
+        if not ranks:
+            return {}
+        places = _places(step, ranks)
+        if self._store.check(places):
+            return dict(zip(ranks, self._store.multi_get(places), strict=True))
         if len(ranks) == 1:
             return {}
         return {rank: record for each in ranks for rank, record in self._read(step, [each]).items()}
 
-    def _get(self, step: str, ranks: list[int]) -> dict[int, bytes]:
-        return dict(zip(ranks, self._store.multi_get(self._places(step, ranks)), strict=True)) if ranks else {}
-
-    def _signed(self, step: str, rank: int, value: object) -> bytes:
+    def _show(self, step: str, value: object) -> None:
         body = json.dumps({"value": value}, sort_keys=True)
-        return f"{self._mac(step, rank, body)} {body}".encode()
+        (place,) = _places(step, [self._rank])
+        self._records.write(place, f"{self._mac(step, self._rank, body)} {body}")
 
-    def _opened(self, step: str, rank: int, record: bytes | None) -> Any:
+    def _opened(self, step: str, rank: int, record: bytes) -> Any:
+        """Return the value in a record; None where the record is not signed as it should be, or damaged."""
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            mac, _, body = (record or b"").decode().partition(" ")
+            mac, _, body = record.decode().partition(" ")
             if hmac.compare_digest(mac, self._mac(step, rank, body)):
                 return json.loads(body)["value"]
         return None
@@ -238,7 +212,7 @@ class Exchange:
         key = self._secret if step == "hello" else self._key
         if key is None:
             return "unsigned"
-        message = f"cudafuture exchange\0{step}\0{rank}\0{self._world_size}\0{body}".encode()
+        message = f"cudafuture handshake\0{step}\0{rank}\0{self._world_size}\0{body}".encode()
         return hmac.digest(key, message, "sha256").hex()
 
 
@@ -247,13 +221,13 @@ class _Seen:
 
     def __init__(self, step: str, world_size: int, found: dict[int, Any]) -> None:
         self.step, self._world_size, self.found = step, world_size, found
-        self.wrong: dict[int, bytes] = {}  # what was last passed over
+        self.wrong: dict[int, bytes] = {}  # the last one that was passed over
 
     def missing(self) -> set[int]:
         return set(range(self._world_size)) - set(self.found)
 
     def error(self, timeout: float, names: list[str], what: str = "has not come") -> Exception:
-        """Return what to raise when the time is over."""
+        """Return the error of a round whose time is over."""
         unproven = sorted(self.missing() & set(self.wrong))
         absent = sorted(self.missing() - set(self.wrong))
         parts = []
@@ -270,6 +244,10 @@ class _Seen:
 
 def _listed(ranks: list[int], names: list[str]) -> str:
     return ", ".join(f"{rank} ('{names[rank]}')" if names else str(rank) for rank in ranks)
+
+
+def _places(step: str, ranks: list[int]) -> list[str]:
+    return [f"{step}/{rank}" for rank in ranks]
 
 
 def _is_hello(value: Any) -> bool:

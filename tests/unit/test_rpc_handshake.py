@@ -1,4 +1,4 @@
-"""How workers find each other and prove that they know the secret, over a store that anybody can write to."""
+"""The handshake of workers, over a store that any process can write to."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 
 from cudafuture.errors import AuthenticationError
-from rpc_ext import _exchange
-from rpc_ext._exchange import Exchange
+from rpc_ext import _handshake
+from rpc_ext._handshake import Handshake
 from soak import soak_count
 from unit.memory_store import MemoryStore
 
@@ -41,14 +41,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def exchange(
+def handshake(
     store: Any, rank: int, size: int = 2, secret: bytes | None = SECRET, timeout: float = PATIENCE
-) -> Exchange:
-    return Exchange(store, rank, size, secret, timeout)
+) -> Handshake:
+    return Handshake(store, rank, size, secret, timeout)
 
 
-def all_begin(pool: ThreadPoolExecutor, *exchanges: Exchange) -> list[tuple[list[Any], bytes]]:
-    begun = [pool.submit(one.begin, {"rank": rank}) for rank, one in enumerate(exchanges)]
+def all_begin(pool: ThreadPoolExecutor, *handshakes: Handshake) -> list[tuple[list[Any], bytes]]:
+    begun = [pool.submit(one.begin, {"rank": rank}) for rank, one in enumerate(handshakes)]
     return [one.result(PATIENCE) for one in begun]
 
 
@@ -66,7 +66,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_all_see_what_each_shows_and_agree_on_a_key(
     store: MemoryStore, pool: ThreadPoolExecutor, size: int, secret: bytes | None
 ) -> None:
-    begun = all_begin(pool, *(exchange(store, rank, size, secret) for rank in range(size)))
+    begun = all_begin(pool, *(handshake(store, rank, size, secret) for rank in range(size)))
     assert [values for values, _ in begun] == [[{"rank": rank} for rank in range(size)]] * size
     (key,) = {key for _, key in begun}
     assert len(key) == (0 if secret is None else 32)
@@ -79,7 +79,7 @@ def test_the_order_in_which_they_come_does_not_matter(
     begun: list[Future[Any]] = []
     for rank in order:
         until(lambda: all(store.check([f"hello/{earlier}"]) for earlier in order[: len(begun)]))
-        begun.append(pool.submit(exchange(store, rank, 3).begin, rank))
+        begun.append(pool.submit(handshake(store, rank, 3).begin, rank))
     assert all(one.result(PATIENCE)[0] == [0, 1, 2] for one in begun)
 
 
@@ -87,18 +87,18 @@ def test_each_session_has_a_key_of_its_own(pool: ThreadPoolExecutor) -> None:
     keys = set()
     for _ in range(3):
         store = MemoryStore()
-        keys.add(all_begin(pool, exchange(store, 0), exchange(store, 1))[0][1])
+        keys.add(all_begin(pool, handshake(store, 0), handshake(store, 1))[0][1])
     assert len(keys) == 3
 
 
 def test_rounds_come_after_the_beginning(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    both = [exchange(store, rank) for rank in range(2)]
+    both = [handshake(store, rank) for rank in range(2)]
     all_begin(pool, *both)
     for step in ("one", "two"):
         found = [pool.submit(one.round, step, [rank, None]) for rank, one in enumerate(both)]
         assert [one.result(PATIENCE) for one in found] == [[[0, None], [1, None]]] * 2
     deadline = time.monotonic() + PATIENCE
-    met = [pool.submit(one.meet, "end", rank, deadline) for rank, one in enumerate(both)]
+    met = [pool.submit(one.round, "end", rank, deadline=deadline) for rank, one in enumerate(both)]
     assert [one.result(PATIENCE) for one in met] == [[0, 1]] * 2
 
 
@@ -106,7 +106,7 @@ def test_rounds_come_after_the_beginning(store: MemoryStore, pool: ThreadPoolExe
 def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
     store: MemoryStore, pool: ThreadPoolExecutor, secret: bytes | None
 ) -> None:
-    all_begin(pool, exchange(store, 0, secret=secret), exchange(store, 1, secret=secret))
+    all_begin(pool, handshake(store, 0, secret=secret), handshake(store, 1, secret=secret))
     for record in store.records.values():
         mac, _, body = record.decode().partition(" ")
         assert json.loads(body).keys() == {"value"}
@@ -119,7 +119,7 @@ def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
 
 
 def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    absent = [pool.submit(exchange(store, rank, 4, timeout=SHORT).begin, rank) for rank in (0, 2)]
+    absent = [pool.submit(handshake(store, rank, 4, timeout=SHORT).begin, rank) for rank in (0, 2)]
     for one in absent:
         with pytest.raises(TimeoutError, match=r"worker 1, 3 of 4 has not come within 0\.05 s \(hello\)"):
             one.result(PATIENCE)
@@ -129,7 +129,7 @@ def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPo
 def test_a_worker_with_another_secret_is_named(
     store: MemoryStore, pool: ThreadPoolExecutor, other: bytes | None
 ) -> None:
-    workers = [exchange(store, 0, 3, timeout=1), exchange(store, 1, 3, other, timeout=1)]
+    workers = [handshake(store, 0, 3, timeout=1), handshake(store, 1, 3, other, timeout=1)]
     begun = [pool.submit(one.begin, 0) for one in workers]
     for rank, one in enumerate(begun):
         with pytest.raises(AuthenticationError) as caught:
@@ -140,7 +140,7 @@ def test_a_worker_with_another_secret_is_named(
 
 
 def test_names_are_given_once_they_are_known(store: MemoryStore) -> None:
-    one = exchange(store, 0, 2, timeout=SHORT)
+    one = handshake(store, 0, 2, timeout=SHORT)
     one.names = ["first", "second"]
     with pytest.raises(TimeoutError, match=r"worker 1 \('second'\) of 2 has not come"):
         one.round("ready", True)
@@ -185,10 +185,10 @@ def test_garbage_is_passed_over_until_the_worker_comes(
 ) -> None:
     for step in ("hello", "proof"):
         store.plant(f"{step}/1", garbage)
-    first = exchange(store, 0)
+    first = handshake(store, 0)
     begun = pool.submit(first.begin, 0)
     until(lambda: first.passed_over == 1)
-    assert pool.submit(exchange(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert pool.submit(handshake(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
     assert begun.result(PATIENCE)[0] == [0, 1]
 
 
@@ -197,10 +197,10 @@ def test_garbage_is_passed_over_without_a_secret_too(
     store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes
 ) -> None:
     store.plant("hello/1", garbage)
-    first = exchange(store, 0, secret=None)
+    first = handshake(store, 0, secret=None)
     begun = pool.submit(first.begin, 0)
     until(lambda: first.passed_over == 1)
-    assert pool.submit(exchange(store, 1, secret=None).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert pool.submit(handshake(store, 1, secret=None).begin, 1).result(PATIENCE)[0] == [0, 1]
     assert begun.result(PATIENCE)[0] == [0, 1]
 
 
@@ -209,13 +209,13 @@ def test_garbage_is_passed_over_without_a_secret_too(
 def test_records_that_were_changed_by_chance_are_passed_over(store: MemoryStore, secret: bytes | None) -> None:
     """A record is as its worker has written it, or none. Without a secret it may be any that has the form."""
     value = {"nonce": "0" * 64, "value": {"devices": ["cpu"], "number": 3, "text": "\N{SNOWMAN}"}}
-    exchange(store, 1, secret=secret)._show("hello", value)
+    handshake(store, 1, secret=secret)._show("hello", value)
     record = store.get("hello/1")
     numbers = random.Random(1)
     for _ in range(soak_count(100_000)):
         changed = mutated(record, numbers)
         store.plant("hello/1", changed)
-        one = exchange(store, 0, secret=secret, timeout=0.0)
+        one = handshake(store, 0, secret=secret, timeout=0.0)
         with contextlib.suppress(AuthenticationError):
             seen = one.round("hello", 0, lambda found: isinstance(found, dict) and {*found} == {*value})[1]
             assert changed == record if secret else {*seen} == {*value}
@@ -241,7 +241,7 @@ def test_nothing_is_unpickled(store: MemoryStore, pool: ThreadPoolExecutor, tmp_
     for i, (step, rank) in enumerate(itertools.product(("hello", "proof", "ready"), (0, 1))):
         bomb = pickle.dumps({"devices": Bomb(tmp_path / str(i))})
         store.plant(f"{step}/{rank}", bomb if i % 2 else b"0" * 64 + b" " + bomb)
-    both = [exchange(store, rank) for rank in range(2)]
+    both = [handshake(store, rank) for rank in range(2)]
     all_begin(pool, *both)
     for ready in [pool.submit(one.round, "ready", True) for one in both]:
         assert ready.result(PATIENCE) == [True, True]
@@ -251,7 +251,7 @@ def test_nothing_is_unpickled(store: MemoryStore, pool: ThreadPoolExecutor, tmp_
 
 
 def test_what_was_written_over_is_put_back(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    begun = pool.submit(exchange(store, 0).begin, 0)
+    begun = pool.submit(handshake(store, 0).begin, 0)
     until(lambda: store.check(["hello/0"]))
     mine = store.get("hello/0")
     for garbage in GARBAGE.values():
@@ -260,14 +260,14 @@ def test_what_was_written_over_is_put_back(store: MemoryStore, pool: ThreadPoolE
     with store.lock:
         del store.records["hello/0"]
     until(lambda: store.check(["hello/0"]) and store.get("hello/0") == mine)
-    assert pool.submit(exchange(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
+    assert pool.submit(handshake(store, 1).begin, 1).result(PATIENCE)[0] == [0, 1]
     assert begun.result(PATIENCE)[0] == [0, 1]
 
 
 def test_it_is_logged_once_for_each_worker_and_step(
     store: MemoryStore, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = exchange(store, 0, 3)
+    first = handshake(store, 0, 3)
     with caplog.at_level(logging.WARNING, "rpc_ext.authentication"):
         begun = pool.submit(first.begin, 0)
         for i in range(10):
@@ -276,7 +276,7 @@ def test_it_is_logged_once_for_each_worker_and_step(
         store.plant("hello/2", b"garbage")
         until(lambda: "worker 2 (hello)" in caplog.text)
         messages = caplog.messages[:]
-        others = [pool.submit(exchange(store, rank, 3).begin, rank) for rank in (1, 2)]
+        others = [pool.submit(handshake(store, rank, 3).begin, rank) for rank in (1, 2)]
         for one in (begun, *others):
             one.result(PATIENCE)
     assert ["worker 1 (hello)" in message for message in messages] == [True, False]
@@ -289,7 +289,7 @@ def test_it_is_logged_once_for_each_worker_and_step(
 def recorded(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, bytes], bytes]:
     """Return what a session has left in its store, and its key."""
     store = MemoryStore()
-    begun = all_begin(pool, *(exchange(store, rank, size) for rank in range(size)))
+    begun = all_begin(pool, *(handshake(store, rank, size) for rank in range(size)))
     return dict(store.records), begun[0][1]
 
 
@@ -299,9 +299,9 @@ def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
     old, old_key = recorded(pool)
     for place, record in old.items():
         store.plant(place, record)
-    first = pool.submit(exchange(store, 0).begin, "new")  # takes the old one's hello, at first
+    first = pool.submit(handshake(store, 0).begin, "new")  # takes the old one's hello, at first
     until(lambda: store.get("proof/0") != old["proof/0"])
-    second = pool.submit(exchange(store, 1).begin, "new")
+    second = pool.submit(handshake(store, 1).begin, "new")
     (values, key), (_, same_key) = first.result(PATIENCE), second.result(PATIENCE)
     assert values == ["new", "new"]
     assert key == same_key != old_key
@@ -316,7 +316,7 @@ def test_a_worker_alone_is_not_taken_in_by_an_older_session(store: MemoryStore, 
 
     store.on_set = write_over  # so fast that the worker never sees what it has written itself
     with pytest.raises(AuthenticationError, match=r"worker 1 of 2 has not proven within 0\.5 s"):
-        exchange(store, 0, timeout=0.5).begin("new")
+        handshake(store, 0, timeout=0.5).begin("new")
 
 
 def test_a_proof_is_of_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -327,11 +327,11 @@ def test_a_proof_is_of_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) 
 
     store.on_set = reflect
     with pytest.raises(AuthenticationError, match="worker 1 of 2 has not proven"):
-        exchange(store, 0, timeout=SHORT).begin(0)
+        handshake(store, 0, timeout=SHORT).begin(0)
 
 
 def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    both = [exchange(store, rank) for rank in range(2)]
+    both = [handshake(store, rank) for rank in range(2)]
     all_begin(pool, *both)
     for shown in [pool.submit(one.round, "one", True) for one in both]:
         shown.result(PATIENCE)
@@ -342,7 +342,7 @@ def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool
     old, _ = recorded(pool, size=3)
     store.plant("hello/1", old["hello/1"])
     with pytest.raises(AuthenticationError, match=r"worker 1 of 2 .* \(hello\)"):
-        exchange(store, 0, timeout=SHORT).begin(0)
+        handshake(store, 0, timeout=SHORT).begin(0)
 
 
 @pytest.mark.parametrize("size", [2, 64])
@@ -352,12 +352,12 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
     """All workers but the last one are there, for five minutes of a clock that the test winds."""
     now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(_exchange, "time", clock)
+    monkeypatch.setattr(_handshake, "time", clock)
     for rank in range(1, size - 1):
-        exchange(store, rank, size, timeout=0.0)._show("shutdown", True)
+        handshake(store, rank, size, timeout=0.0)._show("shutdown", True)
     store.requests = 0
     with pytest.raises(TimeoutError, match=f"worker {size - 1} of {size} has not come within 300 s"):
-        exchange(store, 0, size, timeout=300.0).round("shutdown", True)
+        handshake(store, 0, size, timeout=300.0).round("shutdown", True)
     assert store.requests <= 5 * 300 + 2 * size
 
 
@@ -367,19 +367,19 @@ def test_waiting_for_proofs_asks_the_store_five_times_a_second_at_most(
 ) -> None:
     now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(_exchange, "time", clock)
+    monkeypatch.setattr(_handshake, "time", clock)
     for rank in range(1, size):
-        exchange(store, rank, size, timeout=0.0)._show("hello", {"nonce": f"{rank}", "value": rank})
+        handshake(store, rank, size, timeout=0.0)._show("hello", {"nonce": f"{rank}", "value": rank})
     store.requests = 0
     with pytest.raises(TimeoutError, match="has not come within 300 s"):
-        exchange(store, 0, size, timeout=300.0).begin(0)
+        handshake(store, 0, size, timeout=300.0).begin(0)
     assert store.requests <= 5 * 300 + 2 * size
 
 
 @pytest.mark.parametrize("size", [2, 64])
 def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore, size: int) -> None:
     for rank in range(1, size):
-        exchange(store, rank, size)._show("step", rank)
+        handshake(store, rank, size)._show("step", rank)
     store.requests = 0
-    assert exchange(store, 0, size).round("step", 0) == list(range(size))
+    assert handshake(store, 0, size).round("step", 0) == list(range(size))
     assert store.requests <= 6

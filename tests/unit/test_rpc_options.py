@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rpc_ext import _secret
-from rpc_ext._secret import SHORTEST, read_secret
+from rpc_ext import _options
+from rpc_ext._options import SHORTEST_SECRET, read_secret
 
 LONG = "0123456789abcdef"
 
@@ -17,16 +17,16 @@ LONG = "0123456789abcdef"
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "secret"
-    monkeypatch.setattr(_secret, "config", dataclasses.replace(_secret.config, rpc_secret_file=str(file)))
+    monkeypatch.setattr(_options, "config", dataclasses.replace(_options.config, rpc_secret_file=str(file)))
     return file
 
 
 def test_there_is_none_by_default() -> None:
-    assert _secret.config.rpc_secret_file is None
+    assert _options.config.rpc_secret_file is None
     assert read_secret(None) is None
 
 
-@pytest.mark.parametrize("secret", [LONG, LONG.encode(), "é" * 8, bytes(SHORTEST)])
+@pytest.mark.parametrize("secret", [LONG, LONG.encode(), "é" * 8, bytes(SHORTEST_SECRET)])
 def test_it_is_given_as_text_or_bytes(secret: str | bytes) -> None:
     assert read_secret(secret) == (secret.encode() if isinstance(secret, str) else secret)
 
@@ -45,12 +45,12 @@ def test_blanks_and_bytes_that_are_no_text_belong_to_it(file: Path) -> None:
 
 def test_what_is_given_goes_before_the_file(file: Path) -> None:
     file.write_text(LONG)
-    assert read_secret("f" * SHORTEST) == b"f" * SHORTEST
+    assert read_secret("f" * SHORTEST_SECRET) == b"f" * SHORTEST_SECRET
 
 
 @pytest.mark.parametrize("secret", ["", b"", "é" * 7, LONG[1:]])
 def test_one_that_is_too_short_is_refused(secret: str | bytes) -> None:
-    with pytest.raises(ValueError, match=rf"secret has \d+ bytes and needs at least {SHORTEST}; .*token_hex"):
+    with pytest.raises(ValueError, match=rf"secret has \d+ bytes and needs at least {SHORTEST_SECRET}; .*token_hex"):
         read_secret(secret)
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from rpc_ext import _meeting
-from rpc_ext._meeting import meet
+from rpc_ext import _rendezvous
+from rpc_ext._rendezvous import agree
 from unit.memory_store import MemoryStore
 
 PATIENCE = 60.0
@@ -27,8 +27,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def all_meet(pool: ThreadPoolExecutor, store: MemoryStore, size: int) -> set[int]:
-    met = [pool.submit(meet, store, rank, size, PATIENCE) for rank in range(size)]
+def all_agree(pool: ThreadPoolExecutor, store: MemoryStore, size: int) -> set[int]:
+    met = [pool.submit(agree, store, rank, size, PATIENCE) for rank in range(size)]
     return {each.result(PATIENCE) for each in met}
 
 
@@ -36,7 +36,7 @@ def all_meet(pool: ThreadPoolExecutor, store: MemoryStore, size: int) -> set[int
 def test_all_workers_get_one_number_and_another_one_each_time(
     store: MemoryStore, pool: ThreadPoolExecutor, size: int
 ) -> None:
-    numbers = [all_meet(pool, store, size) for _ in range(3)]
+    numbers = [all_agree(pool, store, size) for _ in range(3)]
     assert [len(each) for each in numbers] == [1, 1, 1]
     assert len(set.union(*numbers)) == 3
 
@@ -44,16 +44,16 @@ def test_all_workers_get_one_number_and_another_one_each_time(
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_start_that_was_given_up_holds_up_none(store: MemoryStore, pool: ThreadPoolExecutor, first: int) -> None:
     with pytest.raises(TimeoutError):
-        meet(store, first, 3, SHORT)
-    assert len(all_meet(pool, store, 3)) == 1
+        agree(store, first, 3, SHORT)
+    assert len(all_agree(pool, store, 3)) == 1
 
 
 def test_a_worker_that_begins_again_while_others_wait_takes_part(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    others = [pool.submit(meet, store, rank, 3, PATIENCE) for rank in (0, 1)]
+    others = [pool.submit(agree, store, rank, 3, PATIENCE) for rank in (0, 1)]
     for _ in range(3):  # each time its start is given up, and the others have a session with it, or not yet
         with pytest.raises(TimeoutError):
-            meet(Stale(store), 2, 3, 0.0)
-    last = meet(store, 2, 3, PATIENCE)
+            agree(Stale(store), 2, 3, 0.0)
+    last = agree(store, 2, 3, PATIENCE)
     assert {each.result(PATIENCE) for each in others} == {last}
 
 
@@ -70,14 +70,14 @@ class Stale:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_workers_that_have_not_come_are_named(store: MemoryStore, rank: int) -> None:
     with pytest.raises(TimeoutError, match=f"worker {', '.join(str(r) for r in range(3) if r != rank)} of 3 has not"):
-        meet(store, rank, 3, SHORT)
+        agree(store, rank, 3, SHORT)
 
 
 def test_a_worker_that_has_come_before_and_is_missing_now_is_named(
     store: MemoryStore, pool: ThreadPoolExecutor
 ) -> None:
-    all_meet(pool, store, 3)
-    missing = [pool.submit(meet, store, rank, 3, 5 * SHORT) for rank in (0, 1)]
+    all_agree(pool, store, 3)
+    missing = [pool.submit(agree, store, rank, 3, 5 * SHORT) for rank in (0, 1)]
     for each in missing:
         with pytest.raises(TimeoutError, match="worker 2 of 3 has not come"):
             each.result(PATIENCE)
@@ -96,7 +96,7 @@ def test_a_record_that_another_process_has_written_is_put_back(
             store.plant(key, record)
 
     store.on_set = write_over
-    assert len(all_meet(pool, store, 3)) == 1
+    assert len(all_agree(pool, store, 3)) == 1
     assert written == [step]
 
 
@@ -109,13 +109,13 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
     """All workers but the last one are there, for five minutes of a clock that the test winds."""
     now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(_meeting, "time", clock)
+    monkeypatch.setattr(_rendezvous, "time", clock)
     for other in set(range(size)) - {rank} - ({size - 1} if stage == "come" else set()):
         store.plant(f"come/{other}", b"1")
     if rank:
         store.plant(f"session/{rank}/1", b"1")
     with pytest.raises(TimeoutError, match="has not come within 300 s"):
-        meet(store, rank, size, 300.0)
+        agree(store, rank, size, 300.0)
     assert store.requests <= 5 * 300 + 3 * size
 
 
@@ -126,15 +126,15 @@ def test_a_second_start_begins_within_some_looks_of_the_last_worker(
     """The first worker finds the records of the start before, and the other one comes so many seconds later."""
     store.plant("come/1", b"1")
     store.plant("tries/1", b"1")
-    now, others = [0.0], list[_meeting._Meeting]()
+    now, others = [0.0], list[_rendezvous._Rendezvous]()
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if now[0] >= pause and not others:
-            others.append(_meeting._Meeting(store, 1, 2))
+            others.append(_rendezvous._Rendezvous(store, 1, 2))
         for other in others:
             other._find()
 
-    monkeypatch.setattr(_meeting, "time", mock.Mock(monotonic=lambda: now[0], sleep=sleep))
-    meet(store, 0, 2, 300.0)
+    monkeypatch.setattr(_rendezvous, "time", mock.Mock(monotonic=lambda: now[0], sleep=sleep))
+    agree(store, 0, 2, 300.0)
     assert now[0] - pause <= 1.6
