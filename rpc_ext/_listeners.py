@@ -1,7 +1,7 @@
-"""The sockets on which an agent listens, and how they are closed behind its back.
+"""The sockets on which an agent listens, which are closed without its knowing.
 
-TensorPipe takes what comes there apart before anything of it can be checked, and a few wrong bytes end the process. Its
-agents connect once and never again; so when all are connected, nobody who may come needs these sockets any more.
+TensorPipe parses the bytes that arrive there before any seal can be checked, and a few wrong bytes end the process. Its
+agents connect once and never again; so when all are connected, no worker needs these sockets any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def warn_unless_loopback() -> None:
     """Warn once that RPC without a secret listens on an address that other machines reach."""
     global _warned
     address = host()
-    if _warned or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if _warned or ipaddress.ip_address(_without_interface(address)).is_loopback:
         return
     _warned = True
     warnings.warn(
@@ -48,15 +48,20 @@ def warn_unless_loopback() -> None:
 def listening() -> set[int]:
     """Return the sockets on which this process listens at that address, or for its own machine alone, by inode.
 
-    None where the system does not say.
+    None where the system does not list them.
     """
-    here = host()
-    return {inode for fd, inode in _listening() if _is_at(fd, here)}
+    here = _without_interface(host())
+    return {inode for _, inode, address in _listening() if address in (None, here)}
 
 
 def watchers() -> set[int]:
     """Return the epoll instances of this process, by descriptor."""
-    return {fd for fd in _descriptors() if _is_epoll(fd)}
+    found = set()
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if str((_SELF / "fd" / str(fd)).readlink()) == "anon_inode:[eventpoll]":
+                found.add(fd)
+    return found
 
 
 def of_an_engine(inodes: set[int], others: set[int]) -> set[int]:
@@ -64,75 +69,62 @@ def of_an_engine(inodes: set[int], others: set[int]) -> set[int]:
 
     Another thread may have opened some at the same time. An engine's never block, and only itself watches them.
     """
-    found = {fd: inode for fd, inode in _listening() if inode in inodes}
-    return {inode for fd, inode in found.items() if not os.get_blocking(fd) and others.isdisjoint(_watchers(fd))}
+    found = {fd: inode for fd, inode, _ in _listening() if inode in inodes}
+    of_others = {fd for watcher, watched in _watched().items() if watcher in others for fd in watched}
+    return {inode for fd, inode in found.items() if not os.get_blocking(fd) and fd not in of_others}
 
 
 def close(inodes: set[int]) -> None:
-    """Close these sockets for whoever would connect.
+    """Close these sockets for processes that would connect.
 
-    Their descriptors stay: the engine closes them in the end, and would fail were they gone. Behind each of them comes
-    something on which nothing ever happens.
+    The engine closes their descriptors in the end, and would fail if they were gone. So each becomes the descriptor of
+    an object on which nothing ever happens.
     """
     nothing = os.eventfd(0)
+    watched = _watched()
     try:
-        for fd, inode in list(_listening()):
+        for fd, inode, _ in list(_listening()):
             if inode in inodes:
-                watchers = list(_watchers(fd))
                 os.dup2(nothing, fd, inheritable=False)
-                for watcher in watchers:  # who watched the socket will want to stop that
+                # An engine that watched the socket will want to stop that, which fails for what it does not watch.
+                for watcher in (watcher for watcher, fds in watched.items() if fd in fds):
                     with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(watcher)) as epoll:
                         epoll.register(fd, 0)
     finally:
         os.close(nothing)
 
 
-def _descriptors() -> Iterator[int]:
-    if _SELF.is_dir():
-        yield from [int(entry.name) for entry in (_SELF / "fd").iterdir()]
+def _descriptors() -> list[int]:
+    return [int(entry.name) for entry in (_SELF / "fd").iterdir()] if _SELF.is_dir() else []
 
 
-def _listening() -> Iterator[tuple[int, int]]:
-    """Yield descriptors and inodes."""
+def _listening() -> Iterator[tuple[int, int, str | None]]:
+    """Yield descriptor, inode and address of each socket that listens; the address of a Unix socket is None."""
     for fd in _descriptors():
         with contextlib.suppress(OSError):  # it was closed meanwhile
             status = os.fstat(fd)
-            if stat.S_ISSOCK(status.st_mode) and _accepts(fd):
-                yield fd, status.st_ino
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            this = socket.socket(fileno=fd)
+            try:
+                if not this.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                is_unix = this.family == socket.AF_UNIX
+                address = None if is_unix else _without_interface(this.getsockname()[0])
+            finally:
+                this.detach()
+            yield fd, status.st_ino, address
 
 
-def _accepts(fd: int) -> bool:
-    with _socket(fd) as this:
-        return this.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+def _without_interface(address: str) -> str:
+    return address.partition("%")[0]
 
 
-def _is_at(fd: int, address: str) -> bool:
-    with _socket(fd) as this:
-        if this.family == socket.AF_UNIX:
-            return True
-        here: str = this.getsockname()[0]
-        return here.partition("%")[0] == address.partition("%")[0]  # without an interface's name
-
-
-@contextlib.contextmanager
-def _socket(fd: int) -> Iterator[socket.socket]:
-    this = socket.socket(fileno=fd)
-    try:
-        yield this
-    finally:
-        this.detach()
-
-
-def _watchers(fd: int) -> Iterator[int]:
-    """Yield the epoll instances that watch a descriptor."""
+def _watched() -> dict[int, set[int]]:
+    """Return the descriptors that each epoll instance of this process watches."""
+    found = {}
     for watcher in watchers():
         with contextlib.suppress(OSError):
             info = (_SELF / "fdinfo" / str(watcher)).read_text()
-            if re.search(rf"^tfd:\s+{fd}\s", info, re.MULTILINE):
-                yield watcher
-
-
-def _is_epoll(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        return str((_SELF / "fd" / str(fd)).readlink()) == "anon_inode:[eventpoll]"
-    return False
+            found[watcher] = {int(fd) for fd in re.findall(r"^tfd:\s+(\d+)\s", info, re.MULTILINE)}
+    return found

@@ -105,9 +105,9 @@ def watched_doors(doors: list[Any], closed: bool) -> Iterator[None]:
     with contextlib.ExitStack() as kept:
 
         def note(inodes: set[int]) -> None:
-            for fd, inode in _listeners._listening():
+            for fd, inode, _ in _listeners._listening():
                 if inode in inodes:
-                    with _listeners._socket(fd) as door:
+                    with socket.socket(fileno=os.dup(fd)) as door:
                         doors.append((int(door.family), door.getsockname()))
             if closed:
                 close(inodes)
