@@ -8,6 +8,7 @@ The first of the workers that take part counts those that have arrived. All of t
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import threading
 import time
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError
 from rpc_ext import _timer
 from rpc_ext._serve import async_execution
 from rpc_ext.calls import Worker, rpc_async
@@ -69,51 +71,47 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
 
 @async_execution
 def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture[None]:
-    """Count a worker that has arrived; the future completes when all have."""
+    """Count a worker that has arrived; return the future of the barrier."""
     with _lock:
         barriers = _barriers.setdefault(current(), {})
-        found = barriers.get((names, number))
-        if found is None:
-            found = barriers[names, number] = _Barrier(names)
-        future: CUDAFuture[None] = CUDAFuture(name=f"barrier of {', '.join(names)}")
-        found.arrived[name] = future
+        found = barriers.setdefault((names, number), _Barrier(names))
+        found.arrived.add(name)
         is_complete = len(found.arrived) == len(names)
         if is_complete:
             del barriers[names, number]
-        broken = found.broken
-        if seconds:
+        elif seconds:
+            found.seconds = min(found.seconds, seconds)
             found.due = min(found.due, time.perf_counter() + seconds)
-    if broken is not None:
-        future.set_exception(TimeoutError(broken))
-    elif is_complete:
-        for each in found.arrived.values():
-            each.set_result(None)
+    if is_complete:
+        with contextlib.suppress(InvalidStateError):  # it was broken before
+            found.future.set_result(None)
     elif seconds:
-        found.seconds = min(found.seconds, seconds)
         _timer.schedule(found, found.due)
-    return future
+    return found.future
 
 
 class _Barrier:
-    """One barrier, on the worker that counts."""
+    """One barrier, on the worker that counts. Its future is the answer to all workers."""
 
     def __init__(self, names: _Names) -> None:
         self._names = names
-        self.arrived: dict[str, CUDAFuture[None]] = {}
+        self.arrived: set[str] = set()
         self.due = self.seconds = math.inf
-        self.broken: str | None = None
+        self.future: CUDAFuture[None] = CUDAFuture(name=f"barrier of {', '.join(names)}")
 
     def look(self, now: float) -> float | None:
         """Break the barrier unless all workers have arrived."""
         with _lock:
             missing = [name for name in self._names if name not in self.arrived]
-            if not missing or self.broken is not None:
+            if not missing:
                 return None
             if now < self.due:
                 return self.due
-            who = ", ".join(f"'{name}'" for name in missing)
-            self.broken = f"worker {who} has not come to the barrier within {self.seconds:g} s"
-            waiting = list(self.arrived.values())
-        for future in waiting:
-            future.set_exception(TimeoutError(self.broken))
+        who = ", ".join(f"'{name}'" for name in missing)
+        with contextlib.suppress(
+            InvalidStateError
+        ):  # the last worker has just arrived, or the barrier was broken before
+            self.future.set_exception(
+                TimeoutError(f"worker {who} has not come to the barrier within {self.seconds:g} s")
+            )
         return None

@@ -1,9 +1,8 @@
-"""The liveness of workers."""
+"""Watches: futures that fail when a worker dies."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
 from typing import Any
@@ -16,7 +15,7 @@ from rpc_ext.session import Session, current
 
 __all__ = ["watch"]
 
-_INTERVAL = 1.0  # seconds from one question to the next
+_INTERVAL = 1.0  # seconds from an answer to the next question
 _answers = executors.serial("rpc_ext watch")  # a callback of the program that blocks delays no watch
 
 
@@ -56,27 +55,18 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
 
 
 class _Watch:
-    """Asks one worker, one question at a time."""
+    """The watch of one worker, which asks one question at a time."""
 
     def __init__(self, session: Session, worker: str, patience: float, future: CUDAFuture[None]) -> None:
         self._session = weakref.ref(session)  # a later one may have a worker of the same name
         self._worker, self._patience = worker, patience
         self._future = weakref.ref(future)
-        self._lock = threading.Lock()  # guards _is_asked; a leaf
-        self._is_asked = False
 
-    def look(self, now: float) -> float | None:
-        """Ask, unless the last question has no answer yet."""
+    def look(self, now: float) -> None:
+        """Ask the worker, unless the watch has ended."""
         future = self._future()
         if future is None or future.done():
-            return None
-        with self._lock:
-            is_asked, self._is_asked = self._is_asked, True
-        if not is_asked:
-            self._ask(future)
-        return now + _INTERVAL
-
-    def _ask(self, future: CUDAFuture[None]) -> None:
+            return
         try:
             if current() is not self._session():
                 raise InvalidStateError("the session of this watch has ended")
@@ -85,17 +75,12 @@ class _Watch:
             answer = CUDAFuture.completed(None)
         except Exception as e:
             answer = CUDAFuture.failed(e)
-        try:
-            answer.add_done_callback(self._answered, executor=_answers)
-        except BaseException:
-            self._is_asked = False  # the next look asks again
-            raise
+        answer.add_done_callback(self._answered, executor=_answers)
 
     def _answered(self, done: CUDAFuture[Any]) -> None:
-        with self._lock:
-            self._is_asked = False
+        """End the watch if the worker is lost or RPC has ended here; else ask again in a second."""
         future, error = self._future(), done.exception()
-        if future is None or future.done() or error is None:
+        if future is None:
             return
         if isinstance(error, TimeoutError):
             lost = WorkerLostError(
@@ -108,6 +93,8 @@ class _Watch:
                 future.set_result(None)
             elif isinstance(error, WorkerLostError):
                 future.set_exception(error)
+        if not future.done():
+            _timer.schedule(self, time.perf_counter() + _INTERVAL)
 
 
 def _alive() -> None:
