@@ -2,9 +2,11 @@
 
 ::
 
-    encode ──► [tensors to the host] ──► Agent.call ──► ... the callee ... ──► on_reply ──► [tensors to devices]
-       │                                                                          │                 │
-       └── Destination.admit                               Destination.finish ◄───┘    the future ◄─┘
+    caller   rpc_async ──► encode ──► Destination.admit ──► Call.transmit ──► [to_host] ──► Agent.call ════╗
+    callee   Reply.send ◄── [to_host] ◄── Server._pack_outcome ◄── _call: fn(*args) ◄── _run ◄── serve ◄═══╝
+    caller   └═══► Call.on_reply ──► [to_devices] ──► decode ──► Destination.finish ──► the future
+
+Tensors on devices that the agent cannot carry go through the host, in the steps in brackets.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ class Message(ABC):
             self._pass_to_agent(payload, tensors, seconds)
         else:
 
-            def staged(copies: list[torch.Tensor] | None, error: BaseException | None) -> None:
+            def copied(copies: CUDAFuture[list[torch.Tensor]]) -> None:
+                error = copies.exception()
                 if (seconds := self.remaining()) < 0:
                     self.on_error(_failure.TIMEOUT, "")
-                elif copies is None:
-                    assert error is not None
+                elif error is not None:
                     self.fail(error)
                 elif not self.is_over():
-                    self._pass_to_agent(payload, copies, seconds)
+                    self._pass_to_agent(payload, copies.value(), seconds)
 
-            _staging.to_host(tensors, targets, priority, seconds, staged)
+            _staging.to_host(tensors, targets, priority, seconds).add_done_callback(copied, executor=executors.inline)
 
     def _pass_to_agent(self, payload: bytes, tensors: list[torch.Tensor], seconds: float) -> None:
         try:

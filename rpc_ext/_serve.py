@@ -229,16 +229,8 @@ class Server:
         encoded = encode(Kind.VALUE, value, self._devices.get(caller, NO_DEVICES))
         if encoded.targets is None:
             return encoded.payload, encoded.tensors
-        answer: CUDAFuture[Answer] = CUDAFuture()
-
-        def staged(tensors: list[torch.Tensor] | None, error: BaseException | None) -> None:
-            try:
-                answer.set_result(self._failed(error) if tensors is None else (encoded.payload, tensors))
-            except BaseException as e:  # the caller gets this error
-                answer.set_exception(e)
-
-        _staging.to_host(encoded.tensors, encoded.targets, 0, 0, staged)
-        return answer
+        copies = _staging.to_host(encoded.tensors, encoded.targets, 0, 0)
+        return copies.then(lambda done: (encoded.payload, done.value()))
 
     def _of_future(self, answer: CUDAFuture[Any]) -> Any:
         """Return the answer that a future has, for the current streams."""
@@ -247,8 +239,7 @@ class Server:
         except BaseException as e:  # of a future that was dropped before it was completed
             return self._failed(e)
 
-    def _failed(self, error: BaseException | None) -> Answer:
-        assert error is not None
+    def _failed(self, error: BaseException) -> Answer:
         return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
 
     # ---- calls with RRefs, and of RRefs
@@ -350,7 +341,7 @@ class Server:
         with self._lock:
             if self._blocked + 1 >= self._num_threads:
                 raise InvalidStateError(
-                    f"{what} on an RPC worker thread would wait for ever: {self._blocked} of the {self._num_threads} "
+                    f"{what} on an RPC worker thread would never end: {self._blocked} of the {self._num_threads} "
                     "threads of this worker wait already, and none would be left for the answer. Return a future from "
                     "a function that is decorated with @rpc_ext.async_execution, or raise num_worker_threads"
                 )
@@ -384,7 +375,7 @@ def _fail(future: CUDAFuture[Any]) -> None:
 
 
 def is_serving() -> bool:
-    """Return whether this thread runs a function that a worker has called."""
+    """Return whether this thread runs a function for another worker."""
     return _threads.server is not None
 
 

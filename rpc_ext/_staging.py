@@ -9,32 +9,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import torch
 
-from cudafuture import CUDAFuture, InvalidStateError, copy, executors, pool_stream, use_streams
+from cudafuture import CUDAFuture, InvalidStateError, copy, pool_stream, use_streams
 from rpc_ext._timer import expire
 
-__all__ = ["Staged", "Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
+__all__ = ["Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 
 Targets = list[str | None]
 """the device that each tensor belongs on; None: it stays where it is"""
 
-Staged = Callable[[list[torch.Tensor] | None, BaseException | None], None]
-"""a function that gets the copies; or None, and the error"""
-
-# Not the library's callback thread: a callback of somebody's that waits there for this very call would hold it up.
+# Not the library's callback thread: a user's callback that waits there for this call would deadlock.
 _thread = ThreadPoolExecutor(1, thread_name_prefix="rpc_ext-staging")
 
 
-def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, seconds: float, staged: Staged) -> None:
-    """Copy the tensors that have a target to the host. `staged` is called when the host may read them, without devices.
+def to_host(
+    tensors: list[torch.Tensor], targets: Targets, priority: int, seconds: float
+) -> CUDAFuture[list[torch.Tensor]]:
+    """Copy the tensors that have a target to the host; return a future that completes when the host may read all.
 
-    They are read after what the calling thread's current streams have to do so far, and may be dropped at once. When
-    the seconds are over (0: no limit) it is a TimeoutError.
+    The copies are made after the work that is now on the calling thread's current streams, and the tensors may be
+    dropped at once. The future fails with TimeoutError when the seconds are over (0: no limit).
     """
     places = [i for i, target in enumerate(targets) if target is not None]
     ready: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
@@ -47,18 +46,14 @@ def to_host(tensors: list[torch.Tensor], targets: Targets, priority: int, second
             except BaseException as e:
                 ready.set_exception(e)
 
-    def tell(_: object) -> None:
-        error = ready.exception()
-        staged(ready.value() if error is None else None, error)
-
-    ready.add_done_callback(tell, executor=executors.inline)
     try:
         copies = copy([tensors[i] for i in places], "cpu", priority=priority)
     except Exception as e:  # of a device that is lost, say
         ready.set_exception(e)
-        return
+        return ready
     copies.then(copied, non_blocking=False, executor=_thread)
     expire(ready, seconds, f"tensors were not on the host within {seconds:g} s, to be sent")
+    return ready
 
 
 def on_streams(tensors: list[torch.Tensor]) -> list[CUDAFuture[list[torch.Tensor]]]:
