@@ -52,7 +52,8 @@ class Handshake:
     def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._secret = self._key = secret  # for "hello", and for the other rounds
-        self._records = Records(store)
+        # Others still need the records of this round, of the one before, and of the hellos while they wait for proofs.
+        self._records = Records(store, most=4)
         self.names: list[str] = []
         """of the workers, by rank, for messages; once they are known"""
         self.passed_over = 0
@@ -177,8 +178,8 @@ class Handshake:
         self.passed_over += seen.wrong.get(rank) != record
         if rank not in seen.wrong:
             _logger.warning(
-                "what the store holds in the name of worker %d (%s) was not written by one who knows the secret, is of "
-                "another session, or is damaged; it is passed over",
+                "the record of worker %d (%s) in the store is damaged, of another session, or not signed with "
+                "the secret; it is passed over",
                 rank,
                 seen.step,
             )

@@ -17,6 +17,7 @@ workers are.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from datetime import timedelta
@@ -62,17 +63,24 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> int:
 
 
 class Records:
-    """The records of one worker in a store, in which other processes may overwrite them."""
+    """The records of one worker in a store, in which other processes may overwrite them.
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._written: dict[str, str] = {}
+    Args:
+        store: of the job.
+        most: how many of the newest records are put back; default: all.
+    """
+
+    def __init__(self, store: Any, most: float = math.inf) -> None:
+        self._store, self._most = store, most
+        self._written: dict[str, str] = {}  # oldest first
         self.is_closed = False
         """set by another thread: the store is left alone from then on"""
 
     def write(self, key: str, record: str) -> None:
         """Write a record."""
         self._written[key] = record
+        if len(self._written) > self._most:
+            del self._written[next(iter(self._written))]
         if not self.is_closed:
             self._store.set(key, record)
 

@@ -383,3 +383,15 @@ def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore
     store.requests = 0
     assert handshake(store, 0, size).round("step", 0) == list(range(size))
     assert store.requests <= 6
+
+
+def test_only_the_newest_records_are_put_back(store: MemoryStore) -> None:
+    """So a worker that needs many rounds to end asks for no more in each."""
+    one = handshake(store, 0, 1)
+    for i in range(10):
+        assert one.round(f"idle/{i}", i) == [i]
+    written = dict(store.records)
+    store.records.clear()
+    assert one.round("last", True) == [True]
+    assert {*store.records} == {"idle/7/0", "idle/8/0", "idle/9/0", "last/0"}
+    assert all(store.get(key) == written[key] for key in store.records if key != "last/0")
