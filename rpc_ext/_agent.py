@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
@@ -49,6 +50,43 @@ class Started(NamedTuple):
 
 def start(options: Options, server: Server) -> Started:
     """Find the other workers, exchange proofs of the secret, and start the agent, whose calls `server` answers."""
+    handshake, workers, key = _find_workers(options)
+    names = handshake.names
+    devices = plan(
+        options.rank,
+        names,
+        [worker["devices"] for worker in workers],
+        [worker["maps"] for worker in workers],
+        carries_devices=not options.seals_contents,
+    )
+    if devices.native_devices:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
+    server.set_devices(dict(enumerate(devices.answers)))
+    _receive_into_pool(options.receive_memory)
+    _engine.init_distributed_autograd(options.rank)
+    agent = _C.Agent(
+        names,
+        options.rank,
+        lambda address: _addresses(handshake, address),
+        _engine_options(options, devices),
+        devices.native_reverse,
+        devices.native_devices,
+        key=key,
+        contents=options.seals_contents,
+        serve=server.serve,
+        tell=functools.partial(_report_refused, names),
+    )
+    try:
+        _connect(agent, names, handshake, options)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            _engine.finish(agent, PATIENCE)
+        raise
+    return Started(agent, handshake, devices.calls)
+
+
+def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
+    """Return the handshake with all workers, what they have shown, by rank, and the key of the session."""
     rank, world_size, seconds = options.rank, options.world_size, options.start_timeout
     store = _engine.PrefixStore("handshake", session_store(options.init_method, rank, world_size, seconds))
     handshake = Handshake(store, rank, world_size, options.secret, seconds)
@@ -62,49 +100,22 @@ def start(options: Options, server: Server) -> Started:
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
-    _expect_one_seal(names, [worker["seal"] for worker in workers])
+    if len({worker["seal"] for worker in workers}) > 1:
+        chosen = ", ".join(f"'{w['name']}': {'contents' if w['seal'] else 'descriptions'}" for w in workers)
+        raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
     handshake.names = names
-    devices = plan(
-        rank,
-        names,
-        [worker["devices"] for worker in workers],
-        [worker["maps"] for worker in workers],
-        carries_devices=not options.seals_contents,
-    )
-    if devices.native_devices:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
-    server.set_devices(dict(enumerate(devices.answers)))
-    _receive_into_pool(options.receive_memory)
-    _engine.init_distributed_autograd(rank)
+    return handshake, workers, key
 
-    def report_refused(sender: int, reason: str) -> None:
-        who = f"worker '{names[sender]}'" if 0 <= sender < len(names) else "an unknown sender"
-        _logger.warning(
-            "a message that claims to come from %s was refused: %s; further ones are only counted "
-            "(rpc_ext.statistics().refused)",
-            who,
-            reason,
-        )
 
-    agent = _C.Agent(
-        names,
-        rank,
-        lambda address: _addresses(handshake, address),
-        _engine_options(options, devices),
-        devices.native_reverse,
-        devices.native_devices,
-        key=key,
-        contents=options.seals_contents,
-        serve=server.serve,
-        tell=report_refused,
+def _report_refused(names: list[str], sender: int, reason: str) -> None:
+    """Log the first message that is refused of each worker; called by the agent."""
+    who = f"worker '{names[sender]}'" if 0 <= sender < len(names) else "an unknown sender"
+    _logger.warning(
+        "a message that claims to come from %s was refused: %s; further ones are only counted "
+        "(rpc_ext.statistics().refused)",
+        who,
+        reason,
     )
-    try:
-        _connect(agent, names, handshake, options)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            _engine.finish(agent, PATIENCE)
-        raise
-    return Started(agent, handshake, devices.calls)
 
 
 def _receive_into_pool(nbytes: int) -> None:
@@ -123,22 +134,12 @@ def received_outside() -> int:
     return sum(pool.outside for pool in _pools.values())
 
 
-def _expect_one_seal(names: list[str], seals_contents: list[bool]) -> None:
-    """Raise ValueError unless all workers have chosen the same seal."""
-    if len(set(seals_contents)) > 1:
-        chosen = ", ".join(
-            f"'{name}': {'contents' if contents else 'descriptions'}"
-            for name, contents in zip(names, seals_contents, strict=True)
-        )
-        raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
-
-
 def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOptions:
     """Return the options as torch's agent takes them."""
     made = TensorPipeRpcBackendOptions(
         num_worker_threads=options.num_worker_threads,
         rpc_timeout=options.rpc_timeout,
-        _transports=options.transports,
+        _transports=None if options.transports is None else list(options.transports),
     )
     for worker, device_map in devices.native.items():
         made._set_device_map(worker, device_map)

@@ -35,7 +35,7 @@ from rpc_ext.session import current
 __all__ = ["batch", "flush", "open_to"]
 
 FEWEST_CALLS = 32
-"""calls that are worth a message, where none is under way: others may follow"""
+"""calls that are sent at once where no message is in flight; fewer wait for others"""
 LONGEST_PAUSE = 1e-3
 """seconds that fewer calls wait for others"""
 MOST_CALLS = 256

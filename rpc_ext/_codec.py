@@ -197,12 +197,12 @@ def channel_header(number: int) -> bytes:
 
 
 def kind_of(payload: bytes) -> int:
-    """Return what the payload is."""
+    """Return the kind of a payload."""
     return payload[_KIND]
 
 
 def has_rrefs(payload: bytes) -> bool:
-    """Return whether owners have to confirm what `decode` makes before anybody uses it."""
+    """Return whether owners have to confirm RRefs in the decoded value before it is used."""
     return bool(payload[_FLAGS] & _HAS_RREFS)
 
 
@@ -226,7 +226,7 @@ _table = _Table()
 
 
 def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Unpickle a payload. Only one whose seal was checked, or that came without a secret being set, gets here."""
+    """Unpickle a payload. If there is a secret, its seal was checked before."""
     start = _HEADER
     if payload[_FLAGS] & _HAS_TARGETS:
         start += _LENGTH.size + _LENGTH.unpack_from(payload, start)[0]

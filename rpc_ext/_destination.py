@@ -79,7 +79,7 @@ class Destination:
             if self._leave_queue(waiter):
                 raise TimeoutError(
                     f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
-                    f"{self._bytes} bytes are under way"
+                    f"{self._bytes} bytes are in flight"
                 ) from None
             waiter.admitted.value()  # at the last moment it was admitted, or RPC was shut down
         except BaseException:
@@ -91,7 +91,7 @@ class Destination:
         """Return the error of a call that may not wait."""
         return BlockingIOError(
             errno.EAGAIN,
-            f"{self._calls} calls and {self._bytes} bytes are under way to worker '{self.name}' "
+            f"{self._calls} calls and {self._bytes} bytes are in flight to worker '{self.name}' "
             f"(at most {self._max_calls} and {self._max_bytes})",
         )
 

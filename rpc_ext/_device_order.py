@@ -108,7 +108,7 @@ class DeviceOrder:
             if work.events:
                 added.append(work)
             else:
-                work.exception()  # a broken device, on which there is nothing to order; no report that nobody looked
+                work.exception()  # of a broken device, on which there is nothing to order: do not report the error
         with self._lock:
             if not self._devices:
                 return  # the session has ended

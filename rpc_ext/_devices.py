@@ -1,4 +1,4 @@
-"""Which device here is which device there."""
+"""Device maps: the devices that tensors of calls and answers are sent to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ DeviceMaps = Mapping[str, Mapping[Any, Any]]
 
 Devices = dict[torch.device, torch.device]
 
-_NATIVE = "cuda"  # what TensorPipe carries by itself
-
 
 def local_devices() -> dict[str, int]:
     """Return how many devices of each type this process has beside the host."""
@@ -27,7 +25,7 @@ def local_devices() -> dict[str, int]:
 
 
 def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
-    """Return what a worker shows of the maps that it was given."""
+    """Return the maps that a worker was given as the JSON that it shows to the others."""
     if maps is None or maps == "auto":
         return maps
     if not isinstance(maps, Mapping):
@@ -40,7 +38,7 @@ def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The maps of one worker, checked. Calls go as its own maps say; an answer the way back that its caller's says."""
+    """The checked maps of one worker: its own for calls, and the reverse of a caller's for the answer."""
 
     calls: list[DeviceMap]  # by rank
     answers: list[DeviceMap]  # by rank
@@ -52,37 +50,28 @@ class Plan:
 def plan(
     rank: int, names: list[str], counts: list[dict[str, int]], maps: list[Any], *, carries_devices: bool = True
 ) -> Plan:
-    """Work out where this worker's tensors go, from what all workers have shown, by rank.
+    """Return the targets of this worker's tensors, from what all workers have shown, by rank.
 
-    Without `carries_devices` TensorPipe carries tensors on the host only, and those on devices go through the host.
+    TensorPipe carries tensors of CUDA, if it `carries_devices`. All other tensors on devices go through the host.
 
     Raises:
         ValueError: a map names a worker or a device that is not there, or one device twice.
     """
     full = [[_map(names, counts, maps[a], a, b) for b in range(len(names))] for a in range(len(names))]
-    there = {name: full[rank][b] for b, name in enumerate(names)}
-    back = {name: {t: h for h, t in full[a][rank].items()} for a, name in enumerate(names)}
-    carried = _native if carries_devices else _none
-    native, reverse = ({name: carried(of) for name, of in maps.items()} for maps in (there, back))
+
+    def split(peer: str, pairs: Devices) -> DeviceMap:
+        native = {h: t for h, t in pairs.items() if carries_devices and h.type == t.type == "cuda"}
+        return DeviceMap(peer, native, {h: t for h, t in pairs.items() if h not in native})
+
+    calls = [split(name, full[rank][b]) for b, name in enumerate(names)]
+    answers = [split(name, {t: h for h, t in full[a][rank].items()}) for a, name in enumerate(names)]
     return Plan(
-        [_device_map(name, of, native[name]) for name, of in there.items()],
-        [_device_map(name, of, reverse[name]) for name, of in back.items()],
-        {worker: of for worker, of in native.items() if of},
-        {worker: of for worker, of in reverse.items() if of},
-        sorted({d for of in (*native.values(), *reverse.values()) for d in of}, key=lambda d: d.index),
+        calls,
+        answers,
+        {of.peer: dict(of.native) for of in calls if of.native},
+        {of.peer: dict(of.native) for of in answers if of.native},
+        sorted({d for of in (*calls, *answers) for d in of.native}, key=lambda d: d.index),
     )
-
-
-def _device_map(peer: str, of: Devices, native: Devices) -> DeviceMap:
-    return DeviceMap(peer, native, {here: there for here, there in of.items() if here not in native})
-
-
-def _native(of: Devices) -> Devices:
-    return {here: there for here, there in of.items() if here.type == _NATIVE and there.type == _NATIVE}
-
-
-def _none(of: Devices) -> Devices:
-    return {}
 
 
 def _map(names: list[str], counts: list[dict[str, int]], maps: Any, a: int, b: int) -> Devices:

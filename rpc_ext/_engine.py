@@ -20,8 +20,7 @@ __all__ = [
     "PyRRef",
     "RRef",
     "StoreError",
-    "calls_under_way",
-    "current_agent",
+    "calls_in_flight",
     "finish",
     "first_calls",
     "forget_users",
@@ -30,7 +29,6 @@ __all__ = [
     "is_current",
     "remote",
     "rendezvous",
-    "rpc_async",
     "set_agent",
 ]
 
@@ -48,16 +46,14 @@ StoreError: Any = _distributed.DistError
 rendezvous: Any = _distributed.rendezvous
 PyRRef: Any = _rpc.PyRRef
 RRef: Any = _rpc.RRef
-rpc_async: Any = _rpc.rpc_async
 remote: Any = _rpc.remote
-current_agent: Any = _native._get_current_rpc_agent
 has_agent: Any = _native._is_current_rpc_agent_set
 
 
 def is_current(agent: Any) -> bool:
     """Return whether an agent is this process's."""
     try:
-        return current_agent() is agent
+        return bool(_native._get_current_rpc_agent() is agent)
     except RuntimeError:  # there is none
         return False
 
@@ -76,10 +72,10 @@ def set_agent(agent: Any) -> None:
 
 
 def first_calls(workers: list[str], timeout: float) -> None:
-    """Call workers, so that connections to them stand, those for tensors too, and their agents are known to answer.
+    """Call workers: this makes the connections to them, those for tensors too.
 
     Raises:
-        TimeoutError: some have not.
+        TimeoutError: some workers have not answered.
     """
     probe = torch.zeros(1024, device="cpu")
     futures = {worker: _rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers}
@@ -103,8 +99,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def calls_under_way(agent: Any) -> int:
-    """Return how many messages of an agent have no answer yet, whoever made them."""
+def calls_in_flight(agent: Any) -> int:
+    """Return how many messages of an agent have no answer yet, torch's own included."""
     return int(agent.get_metrics()["agent.client_active_calls"])
 
 

@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 
 def describe(error: BaseException, worker: str) -> Failure:
-    """Describe what was raised on `worker`, which is this one. Never raises."""
+    """Describe an exception that was raised on this worker. Never raises."""
     cls = type(error)
     try:
         message = str(error)
@@ -77,7 +77,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _pickled(error: BaseException) -> tuple[bytes | None, dict[str, bytes]]:
-    """Return the exception without its attributes, and these, since one of either may not pickle, or not unpickle."""
+    """Pickle an exception and its attributes apart: each may fail to pickle, or to unpickle."""
     cls: Any = type(error)
     try:
         reduced: Any = error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -117,7 +117,7 @@ def rebuild(failure: Failure) -> BaseException:
         noted.__notes__ = [*failure.notes, f"{_RAISED_ON}{failure.worker}':\n{failure.traceback.rstrip()}"]
     for name, value in (("remote_traceback", failure.traceback), ("worker", failure.worker)):
         with contextlib.suppress(Exception):  # of a type that takes no attributes: the note says the same
-            if not getattr(error, name, None):  # it may have one: what it is about, or where it was raised first
+            if not getattr(error, name, None):  # an attribute of its own, or of the worker where it was raised first
                 setattr(error, name, value)
     return error
 
@@ -148,7 +148,7 @@ def _set_attributes(error: BaseException, failure: Failure) -> None:
 
 
 def _of_imported_type(failure: Failure) -> BaseException | None:
-    """Make one whose constructor or pickling does not cooperate, without either: of its message and attributes."""
+    """Make an exception of its message and attributes, without its constructor, which may fail."""
     try:
         found: Any = importlib.import_module(failure.module)
         for name in failure.qualname.split("."):

@@ -8,12 +8,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cudafuture.config import config, read
-from rpc_ext._devices import DeviceMaps, as_json
 
-__all__ = ["LONGEST_TIMEOUT", "SHORTEST_SECRET", "SHORTEST_TIMEOUT", "Options", "check", "limit", "read_secret"]
+__all__ = [
+    "LONGEST_TIMEOUT",
+    "SHORTEST_SECRET",
+    "SHORTEST_TIMEOUT",
+    "Options",
+    "from_environment",
+    "limit",
+    "read_secret",
+]
 
 # The engine counts milliseconds, as a 32-bit int, of which 0 means no limit.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 2e6
@@ -26,76 +33,55 @@ _TRANSPORTS = {"ibv", "shm", "uv"}
 
 @dataclass(frozen=True)
 class Options:
-    """The checked arguments of ``init_rpc``. Timeouts are in seconds, as the engine counts them."""
+    """The arguments of ``init_rpc``, which are checked here.
+
+    Raises:
+        ValueError, TypeError: see ``init_rpc``.
+    """
 
     name: str
     rank: int
     world_size: int
     secret: bytes | None
-    seals_contents: bool
+    seal: str
     device_maps: Any
     """as JSON"""
     num_worker_threads: int
     rpc_timeout: float
+    """seconds, 0 for no limit"""
     init_method: str
     max_in_flight: int
     max_bytes_in_flight: int
     start_timeout: float
-    transports: list[str] | None
+    transports: Sequence[str] | None
     receive_memory: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size} workers'")
+        if not isinstance(self.name, str):
+            raise TypeError(f"a worker's name is a str, not {self.name!r}")
+        if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", self.name):
+            raise ValueError(
+                f"a worker's name has 1 to 127 letters and digits (ASCII), '-', '_' or ':', unlike {self.name!r}"
+            )
+        for what in ("num_worker_threads", "max_in_flight", "max_bytes_in_flight"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} is at least 1, not {getattr(self, what)}")
+        if operator.index(self.receive_memory) < 0:
+            raise ValueError(f"receive_memory is a number of bytes, or 0 for no pool, not {self.receive_memory}")
+        if self.transports is not None and not (self.transports and {*self.transports} <= _TRANSPORTS):
+            raise ValueError(f"transports={self.transports!r}: pass one or more of {', '.join(sorted(_TRANSPORTS))}")
+        if self.seal not in ("descriptions", "contents"):
+            raise ValueError(f'seal is "descriptions" or "contents", not {self.seal!r}')
 
-def check(
-    *,
-    name: str | None,
-    rank: int | None,
-    world_size: int | None,
-    secret: str | bytes | None,
-    seal: str,
-    device_maps: DeviceMaps | Literal["auto"] | None,
-    rpc_timeout: float,
-    init_method: str | None,
-    start_timeout: float,
-    transports: Sequence[str] | None,
-    receive_memory: int,
-    **at_least_one: int,
-) -> Options:
-    """Return the options that the arguments of ``init_rpc`` mean; raise what it documents."""
-    rank = _from_environment("rank", rank, "RANK")
-    world_size = _from_environment("world_size", world_size, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not one of {world_size} workers'")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"a worker's name is a str, not {name!r}")
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
-        raise ValueError(f"a worker's name has 1 to 127 letters and digits (ASCII), '-', '_' or ':', unlike {name!r}")
-    for what, number in at_least_one.items():
-        if number < 1:
-            raise ValueError(f"{what} is at least 1, not {number}")
-    if operator.index(receive_memory) < 0:
-        raise ValueError(f"receive_memory is a number of bytes, or 0 for no pool, not {receive_memory}")
-    if transports is not None and not (transports and {*transports} <= _TRANSPORTS):
-        raise ValueError(f"transports={transports!r}: pass one or more of {', '.join(sorted(_TRANSPORTS))}")
-    if seal not in ("descriptions", "contents"):
-        raise ValueError(f'seal is "descriptions" or "contents", not {seal!r}')
-    found_secret = read_secret(secret)
-    return Options(
-        name=name or f"worker{rank}",
-        rank=rank,
-        world_size=world_size,
-        secret=found_secret,
-        seals_contents=found_secret is not None and seal == "contents",
-        device_maps=as_json(device_maps),
-        rpc_timeout=limit(rpc_timeout),
-        init_method=init_method or "env://",
-        start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
-        transports=None if transports is None else list(transports),
-        receive_memory=receive_memory,
-        **at_least_one,
-    )
+    @property
+    def seals_contents(self) -> bool:
+        """Whether the seal of a message covers the numbers in its tensors."""
+        return self.secret is not None and self.seal == "contents"
 
 
-def _from_environment(what: str, given: int | None, variable: str) -> int:
+def from_environment(what: str, given: int | None, variable: str) -> int:
     """Return the number that was given, or else the one in an environment variable that torchrun sets."""
     if given is not None:
         return given

@@ -60,7 +60,7 @@ def _wait_until_no_worker_calls(agent: _C.Agent, handshake: Handshake, deadline:
     """
     before: list[Any] = []
     for turn in itertools.count():
-        while (active := _engine.calls_under_way(agent)) and time.monotonic() < deadline:
+        while (active := _engine.calls_in_flight(agent)) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if active:
             raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")

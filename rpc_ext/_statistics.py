@@ -56,7 +56,7 @@ class DestinationStatistics:
     """
 
     calls: int
-    """calls made, also those that are under way"""
+    """calls made, also those that are in flight"""
     failed: int
     """calls whose future failed, whatever the reason"""
     in_flight: int

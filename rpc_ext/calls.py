@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypedDict, TypeVar, overload
 
 import torch
 from torch._C._distributed_rpc import WorkerInfo
+from typing_extensions import Unpack
 
 from cudafuture import CUDAFuture, collect_all
 from cudafuture.errors import CallsFailedError, InvalidStateError
@@ -18,41 +19,38 @@ from rpc_ext._destination import Destination
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
 
-__all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
+__all__ = ["Args", "Kwargs", "Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
 
 T = TypeVar("T")
 Worker: TypeAlias = str | int | WorkerInfo
 """a worker's name, its rank, or torch's WorkerInfo of it"""
+Args: TypeAlias = Sequence[Any]
+Kwargs: TypeAlias = Mapping[str, Any] | None
 
 
-# The first is for functions that are decorated with async_execution.
+class _Limits(TypedDict, total=False):
+    timeout: float | None
+    priority: int
+
+
+class _Options(_Limits, total=False):
+    non_blocking: bool
+
+
+# The first of two overloads is for functions that are decorated with async_execution.
 @overload
 def rpc_async(
-    to: Worker,
-    fn: Callable[..., CUDAFuture[T]],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
-    non_blocking: bool = ...,
+    to: Worker, fn: Callable[..., CUDAFuture[T]], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Options]
 ) -> CUDAFuture[T]: ...
 @overload
 def rpc_async(
-    to: Worker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
-    non_blocking: bool = ...,
+    to: Worker, fn: Callable[..., T], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Options]
 ) -> CUDAFuture[T]: ...
 def rpc_async(
     to: Worker,
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
@@ -68,7 +66,7 @@ def rpc_async(
             with them so far, and must stay unchanged until the future is done.
         timeout: seconds from now; default: ``rpc_timeout`` of ``init_rpc``. inf: no limit.
         priority: of the future, and of the streams that copy its tensors.
-        non_blocking: what happens where as many calls or bytes are under way to that worker as ``init_rpc`` allows.
+        non_blocking: what happens where as many calls or bytes are in flight to that worker as ``init_rpc`` allows.
             False (default): the call waits until there is room, for `timeout` at most. True: BlockingIOError.
 
     The future completes when the answer has come; tensors on devices are ordered by its events. Its callbacks run on
@@ -120,29 +118,17 @@ def rpc_async(
 
 @overload
 def rpc_sync(
-    to: Worker,
-    fn: Callable[..., CUDAFuture[T]],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    to: Worker, fn: Callable[..., CUDAFuture[T]], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Limits]
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: Worker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    to: Worker, fn: Callable[..., T], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Limits]
 ) -> T: ...
 def rpc_sync(
     to: Worker,
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
@@ -170,27 +156,19 @@ def rpc_sync(
 def broadcast_call(
     workers: Iterable[Worker],
     fn: Callable[..., CUDAFuture[T]],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    **options: Unpack[_Limits],
 ) -> CUDAFuture[list[T]]: ...
 @overload
 def broadcast_call(
-    workers: Iterable[Worker],
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    workers: Iterable[Worker], fn: Callable[..., T], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Limits]
 ) -> CUDAFuture[list[T]]: ...
 def broadcast_call(
     workers: Iterable[Worker],
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs = None,
     *,
     timeout: float | None = None,
     priority: int = 0,
@@ -211,27 +189,23 @@ def broadcast_call(
 def map_call(
     workers: Iterable[Worker],
     fn: Callable[..., CUDAFuture[T]],
-    args_per_worker: Iterable[Sequence[Any]],
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    args_per_worker: Iterable[Args],
+    kwargs: Kwargs = ...,
+    **options: Unpack[_Limits],
 ) -> CUDAFuture[list[T]]: ...
 @overload
 def map_call(
     workers: Iterable[Worker],
     fn: Callable[..., T],
-    args_per_worker: Iterable[Sequence[Any]],
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
-    priority: int = ...,
+    args_per_worker: Iterable[Args],
+    kwargs: Kwargs = ...,
+    **options: Unpack[_Limits],
 ) -> CUDAFuture[list[T]]: ...
 def map_call(
     workers: Iterable[Worker],
     fn: Callable[..., Any],
-    args_per_worker: Iterable[Sequence[Any]],
-    kwargs: Mapping[str, Any] | None = None,
+    args_per_worker: Iterable[Args],
+    kwargs: Kwargs = None,
     *,
     timeout: float | None = None,
     priority: int = 0,

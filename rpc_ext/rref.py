@@ -1,4 +1,4 @@
-"""References to values that live on other workers: torch's, with futures of ours."""
+"""References to values on other workers: torch's, which return CUDAFuture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
 from rpc_ext._timer import expire
-from rpc_ext.calls import Worker, expect_callable, name_of, rpc_async, rpc_sync
+from rpc_ext.calls import Args, Kwargs, Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
@@ -58,7 +58,7 @@ class RRef(Generic[T]):
         return self._reduced()
 
     def _is_late(self) -> bool:
-        """Return whether the value is not there, where this worker knows: torch crashes if asked on any other one."""
+        """Return whether the value is missing, where this worker knows: torch crashes if another worker asks it."""
         if self._is_creator:
             return not self._rref._get_future().done()
         return self.is_owner() and ((made := self._made()) is None or not made.done())
@@ -121,7 +121,7 @@ class RRef(Generic[T]):
         4
         """
         if self.is_owner():
-            # The thread that completes it may be an engine's, or the one of all timeouts.
+            # It may be completed by a thread of the engine, or by the timer thread.
             return self._limited(current().timeout(timeout), executors.callback_thread)
         return rpc_async(self.owner_name(), _fetch, (_Asked(self),), timeout=timeout, priority=priority)
 
@@ -193,9 +193,7 @@ class RRef(Generic[T]):
         It fails when the seconds are over (0: no limit), or when the value should have been made and has not been. It
         completes with the value, on whatever thread that is; `executor` is where its callbacks run by default.
         """
-        if (made := self._made()) is not None and made.done():
-            return made
-        value = self._value()  # inside a callback not even a value that is there completes it at once
+        value = self._value()
         if value.done():
             return value
         come: CUDAFuture[None] = CUDAFuture(executor=executor)
@@ -210,6 +208,8 @@ class RRef(Generic[T]):
 
     def _value(self) -> CUDAFuture[T]:
         """Return a future of the value, on its owner; it may still have to be made."""
+        if (made := self._made()) is not None:
+            return made
         there: CUDAFuture[Any] = CUDAFuture()
 
         def come(owner: Any) -> None:
@@ -265,27 +265,17 @@ class _Proxy:
 
 @overload
 def remote(
-    to: Worker,
-    fn: Callable[..., CUDAFuture[T]],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
+    to: Worker, fn: Callable[..., CUDAFuture[T]], args: Args = ..., kwargs: Kwargs = ..., *, timeout: float | None = ...
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: Worker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    timeout: float | None = ...,
+    to: Worker, fn: Callable[..., T], args: Args = ..., kwargs: Kwargs = ..., *, timeout: float | None = ...
 ) -> RRef[T]: ...
 def remote(
     to: Worker,
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs = None,
     *,
     timeout: float | None = None,
 ) -> RRef[Any]:

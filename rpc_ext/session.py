@@ -1,4 +1,4 @@
-"""Beginning and ending RPC in a process."""
+"""The RPC session of a process: its start, its shutdown and its statistics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cudafuture.errors import InvalidStateError
 from rpc_ext import _engine, _listeners
 from rpc_ext._agent import DEFAULT_RECEIVE_MEMORY, PATIENCE, Started, received_outside, start
 from rpc_ext._destination import Destination
-from rpc_ext._devices import DeviceMaps
-from rpc_ext._options import LONGEST_TIMEOUT, Options, check, limit
+from rpc_ext._devices import DeviceMaps, as_json
+from rpc_ext._options import LONGEST_TIMEOUT, Options, from_environment, limit, read_secret
 from rpc_ext._serve import Server, is_serving
 from rpc_ext._shutdown import leave
 from rpc_ext._statistics import Statistics
@@ -36,9 +36,9 @@ _ENDED_BY_TORCH = "torch.distributed.rpc.shutdown() has ended RPC; rpc_ext.shutd
 
 
 class Session:
-    """RPC of this process, from ``init_rpc`` to ``shutdown``. As a context manager it shuts down at the end.
+    """RPC of this process, from ``init_rpc`` to ``shutdown``.
 
-    That is graceful, unless the body raises.
+    As a context manager it shuts down at the end, gracefully unless the body raises.
     """
 
     def __init__(self, options: Options, started: Started, server: Server) -> None:
@@ -65,7 +65,7 @@ class Session:
         return [destination.name for destination in self.destinations]
 
     def destination(self, to: Any) -> Destination:
-        """Return the worker that a name, a rank or a WorkerInfo means.
+        """Return the worker of a name, a rank or a WorkerInfo.
 
         Raises:
             ValueError: there is no such worker.
@@ -81,7 +81,7 @@ class Session:
         raise TypeError(f"a worker is named by a str, an int (its rank) or a WorkerInfo, not by {to!r}")
 
     def timeout(self, timeout: float | None) -> float:
-        """Return the seconds that a call has, 0 for no limit, from what its caller has said.
+        """Return the seconds that a call with the argument `timeout` has, 0 for no limit.
 
         Raises:
             ValueError: 0, a negative number, or nan.
@@ -146,10 +146,10 @@ class Session:
             if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
                 _logger.warning("functions that other workers have called still run here; they are left to themselves")
             for destination in self.destinations:
-                destination.flush()  # to nobody: what has not been sent fails
+                destination.flush()  # calls that have not been sent fail
 
     def statistics(self) -> Statistics:
-        """Return what was counted so far.
+        """Return the statistics of this session so far.
 
         >>> current().statistics().worker
         'me'
@@ -260,7 +260,7 @@ def init_rpc(
         num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
         rpc_timeout: seconds that a call has by default: 60. inf: no limit.
         init_method: where the workers meet, as for ``torch.distributed.init_process_group``; default: "env://".
-        max_in_flight: calls that may be under way to one worker; default: 4,096.
+        max_in_flight: calls that may be in flight to one worker; default: 4,096.
         max_bytes_in_flight: bytes of them; default: 1 GiB.
         start_timeout: seconds in which all workers have to come; default: 300. inf: no limit.
         transports: ways that messages may go, of TensorPipe's: "shm" (memory shared within a machine), "uv" (sockets),
@@ -290,19 +290,20 @@ def init_rpc(
     ['me']
     """
     global _session, _beginning
-    options = check(
-        name=name,
+    rank = from_environment("rank", rank, "RANK")
+    options = Options(
+        name=f"worker{rank}" if name is None else name,
         rank=rank,
-        world_size=world_size,
-        secret=secret,
+        world_size=from_environment("world_size", world_size, "WORLD_SIZE"),
+        secret=read_secret(secret),
         seal=seal,
-        device_maps=device_maps,
+        device_maps=as_json(device_maps),
         num_worker_threads=num_worker_threads,
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
+        rpc_timeout=limit(rpc_timeout),
+        init_method=init_method or "env://",
         max_in_flight=max_in_flight,
         max_bytes_in_flight=max_bytes_in_flight,
-        start_timeout=start_timeout,
+        start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
         transports=transports,
         receive_memory=receive_memory,
     )
@@ -333,7 +334,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
 
     Args:
         graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
-            come here, and until none has calls under way. False: at once; the futures of calls under way fail, and
+            come here, and until none has calls in flight. False: at once; the futures of calls in flight fail, and
             functions that others have called here are waited for, for five seconds at most.
         timeout: seconds that a graceful end waits for the others; default: 300. inf: no limit, as a worker wants that
             only serves others.
@@ -352,7 +353,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     """
     global _session
     patience = limit(timeout) or LONGEST_TIMEOUT
-    if is_serving():  # nobody would come back from this function to answer its caller, and so to let all go
+    if is_serving():  # the shutdown would wait for the answer of this function, which waits for the shutdown
         raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
     session = _begun()
     with _lock:
@@ -370,7 +371,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
 
 
 def statistics() -> Statistics:
-    """Return what the calls of this process have come to since ``init_rpc``.
+    """Return the statistics of the calls of this process since ``init_rpc``.
 
     Raises:
         InvalidStateError: RPC has not begun.

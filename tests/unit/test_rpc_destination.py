@@ -134,7 +134,7 @@ def test_closing_lets_go_who_waits() -> None:
 def test_the_refusal_says_how_much_is_under_way() -> None:
     of = destination(1, 100)
     assert of.try_admit(7)
-    assert "1 calls and 7 bytes are under way to worker 'other' (at most 1 and 100)" in str(of.would_block())
+    assert "1 calls and 7 bytes are in flight to worker 'other' (at most 1 and 100)" in str(of.would_block())
 
 
 @settings(deadline=None)

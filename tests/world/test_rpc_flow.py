@@ -55,7 +55,7 @@ def test_a_call_beyond_the_number_waits_until_there_is_room(tmp_path: Path, gate
 def test_non_blocking_raises_instead(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=2):
         held = [rpc_async(ME, waits, (gate, i), non_blocking=True) for i in range(2)]
-        with pytest.raises(BlockingIOError, match=r"2 calls and \d+ bytes are under way to worker 'me' \(at most 2"):
+        with pytest.raises(BlockingIOError, match=r"2 calls and \d+ bytes are in flight to worker 'me' \(at most 2"):
             rpc_async(ME, add, (1, 2), non_blocking=True)
         assert (counted().calls, counted().waiting, counted().failed) == (2, 0, 0)
         gate.open()
