@@ -19,7 +19,7 @@ from rpc_ext._destination import Destination
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
 
-__all__ = ["Args", "Kwargs", "Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
+__all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
 
 T = TypeVar("T")
 Worker: TypeAlias = str | int | WorkerInfo
