@@ -22,7 +22,7 @@ _answers = executors.serial("rpc_ext watch")  # a callback of the program that b
 def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     """Return a future that fails with WorkerLostError when a worker dies, as long as the future is kept.
 
-    The worker is asked once a second whether it is there. It counts as dead when the connection to it breaks, or when
+    The worker is asked again a second after each answer. It counts as dead when the connection to it breaks, or when
     it has not answered for `patience` seconds: its process is stopped, its machine is unreachable, or all threads of
     its agent are busy for that long. The error of a silent worker has a TimeoutError as its ``__cause__``.
 
