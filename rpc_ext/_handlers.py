@@ -18,14 +18,14 @@ _ANSWER = channel_header(0)
 class Reply:
     """The reply to one message. It is sent once, by any thread; a reply that is dropped fails at the sender."""
 
-    __slots__ = ("_reply",)
+    __slots__ = ("native",)
 
-    def __init__(self, reply: _C.Reply) -> None:
-        self._reply = reply
+    def __init__(self, native: _C.Reply) -> None:
+        self.native = native
 
     def send(self, body: bytes, tensors: list[torch.Tensor]) -> None:
         """Send the answer: bytes, and dense tensors on the host."""
-        self._reply.send(_ANSWER + body, tensors)
+        self.native.send(_ANSWER + body, tensors)
 
 
 Handler = Callable[[bytes, list[torch.Tensor], Reply], None]

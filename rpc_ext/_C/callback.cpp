@@ -50,6 +50,14 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::process(rpc::Message& reques
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request,
                                                           const std::vector<c10::Stream>& streams) const {
   const auto reply = std::make_shared<Reply>(rpc::RpcAgent::getCurrentRpcAgent());
+  const std::string_view text(request.payload().data(), request.payload().size());
+  if (const auto handler = message_handler_of(text)) {
+    try {
+      if (handler->handle(text.substr(kChannelHeader), request.tensors(), reply)) return reply->future();
+    } catch (const std::exception& e) {
+      return failed(e.what());
+    }
+  }
   const c10::MultiStreamGuard guard(streams);
   const Gil gil;
   if (!gil) return failed("the worker is ending");

@@ -6,19 +6,14 @@
 #include <string_view>
 #include <vector>
 
+#include "channel.h"
 #include "python.h"
 #include "reply.h"
 
 namespace rpc_ext {
 
-// How a payload of ours begins: no pickle does.
-inline constexpr std::string_view magic(
-    "\xCF"
-    "cf1",
-    4);
-
-// Dispatches requests whose seals were checked: a call of ours to Python, torch's own to torch. A refused request
-// fails.
+// Dispatches requests whose seals were checked: a message of a channel to its native handler, a call of ours to Python,
+// torch's own to torch. A refused request fails.
 class RequestCallback final : public rpc::RequestCallbackImpl {
  public:
   explicit RequestCallback(py::object serve) : serve_(std::move(serve)) {}
@@ -29,7 +24,7 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
  private:
   // A request of torch's own.
   c10::intrusive_ptr<rpc::JitFuture> process(rpc::Message& request, std::vector<c10::Stream> streams) const;
-  // A call of ours.
+  // A call of ours, or a message of a channel.
   c10::intrusive_ptr<rpc::JitFuture> serve(const rpc::Message& request, const std::vector<c10::Stream>& streams) const;
 
   const Held serve_;

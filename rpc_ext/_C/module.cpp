@@ -7,6 +7,7 @@
 
 #include "agent.h"
 #include "autograd.h"
+#include "offload/bind.h"
 #include "part.h"
 #include "python.h"
 #include "receiving.h"
@@ -183,6 +184,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("receive_into", receive_into_capsule, py::arg("allocator"), py::arg("smallest"), py::arg("largest"));
   m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("memory", memory, py::arg("data"));
+  offload::bind(m);
 }
 
 }  // namespace rpc_ext

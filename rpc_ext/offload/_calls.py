@@ -1,7 +1,7 @@
 """The services of this process, and the functions that their clients call.
 
-A client begins, ends and asks for keys by calls of these functions; its reads and writes come as messages of a channel,
-to ``RequestHandler.handle``.
+A client begins, ends and asks for keys by calls of these functions; its reads and writes come as messages of a channel:
+to the native service, and to ``RequestHandler.handle`` where that cannot take them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Entry
+from rpc_ext import _C, session
 from rpc_ext import _channel as channel
-from rpc_ext import session
 from rpc_ext._channel import Reply
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload._handler import RequestHandler
 
 __all__ = [
@@ -47,7 +46,10 @@ def has_service(name: str) -> bool:
 def add_service(handler: RequestHandler) -> bool:
     """Register a service under its name; return False where there is one of that name."""
     with _lock:
-        return _services.setdefault(handler.name, handler) is handler
+        if _services.setdefault(handler.name, handler) is not handler:
+            return False
+        _C.route_messages(handler.name, handler.native)
+        return True
 
 
 def remove_service(handler: RequestHandler) -> None:
@@ -55,6 +57,7 @@ def remove_service(handler: RequestHandler) -> None:
     with _lock:
         if _services.get(handler.name) is handler:
             del _services[handler.name]
+            _C.route_messages(handler.name, None)
 
 
 def find_service(name: object) -> RequestHandler:
@@ -101,7 +104,7 @@ def trim(name: str, token: bytes) -> int:
 
 
 def _handle(body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
-    find_service(parser.service_of(body)).handle(body, tensors, reply)
+    find_service(_C.service_of(body)).handle(body, tensors, reply)
 
 
 def _close_all() -> None:
@@ -109,9 +112,12 @@ def _close_all() -> None:
     with _lock:
         ended = list(_services.values())
         _services.clear()
+        for service in ended:
+            _C.route_messages(service.name, None)
     for service in ended:
         service.close()
 
 
 channel.handle(CHANNEL, "remote offload", _handle)
+_C.use_native_handler(CHANNEL, True)
 session.call_at_end(_close_all)

@@ -1,34 +1,82 @@
-"""Errors of an offload in the words of its client: with its key, and the worker."""
+"""Errors of an offload: as they travel, and in the words of its client, with its key and the worker.
+
+An error travels as a problem: kind, message, path, errno, offset, wanted, got; see ``cudafuture.errors.StorageError``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from copy import copy as copy_of
-from typing import Any
+from typing import Any, NoReturn
 
-from cudafuture.errors import ChecksumError, QuotaError, WorkerLostError
+from cudafuture.errors import (
+    ChecksumError,
+    InvalidStateError,
+    NotFoundError,
+    QuotaError,
+    StorageError,
+    WorkerLostError,
+)
 
-__all__ = ["for_client", "named"]
+__all__ = ["error_from", "for_client", "named", "no_such_key", "problem_of", "raise_problem"]
 
+# By kind, from 1 on, as the native half has them. Other errors travel as the last one.
+_CLASSES: tuple[type[Exception], ...] = (
+    StorageError,
+    ChecksumError,
+    QuotaError,
+    NotFoundError,
+    InvalidStateError,
+    TimeoutError,
+    BlockingIOError,
+    ValueError,
+    MemoryError,
+    RuntimeError,
+)
 # In the words of a store, which has names of its own for the client's keys, and knows pieces of tensors.
 _SIZE = re.compile(r"^no room for \d+ bytes( in one piece)?")
-_KEY = re.compile(r"^key '.*'(?=: its \d+ bytes)", re.DOTALL)
 
 
-def for_client(key: str, error: BaseException, nbytes: int | None = None) -> BaseException:
-    """Return a copy of a store's error with the client's key, and the size of its tensor where that is given.
+def problem_of(error: BaseException) -> tuple[Any, ...]:
+    """Return an error as it travels."""
+    for kind in (2, 3, 4, 1, 5, 6, 7, 8, 9):  # subclasses first
+        if isinstance(error, _CLASSES[kind - 1]):
+            break
+    else:
+        return 10, f"{type(error).__qualname__}: {error}", "", 0, 0, 0, 0
+    text = str(error.args[0]) if error.args else str(error)
+    if not isinstance(error, StorageError):
+        return kind, text, "", 0, 0, 0, 0
+    return kind, text, error.path, error.errno or 0, error.offset, error.wanted, error.got
 
-    The copy has no traceback. The frames of a traceback have the reply among their local variables, so an error in a
-    reply would keep the buffer of the reply until the next garbage collection.
-    """
+
+def error_from(problem: tuple[Any, ...]) -> Exception:
+    """Return the error of a problem."""
+    kind, message, path, code, offset, wanted, got = problem
+    found = _CLASSES[kind - 1]
+    if not issubclass(found, StorageError):
+        return found(message)
+    return found(message, errno=code or None, path=path, offset=offset, wanted=wanted, got=got)
+
+
+def raise_problem(problem: tuple[Any, ...]) -> NoReturn:
+    """Raise the error of a problem."""
+    raise error_from(problem)
+
+
+def no_such_key(key: str) -> NotFoundError:
+    """Return the error of a key that is not there."""
+    return NotFoundError(f"there is no key '{key}'")
+
+
+def for_client(key: str, error: BaseException, nbytes: int) -> BaseException:
+    """Return a store's error for a client that writes a tensor of `nbytes` under `key`. The copy has no traceback."""
     told = copy_of(error)
     vars(told).pop("__notes__", None)  # they name futures of the store
-    if isinstance(told, QuotaError) and nbytes is not None:
+    if isinstance(told, QuotaError):
         told.args = (_SIZE.sub(f"no room for {nbytes} bytes", str(error)),)
         told.wanted = nbytes
-    elif isinstance(told, ChecksumError):
-        told.args = (_KEY.sub(lambda _: f"key {key!r}", str(error)),)
     return told
 
 

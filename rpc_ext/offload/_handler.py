@@ -1,35 +1,24 @@
-"""The request handler of an offload service.
+"""The request handler of an offload service: its native half handles requests, this one the sessions and the calls.
 
-One small write, continued from the client::
-
-     5  RequestHandler.handle     unpacks the request, finds the session               wire, session
-     6  Writing.begin             takes room in the client's window                    writing
-     7  RequestOrder.arrive       after the client's earlier operations on the key     order
-     8  KeyQueues.enter           after all earlier changes of the key                 order
-     9  Namespace.write           quota, Offloader.writev, the answer                  namespace
-
-A read goes the same way with ``Reading`` in place of ``Writing``: it takes its snapshot when its turn has come.
+A request reaches ``RequestHandler.handle`` only where the native half cannot take it: it makes no sense, or its session
+is not known or not watched. Parts of large tensors, and operations that a client gave up, come to ``_handle_slow``.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from cudafuture.errors import AuthenticationError, ChecksumError
+from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
 from cudafuture.storage import Entry, Offloader
+from rpc_ext import _C
 from rpc_ext._channel import Reply
-from rpc_ext._statistics import Histogram
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
-from rpc_ext.offload._reading import Reading, fetch
+from rpc_ext.offload._errors import for_client, no_such_key, problem_of, raise_problem
 from rpc_ext.offload._session import ClientSession, Sessions
 from rpc_ext.offload._statistics import OffloadServiceStatistics
-from rpc_ext.offload._writing import Deleting, Writing, write_part
 from rpc_ext.session import current
 
 __all__ = ["RequestHandler"]
@@ -54,11 +43,8 @@ class RequestHandler:
     ) -> None:
         self.name, self.store = name, store
         self.window = memory // clients
-        self._sessions = Sessions(name, store, clients, self.window, namespace_capacity, patience, self._count_late)
-        self._lock = threading.Lock()  # guards what follows; a leaf
-        self._in_flight = self._most_in_flight = 0
-        self._written = self._read = self._refused = self._late = 0
-        self._latencies = Histogram()
+        self.native = _C.OffloadService(store._native.access(), self.window, self._handle_slow)
+        self._sessions = Sessions(name, store, self.native, clients, self.window, namespace_capacity, patience)
 
     # ---- messages
 
@@ -68,32 +54,59 @@ class RequestHandler:
         Raises:
             ValueError: it is not a request.
             AuthenticationError: there is no such session.
-            BlockingIOError: the client has more bytes in flight than twice its window.
         """
-        request = self._checked(lambda: parser.unpack_request(body, tensors))
-        session = self.session(request.token)
-        session.order.note_arrival(request.sent, request.oldest)
-        if request.verb == wire.GET:
-            Reading(self, session, request, reply).begin()
-        elif request.verb == wire.FETCH:
-            fetch(self, session, request, reply)
-        elif request.verb == wire.DELETE:
-            Deleting(self, session, request, reply).begin()
-        elif request.verb == wire.ABANDON:
-            self._abandon(session, request, reply)
-        elif _is_part(request.entries[0]):
-            write_part(self, session, request, reply)
-        else:
-            Writing(self, session, request, reply).begin()
+        token = self._checked(lambda: _C.parse_request(body, tensors))[1]
+        self.native.handle(body, tensors, self.session(token).native, reply.native)
+
+    def _handle_slow(self, found: tuple[Any, ...], native_reply: _C.Reply) -> None:
+        """Handle a part of a large tensor, or operations that the client gave up. Raises nothing."""
+        request, reply = wire.Request(*found), Reply(native_reply)
+        try:
+            session = self.session(request.token)
+            if request.verb == wire.ABANDON:
+                self._abandon(session, request, reply)
+            else:
+                self._write_part(session, wire.Put(*request.entries[0]), request.data, reply)
+        except BaseException as e:
+            problems = [(i, problem_of(e)) for i in range(len(request.entries))]
+            reply.send(*wire.pack_answer(request.verb, len(problems), problems))
 
     def _abandon(self, session: ClientSession, request: wire.Request, reply: Reply) -> None:
         """Give up operations that the client gave up, so that nothing waits for them."""
         for entry in request.entries:
-            assert isinstance(entry, wire.Operation)
-            session.kept_reads.drop(entry.sequence)
-            session.uploads.fail(entry.sequence, TimeoutError(f"the client gave up the write of key {entry.key!r}"))
-            session.order.pass_on([entry])
-        reply.send(*wire.pack_answer(len(request.entries), [], [], None))
+            sequence, key = entry[0], entry[3]
+            session.native.drop(sequence)
+            session.uploads.fail(sequence, TimeoutError(f"the client gave up the write of key {key!r}"))
+            session.order.pass_on(key, sequence)
+        reply.send(*wire.pack_answer(wire.ABANDON, len(request.entries)))
+
+    def _write_part(self, session: ClientSession, entry: wire.Put, data: torch.Tensor, reply: Reply) -> None:
+        """Write one part of a tensor."""
+        counted = self.native.count_in(session.native, data.numel())
+        if len(counted) > 2:
+            raise_problem(counted)
+
+        def end(error: BaseException | None) -> None:
+            self.native.count_out(session.native, *counted)
+            self.native.count(written=entry.length if error is None else 0)
+            problems = [] if error is None else [(0, self._refusal(entry, error))]
+            reply.send(*wire.pack_answer(wire.PUT, 1, problems))
+
+        try:
+            session.uploads.put(entry, data, end)
+        except BaseException as e:
+            e.__traceback__ = e.__context__ = None  # the uploads keep it, and its frames have the data
+            self.native.count(refused=isinstance(e, ValueError))
+            self.native.count_out(session.native, *counted)
+            reply.send(*wire.pack_answer(wire.PUT, 1, [(0, problem_of(for_client(entry.key, e, entry.nbytes)))]))
+
+    def _refusal(self, entry: wire.Put, error: BaseException) -> tuple[Any, ...]:
+        """Return the problem of a part that was not written, for the client."""
+        if not isinstance(error, ChecksumError):
+            return problem_of(for_client(entry.key, error, entry.nbytes))
+        self.native.count(refused=1)
+        why = f"key '{entry.key}': the {entry.length} bytes that have come are not those that were sent"
+        return problem_of(ChecksumError(why))
 
     # ---- calls
 
@@ -124,15 +137,19 @@ class RequestHandler:
 
     def stat(self, token: object, key: object) -> Entry:
         """Return dtype, shape and bytes of a key."""
-        namespace = self.session(token).namespace
+        session = self.session(token)
         self._checked(lambda: wire.expect_key(key))
-        return namespace.stat(str(key))
+        try:
+            found = self.store.stat(f"{session.namespace.prefix}{key}")
+        except NotFoundError:
+            raise no_such_key(str(key)) from None
+        return Entry(str(key), found.dtype, found.shape, found.nbytes)
 
     def find(self, token: object, keys: object) -> list[Entry | None]:
         """Return dtype, shape and bytes of many keys; None where there is no such key."""
-        namespace = self.session(token).namespace
+        session = self.session(token)
         names = self._checked(lambda: _expect_keys(keys))
-        found = self.store.snapshots([namespace.name_of(key) for key in names])
+        found = self.store.snapshots([session.namespace.prefix + key for key in names])
         return [
             None if snapshot is None else Entry(key, snapshot.dtype, snapshot.shape, snapshot.nbytes)
             for key, snapshot in zip(names, found, strict=True)
@@ -147,73 +164,23 @@ class RequestHandler:
         """End all sessions, and close the store."""
         self._sessions.close()
         self.store.close()
+        self.native.close()
 
     # ---- counts
 
     def statistics(self) -> OffloadServiceStatistics:
         """Return the counts so far."""
-        with self._lock:
-            return OffloadServiceStatistics(
-                clients=len(self._sessions),
-                namespaces=self._sessions.namespaces,
-                under_way=self._in_flight,
-                most_under_way=self._most_in_flight,
-                bytes_written=self._written,
-                bytes_read=self._read,
-                requests=self._latencies.total,
-                refused=self._refused,
-                late=self._late,
-                latency_p50=self._latencies.quantile(0.5),
-                latency_p99=self._latencies.quantile(0.99),
-            )
+        return OffloadServiceStatistics(
+            clients=len(self._sessions), namespaces=self._sessions.namespaces, **self.native.statistics()
+        )
 
     def _checked(self, check: Callable[[], T]) -> T:
-        """Return what a check returns; count what it refuses."""
+        """Return the result of a check; count the requests that it refuses."""
         try:
             return check()
-        except (ValueError, TypeError, ChecksumError, AuthenticationError):
-            self.count(refused=1)
+        except (ValueError, TypeError, AuthenticationError):
+            self.native.count(refused=1)
             raise
-
-    def count(self, *, written: int = 0, read: int = 0, refused: int = 0) -> None:
-        """Count bytes that were written or read, and requests that were refused."""
-        with self._lock:
-            self._refused += refused
-            self._written += written
-            self._read += read
-
-    def _count_late(self) -> None:
-        with self._lock:
-            self._late += 1
-
-    def count_in(self, session: ClientSession, nbytes: int) -> tuple[int, int]:
-        """Count a request as in flight; return what ``count_out`` takes.
-
-        Raises:
-            BlockingIOError: the client has more in flight than twice its window: it does not count what it asks for.
-        """
-        with self._lock:
-            if session.in_flight + nbytes > 2 * self.window:
-                self._refused += 1
-                raise BlockingIOError(
-                    f"{session.in_flight} bytes are in flight for this client, whose window has {self.window}"
-                )
-            session.in_flight += nbytes
-            self._in_flight += nbytes
-            self._most_in_flight = max(self._most_in_flight, self._in_flight)
-        return nbytes, time.perf_counter_ns()
-
-    def count_out(self, session: ClientSession, counted: tuple[int, int]) -> None:
-        """Count a request as answered."""
-        nbytes, since = counted
-        with self._lock:
-            session.in_flight -= nbytes
-            self._in_flight -= nbytes
-            self._latencies.add(time.perf_counter_ns() - since)
-
-
-def _is_part(entry: object) -> bool:
-    return isinstance(entry, wire.Put) and entry.nbytes > wire.PIECE
 
 
 def _expect_client(token: object, client: str, sent: object) -> None:

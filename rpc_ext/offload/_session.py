@@ -1,40 +1,86 @@
-"""The sessions of an offload service: one for each client, until the client ends it or is lost."""
+"""The sessions of an offload service: one for each client, until the client ends it or is lost.
+
+A key of a namespace is ``k<namespace>/<key>`` in the store, or ``k<namespace>~<key>`` if the namespace is private to
+one client. ``<namespace>`` is a hash of fixed length: no key of one namespace can look like another's.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 
-from cudafuture import CUDAFuture
-from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
-from cudafuture.storage import Offloader
-from rpc_ext.offload._buffers import SendBuffers, offload_thread
-from rpc_ext.offload._namespace import Namespace, names_by_prefix, prefix_of
-from rpc_ext.offload._order import RequestOrder
-from rpc_ext.offload._reading import KeptReads
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import AuthenticationError, InvalidStateError, StorageError, WorkerLostError
+from cudafuture.storage import BufferPool, Offloader
+from rpc_ext import _C, _timer
+from rpc_ext.offload._buffers import offload_thread
 from rpc_ext.offload._upload import Uploads
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.watch import watch
 
-__all__ = ["ClientSession", "Sessions"]
+__all__ = ["ClientSession", "Sessions", "names_by_prefix", "prefix_of"]
+
+_HASH = 16  # characters
+_NAME = re.compile(rf"k[0-9a-f]{{{_HASH}}}[/~]")
 
 _REMEMBERED = 1024  # sessions that have ended
 _MOST_BUFFERED = 16 * PIECE  # bytes of the answers to one client that have not been sent
 _SPARE = 64  # namespaces without a session or a tensor that may be kept
 
 
-class ClientSession:
-    """The session of one client."""
+def prefix_of(namespace: str, is_private: bool) -> str:
+    """Return the beginning of the names that a namespace has in the store."""
+    hashed = hashlib.blake2b(namespace.encode(), digest_size=_HASH // 2).hexdigest()
+    return f"k{hashed}{'~' if is_private else '/'}"
 
-    def __init__(self, store: Offloader, namespace: Namespace, client: str, order: RequestOrder, window: int) -> None:
+
+def names_by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
+    """Sort the names in a store by namespace; each keeps the order.
+
+    Raises:
+        StorageError: some are not a service's.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if not _NAME.match(name):
+            raise StorageError(f"the folder is a store with keys of another program, such as {name!r}: use another one")
+        found.setdefault(name[: _HASH + 2], []).append(name)
+    return found
+
+
+class ClientSession:
+    """The session of one client. Its native half has the order, the namespace, kept reads and buffers for answers."""
+
+    def __init__(
+        self, store: Offloader, namespace: _C.Namespace, client: str, order: _C.RequestOrder, window: int
+    ) -> None:
         self.namespace, self.client, self.order = namespace, client, order
+        self.is_private = namespace.prefix.endswith("~")
+        self.buffers = BufferPool(min(2 * window, _MOST_BUFFERED), pin=False)
+        itself = weakref.ref(self)  # the native half is not to keep this one
+
+        def set_timer(seconds: float) -> None:
+            if (session := itself()) is not None:
+                _timer.schedule(session, time.perf_counter() + seconds)
+
+        self.native = _C.OffloadSession(namespace, order, self.buffers._native.access(), set_timer)
         self.uploads = Uploads(store, namespace, order)
-        self.kept_reads = KeptReads(order)
-        self.buffers = SendBuffers(min(2 * window, _MOST_BUFFERED))
-        self.in_flight = 0  # bytes of its requests that have not been answered
-        self.heard = time.monotonic()  # when its last request came
+
+    def look(self, now: float) -> float | None:
+        """Drop the reads, and the waits for buffers, whose time is over. Called by the timer thread."""
+        due = self.native.look()
+        return None if due is None else now + due
+
+    def end(self) -> None:
+        """Abort what is not finished."""
+        self.buffers.close()
+        self.uploads.end()
+        _timer.cancel(self)
+        self.native.clear()
 
 
 class Sessions:
@@ -47,30 +93,30 @@ class Sessions:
     Args:
         service: the name of the service, for messages.
         store: of the service.
+        native: the native half of the service, which has the sessions by token, too.
         most: sessions that there may be.
         window: bytes that each client may have under way.
         namespace_capacity: bytes of each namespace, or None.
         patience: seconds.
-        on_late: see ``RequestOrder``.
     """
 
     def __init__(
         self,
         service: str,
         store: Offloader,
+        native: _C.OffloadService,
         most: int,
         window: int,
         namespace_capacity: int | None,
         patience: float,
-        on_late: Callable[[], None],
     ) -> None:
-        self._service, self._store, self._most, self._window = service, store, most, window
-        self._namespace_capacity, self._patience, self._on_late = namespace_capacity, patience, on_late
+        self._service, self._store, self._native = service, store, native
+        self._most, self._window, self._patience = most, window, patience
+        self._namespace_capacity = namespace_capacity
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._sessions: dict[bytes, ClientSession] = {}
         self._namespaces = {
-            prefix: Namespace(store, prefix, namespace_capacity, names)
-            for prefix, names in names_by_prefix(store.keys()).items()
+            prefix: self._namespace(prefix, names) for prefix, names in names_by_prefix(store.keys()).items()
         }
         self._until_forgetting = len(self._namespaces) + _SPARE
         self._over: dict[bytes, str] = {}  # why the last sessions ended
@@ -101,11 +147,27 @@ class Sessions:
                 found = self._namespaces.get(prefix)
                 if found is None:
                     self._forget_unused()
-                    found = self._namespaces[prefix] = Namespace(self._store, prefix, self._namespace_capacity)
-                self._sessions[token] = ClientSession(
-                    self._store, found, client, RequestOrder(sent, self._on_late), self._window
-                )
+                    found = self._namespaces[prefix] = self._namespace(prefix)
+                self._add(token, ClientSession(self._store, found, client, self._order(sent), self._window))
         self._watch(client)
+
+    def _namespace(self, prefix: str, names: Iterable[str] = ()) -> _C.Namespace:
+        """Return a namespace with the names that the store has of it; private ones are left over, and deleted."""
+        sizes = []
+        if not prefix.endswith("~"):
+            sizes = [(name[len(prefix) :], self._store.stat(name).nbytes) for name in names]
+        elif names:
+            deleted = self._store.deletev(names)
+            deleted.add_done_callback(CUDAFuture.exception, executor=executors.inline)  # the next start tries again
+        return _C.Namespace(self._store._native.access(), prefix, self._namespace_capacity, sizes)
+
+    def _order(self, sent: float) -> _C.RequestOrder:
+        return _C.RequestOrder(sent, self._native)
+
+    def _add(self, token: bytes, session: ClientSession) -> None:
+        session.native.is_watched = session.client in self._watches
+        self._sessions[token] = session
+        self._native.add(token, session.native)
 
     def _forget_unused(self) -> None:
         """Forget namespaces that have no session and no tensor, where there are many more than before.
@@ -135,11 +197,10 @@ class Sessions:
                 self._expect_room()
                 silent = self._silent.pop(token)
                 session = ClientSession(self._store, silent.namespace, silent.client, silent.order, self._window)
-                self._sessions[token] = session
+                self._add(token, session)
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
                 raise AuthenticationError(f"offload service {self._service!r} knows no such session: {why}")
-            session.heard = time.monotonic()
             is_watched = session.client in self._watches
         if not is_watched:
             self._watch(session.client)
@@ -149,6 +210,7 @@ class Sessions:
         """End a session: abort its unfinished writes, and delete its private keys."""
         with self._lock:
             session = self._sessions.pop(token, None)
+            self._native.remove(token)
             silent = self._silent.pop(token, None)
             if session is not None and may_resume:
                 self._silent[token] = session
@@ -159,21 +221,19 @@ class Sessions:
                     remembered.pop(next(iter(remembered)))
             if session is not None:
                 self._namespaces.pop(session.namespace.prefix, None)
-                if not session.namespace.is_private:
+                if not session.is_private:
                     self._namespaces[session.namespace.prefix] = session.namespace  # the last one
             is_last = session is not None and not self._has(session.client)
             watched = self._watches.pop(session.client, None) if session is not None and is_last else None
         if watched is not None:
             watched.cancel()
         if session is not None:
-            session.buffers.close()
-            session.uploads.end()
+            session.end()
         if not may_resume and (ended := session or silent) is not None:
             ended.order.end()
         if session is None:
             return
-        session.kept_reads.clear()
-        if session.namespace.is_private:
+        if session.is_private:
             session.namespace.clear()
 
     def close(self) -> None:
@@ -192,6 +252,11 @@ class Sessions:
     def _has(self, client: str) -> bool:
         return any(session.client == client for session in self._sessions.values())
 
+    def _note_watched(self, client: str, is_watched: bool) -> None:
+        for session in self._sessions.values():
+            if session.client == client:
+                session.native.is_watched = is_watched
+
     def _watch(self, client: str) -> None:
         with self._lock:
             if client in self._watches:
@@ -201,6 +266,7 @@ class Sessions:
             if client in self._watches or not self._has(client):
                 return
             self._watches[client] = watched
+            self._note_watched(client, True)
         itself = weakref.ref(self)  # a service that is dropped is not kept by its watches
 
         def ended(done: CUDAFuture[None]) -> None:
@@ -213,12 +279,13 @@ class Sessions:
     def _watch_has_ended(self, client: str, error: BaseException | None) -> None:
         with self._lock:
             self._watches.pop(client, None)
+            self._note_watched(client, False)
             theirs = {token: session for token, session in self._sessions.items() if session.client == client}
         if not isinstance(error, WorkerLostError):  # RPC has ended here
             return
         was_silent = isinstance(error.__cause__, TimeoutError)
-        heard = max((session.heard for session in theirs.values()), default=0.0)
-        if was_silent and time.monotonic() - heard < self._patience:
+        heard = max((session.native.heard for session in theirs.values()), default=0.0)
+        if was_silent and time.perf_counter() - heard < self._patience:
             self._watch(client)  # its requests came, and its answers did not
             return
         for token, session in theirs.items():
@@ -232,5 +299,5 @@ class Sessions:
             token,
             f"worker '{session.client}' was silent for {self._patience:g} s, and its private keys were deleted. Make a "
             "new RemoteOffloader; give it namespace= to keep keys, or serve_offload a longer patience=",
-            may_resume=not session.namespace.is_private,
+            may_resume=not session.is_private,
         )

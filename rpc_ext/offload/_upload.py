@@ -14,15 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Offloader
-from rpc_ext import _timer
-from rpc_ext.offload._namespace import Namespace, call, error_of
-from rpc_ext.offload._order import RequestOrder
+from rpc_ext import _C, _timer
+from rpc_ext.offload._buffers import offload_thread
+from rpc_ext.offload._errors import raise_problem
 from rpc_ext.offload._wire import PIECE, Put, parts_of
 
 __all__ = ["Uploads"]
@@ -40,7 +41,7 @@ class Uploads:
         order: of the client.
     """
 
-    def __init__(self, store: Offloader, namespace: Namespace, order: RequestOrder) -> None:
+    def __init__(self, store: Offloader, namespace: _C.Namespace, order: _C.RequestOrder) -> None:
         self.store, self.namespace, self.order = store, namespace, order
         self._lock = threading.Lock()  # guards what follows; the namespace's is taken under it
         self._uploads: dict[int, _Upload] = {}
@@ -66,20 +67,20 @@ class Uploads:
             is_new = upload is None
             if upload is None:
                 try:
-                    if (late := self.order.late([entry]).get(0)) is not None:
+                    if (late := too_late(self.order, entry)) is not None:
                         raise late
                     upload = self._uploads[entry.sequence] = _Upload(self, entry)
                 except Exception as e:
                     self._note_failure(entry.sequence, e.with_traceback(None))
         if upload is None:
-            self.order.pass_on([entry])
+            self.order.pass_on(entry.key, entry.sequence)
             raise self._over[entry.sequence]
         if is_new:
             try:
                 upload.begin()
             except BaseException as e:  # the system has no more threads
                 upload.fail(e)
-                self.order.pass_on([entry])
+                self.order.pass_on(entry.key, entry.sequence)
                 raise
         upload.put(entry, data, end)
 
@@ -122,9 +123,10 @@ class _Upload:
 
     def __init__(self, uploads: Uploads, first: Put) -> None:
         namespace = uploads.namespace
-        namespace.take(first.nbytes)
+        if (problem := namespace.take(first.nbytes)) is not None:
+            raise_problem(problem)
         try:
-            self._write = uploads.store.begin_write(namespace.name_of(first.key), first.dtype, first.shape)
+            self._write = uploads.store.begin_write(namespace.prefix + first.key, first.dtype, first.shape)
         except BaseException:
             namespace.give_back(first.nbytes)
             raise
@@ -140,23 +142,24 @@ class _Upload:
         seconds = self._uploads.order.left(self._first.expires)
         if seconds < math.inf:
             _timer.schedule(self, time.perf_counter() + max(seconds, 0.0))
-        if self._uploads.order.arrive([self._first], self._enter):
-            self._enter([0])
+        if self._uploads.order.arrive(self._first.key, self._first.after, self._enter, self._uploads.namespace):
+            self._enter()
 
-    def _enter(self, _: list[int]) -> None:
-        superseded = self._uploads.order.note_change(self._first)
-        if superseded is not None:
-            self.fail(superseded)
-        elif self._uploads.namespace.queues.enter([self._first], [0], True, self._take_turn):
-            self._take_turn([0])
-        self._uploads.order.pass_on([self._first])
+    def _enter(self) -> None:
+        key, sequence = self._first.key, self._first.sequence
+        if not self._uploads.order.note_change(key, sequence, self._first.expires):
+            why = f"the request to change key '{key}' has reached the offload service after a later one"
+            self.fail(TimeoutError(why))
+        elif self._uploads.namespace.enter(key, True, self._take_turn):
+            self._take_turn()
+        self._uploads.order.pass_on(key, sequence)
 
-    def _take_turn(self, _: list[int]) -> None:
+    def _take_turn(self) -> None:
         with self._lock:
             self._has_turn = True
             is_over = self._is_over
         if is_over:
-            self._uploads.namespace.queues.leave([self._first.key])
+            self._uploads.namespace.leave(self._first.key)
         else:
             self._commit_if_whole()
 
@@ -195,7 +198,7 @@ class _Upload:
                 return
             self._is_over = True
         _timer.cancel(self)
-        if (error := self._uploads.order.late([self._first]).get(0)) is not None:
+        if (error := too_late(self._uploads.order, self._first)) is not None:
             self._write.abort()
             self._settle(error)
         else:
@@ -205,11 +208,11 @@ class _Upload:
         """End the upload, which has its turn and all of its parts."""
         assert self._last is not None
         self._uploads.forget(self._first.sequence, error)
-        self._uploads.namespace.settle(self._first.key, self._first.nbytes, error)
+        self._uploads.namespace.settle(self._first.key, self._first.nbytes, error is None)
         try:
             self._last(error)
         finally:
-            self._uploads.namespace.queues.leave([self._first.key])
+            self._uploads.namespace.leave(self._first.key)
 
     def fail(self, error: BaseException) -> None:
         """Abort the upload, unless it is over."""
@@ -227,8 +230,30 @@ class _Upload:
                 last(error)
         finally:
             if has_turn:
-                self._uploads.namespace.queues.leave([self._first.key])
+                self._uploads.namespace.leave(self._first.key)
 
     def look(self, _: float) -> None:
         """Abort the upload: its time is over. Called by the timer thread."""
         self.fail(TimeoutError(f"the write of key {self._first.key!r} was not complete before its deadline"))
+
+
+def too_late(order: _C.RequestOrder, entry: Put) -> TimeoutError | None:
+    """Return the error of an operation whose deadline is over."""
+    if (seconds := order.late(entry.expires)) is None:
+        return None
+    return TimeoutError(f"the request has reached the offload service {seconds:.3g} s after its deadline")
+
+
+def call(done: Callable[[CUDAFuture[Any]], None], start: Callable[..., CUDAFuture[Any]]) -> None:
+    """Start an operation of the store, and call `done` with its future on the offload thread, also if it raises."""
+    try:
+        future = start()
+    except Exception as e:
+        future = CUDAFuture.failed(e.with_traceback(None))
+    future.add_done_callback(done, executor=offload_thread)
+
+
+def error_of(future: CUDAFuture[Any]) -> BaseException | None:
+    """Return the error of a future that is done, without its traceback: its frames hold the tensors of the call."""
+    error = future.exception()
+    return error if error is None else error.with_traceback(None)

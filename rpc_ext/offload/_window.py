@@ -25,7 +25,6 @@ import torch
 
 from rpc_ext import _timer
 from rpc_ext._channel import Channel
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._buffers import SendBuffers
 from rpc_ext.offload._operation import Operation
@@ -115,7 +114,7 @@ class Message:
         self.window.release(self)
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _SAME_MODE:
-                self.take(parser.unpack_answer(self.verb, len(self.requests), body, tensors))
+                self.take(wire.parse_answer(self.verb, len(self.requests), body, tensors))
         except BaseException as e:
             for request in self.requests:
                 self.window.end(request, None, e.with_traceback(None), answered=False)

@@ -1,56 +1,33 @@
-"""Format of the messages between a client and an offload service.
-
-::
-
-    request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
-    entry    sequence, after, expiry, key                    of every verb but FETCH
-             + dtype, sizes, part, place of the bytes, digest    PUT
-             sequence, part                                      FETCH
-    answer   version, entries, pickled errors | entries | data
-    entry    dtype, sizes, place of the bytes, digests           GET
-             place of the bytes, digest                          FETCH
-
-The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message itself,
-more as one tensor beside it. Of a request nothing is unpickled.
-"""
+"""Messages between a client and an offload service, as Python sees them; ``_C/offload/wire.h`` has their format."""
 
 from __future__ import annotations
 
 import math
-import pickle
-import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from rpc_ext._C import memory
+from rpc_ext import _C
+from rpc_ext.offload._errors import error_from
 
 __all__ = [
     "ABANDON",
-    "ANSWER",
     "DELETE",
     "DTYPES",
-    "ENTRY",
     "FETCH",
-    "FETCHED",
     "GET",
-    "HEAD",
     "INLINE",
-    "KEPT",
     "LARGE",
     "LINE",
     "LONGEST_KEY",
     "LONGEST_NAME",
-    "MOST_BYTES",
     "MOST_DIMENSIONS",
     "MOST_ENTRIES",
     "NO_DATA",
     "PACK",
     "PIECE",
-    "PLACE",
     "PUT",
-    "TENSOR",
     "TOKEN",
     "VERSION",
     "Answer",
@@ -66,8 +43,8 @@ __all__ = [
     "expect_sendable",
     "pack_answer",
     "pack_request",
+    "parse_answer",
     "parts_of",
-    "with_data",
 ]
 
 PIECE = 16 << 20  # bytes of the data of one message at most. Larger tensors travel in parts of this size
@@ -82,40 +59,10 @@ INLINE = 1 << 14  # bytes of data up to which the message carries them: a tensor
 
 PUT, GET, DELETE, FETCH, ABANDON = 1, 2, 3, 4, 5
 
-VERSION = 3
+VERSION = 4
 MOST_DIMENSIONS = 64
-MOST_BYTES = 1 << 46
-HEAD = struct.Struct("<BB16sdQHHB")  # version, verb, token, sent, oldest, entries, unused, length of the name
-ENTRY = struct.Struct("<QQdH")  # sequence, after, expires, length of the key
-TENSOR = struct.Struct("<BBQ")  # dtype, dimensions, bytes
-PLACE = struct.Struct("<IIIQ")  # part, at, length, digest
-FETCHED = struct.Struct("<QI")  # sequence, part
-KEPT = struct.Struct("<BQQ")  # 1 for a digest or 0, digest, seed
-ANSWER = struct.Struct("<BHI")  # version, entries, bytes of the pickled errors
-# Codes are indices: append only.
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+DTYPES: tuple[torch.dtype, ...] = tuple(_C.offload_dtypes())
+"""dtypes that can be sent"""
 NO_DATA = torch.empty(0, dtype=torch.uint8)
 
 
@@ -218,37 +165,17 @@ def expect_key(key: object) -> bytes:
 
 def expect_sendable(dtype: torch.dtype, dimensions: int) -> None:
     """Raise TypeError or ValueError unless a tensor of this dtype and with so many dimensions can be sent."""
-    if dtype not in _CODES:
+    if dtype not in DTYPES:
         raise TypeError(f"tensors of {dtype} cannot be sent")
     if dimensions > MOST_DIMENSIONS:
         raise ValueError(f"a tensor has at most {MOST_DIMENSIONS} dimensions, not {dimensions}")
-
-
-def with_data(body: bytes, data: torch.Tensor) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the body and the tensors of a message with data."""
-    return (body + memory(data).tobytes(), []) if data.numel() <= INLINE else (body, [data])
 
 
 def pack_request(
     verb: int, token: bytes, sent: float, oldest: int, service: str, entries: Sequence[Entry], data: torch.Tensor
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Return the body and the tensors of a request."""
-    name = service.encode()
-    parts = [HEAD.pack(VERSION, verb, token, sent, oldest, len(entries), 0, len(name)), name]
-    for entry in entries:
-        if isinstance(entry, Fetch):
-            parts.append(FETCHED.pack(*entry))
-            continue
-        key = entry.key.encode()
-        parts += ENTRY.pack(entry.sequence, entry.after, entry.expires, len(key)), key
-        if isinstance(entry, Put):
-            shape = entry.shape
-            parts += (
-                TENSOR.pack(_CODES[entry.dtype], len(shape), entry.nbytes),
-                struct.pack(f"<{len(shape)}q", *shape),
-                PLACE.pack(entry.part, entry.at, entry.length, entry.digest),
-            )
-    return with_data(b"".join(parts), data)
+    return _C.pack_request(verb, token, sent, oldest, service, entries, data)
 
 
 def data_of(data: torch.Tensor, entry: Put | Found | Part) -> torch.Tensor:
@@ -258,20 +185,22 @@ def data_of(data: torch.Tensor, entry: Put | Found | Part) -> torch.Tensor:
 
 
 def pack_answer(
-    count: int, errors: Sequence[tuple[int, BaseException]], entries: Sequence[Found | Part], data: torch.Tensor | None
+    verb: int,
+    count: int,
+    problems: Sequence[tuple[int, tuple[Any, ...]]] = (),
+    entries: Sequence[Found | Part] = (),
+    data: torch.Tensor | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Return the body and the tensors of the answer to a request of `count` entries."""
-    pickled = pickle.dumps(errors) if errors else b""
-    parts = [ANSWER.pack(VERSION, count, len(pickled)), pickled]
-    for entry in entries:
-        if isinstance(entry, Part):
-            parts.append(PLACE.pack(0, *entry))
-            continue
-        shape = entry.shape
-        parts += (
-            TENSOR.pack(_CODES[entry.dtype], len(shape), entry.nbytes),
-            struct.pack(f"<{len(shape)}q", *shape),
-            PLACE.pack(0, entry.at, entry.length, entry.digest),
-            KEPT.pack(entry.kept is not None, *(entry.kept or (0, 0))),
-        )
-    return with_data(b"".join(parts), NO_DATA if data is None else data)
+    return _C.pack_answer(verb, count, problems, entries, data)
+
+
+def parse_answer(verb: int, count: int, body: bytes, tensors: list[torch.Tensor]) -> Answer:
+    """Return the answer to a request of `count` entries.
+
+    Raises:
+        ValueError: the message is no such answer.
+    """
+    problems, entries, data = _C.parse_answer(verb, count, body, tensors)
+    make = Found if verb == GET else Part
+    return Answer({i: error_from(problem) for i, problem in problems}, [make(*entry) for entry in entries], data)

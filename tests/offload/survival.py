@@ -373,7 +373,7 @@ def read_all(server: str, store: RemoteOffloader, keys: Sequence[str], journal: 
     for key, read in reads.items():
         begin = first
         error = read.exception(timeout=LONG)
-        while isinstance(error, TimeoutError):
+        while isinstance(error, (TimeoutError, BlockingIOError)):  # earlier reads that timed out may still be in flight
             begin = now()
             read = store.read(key)
             error = read.exception(timeout=LONG)

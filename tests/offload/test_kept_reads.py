@@ -3,57 +3,82 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Offloader
-from rpc_ext.offload import _reading as reading
-from rpc_ext.offload._order import RequestOrder
-from rpc_ext.offload._reading import KeptReads
-from rpc_ext.offload._wire import PIECE, Fetch, Operation
+from rpc_ext import OffloadService, RemoteOffloader, serve_offload
+from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._wire import PIECE, Fetch
 from unit.storing import PATIENCE
+from world.offload_seams import change_of, send
+from world.rpc_callees import ME, alone, wait_for
+
+LARGE = torch.arange(2 * PIECE + 8, dtype=torch.uint8)
 
 
-def test_a_part_is_fetched_once_and_the_tensor_is_dropped_with_the_last(tmp_path: Path) -> None:
-    with Offloader(tmp_path / "store") as store:
-        store.write("x", torch.zeros(2 * PIECE + 1, dtype=torch.uint8)).wait(timeout=PATIENCE)
-        kept = KeptReads(RequestOrder(time.perf_counter(), lambda: None))
-        (snapshot,) = store.snapshots(["x"])
-        assert snapshot is not None
-        kept.keep(Operation(1, 0, 0.0, "x"), snapshot, has_first=True)
-        assert kept.take(Fetch(1, 2)) == (snapshot, "x")
-        for part in (0, 2, 3):
-            with pytest.raises(InvalidStateError, match="does not keep this read"):
-                kept.take(Fetch(1, part))
-        kept.take(Fetch(1, 1))
-        with pytest.raises(InvalidStateError):
-            kept.take(Fetch(1, 1))
-        kept.keep(Operation(2, 0, 0.0, "x"), snapshot, has_first=False)
-        kept.drop(2)
-        with pytest.raises(InvalidStateError):
-            kept.take(Fetch(2, 0))
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[OffloadService]:
+    with alone(tmp_path / "rendezvous"), serve_offload(tmp_path / "store") as service:
+        yield service
 
 
-def test_a_tensor_is_dropped_when_the_time_of_its_read_is_over(tmp_path: Path) -> None:
+@pytest.fixture
+def remote(service: OffloadService) -> Iterator[RemoteOffloader]:
+    with RemoteOffloader(ME) as remote:
+        remote.write("x", LARGE).wait(timeout=PATIENCE)
+        yield remote
+
+
+def fetch(remote: RemoteOffloader, sequence: int, part: int) -> torch.Tensor:
+    """Return the bytes of a part; raise what the service answers."""
+    answer = send(remote, wire.FETCH, [Fetch(sequence, part)]).wait(timeout=PATIENCE)
+    if answer.errors:
+        raise answer.errors[0]
+    return answer.data
+
+
+def test_a_part_is_fetched_once_and_the_tensor_is_dropped_with_the_last(
+    service: OffloadService, remote: RemoteOffloader
+) -> None:
+    entry = change_of("x")
+    answer = send(remote, wire.GET, [entry]).wait(timeout=PATIENCE)
+    assert torch.equal(answer.data, LARGE[:PIECE])
+    remote.write("x", torch.zeros(8)).wait(timeout=PATIENCE)  # the read keeps the tensor that it has found
+    assert torch.equal(fetch(remote, entry.sequence, 2), LARGE[2 * PIECE :])
+    for part in (0, 2, 3):
+        with pytest.raises(InvalidStateError, match="does not keep this read"):
+            fetch(remote, entry.sequence, part)
+    used = service.store.statistics().used
+    assert torch.equal(fetch(remote, entry.sequence, 1), LARGE[PIECE : 2 * PIECE])
+    wait_for(lambda: service.store.statistics().used <= used - LARGE.nbytes)
+    with pytest.raises(InvalidStateError):
+        fetch(remote, entry.sequence, 1)
+
+
+def test_a_read_that_the_client_gave_up_is_dropped(service: OffloadService, remote: RemoteOffloader) -> None:
+    entry = change_of("x")
+    send(remote, wire.GET, [entry]).wait(timeout=PATIENCE)
+    send(remote, wire.ABANDON, [entry]).wait(timeout=PATIENCE)
+    with pytest.raises(InvalidStateError):
+        fetch(remote, entry.sequence, 1)
+
+
+def test_a_tensor_is_dropped_when_the_time_of_its_read_is_over(
+    service: OffloadService, remote: RemoteOffloader
+) -> None:
     """So a client that timed out keeps no old tensor on the disk."""
-    with Offloader(tmp_path / "store") as store:
-        store.write("x", torch.zeros(PIECE + 1, dtype=torch.uint8)).wait(timeout=PATIENCE)
-        now = time.perf_counter()
-        kept = KeptReads(RequestOrder(now, lambda: None))
-        with mock.patch.object(reading._timer, "schedule") as schedule:
-            for i, seconds in enumerate((PATIENCE, 2 * PATIENCE), start=1):
-                (snapshot,) = store.snapshots(["x"])
-                assert snapshot is not None
-                kept.keep(Operation(i, 0, now + seconds, "x"), snapshot, has_first=True)
-        due = [call.args[1] for call in schedule.call_args_list]
-        assert due == pytest.approx([now + PATIENCE, now + 2 * PATIENCE], abs=PATIENCE / 2)
-        with mock.patch.object(reading.time, "perf_counter", return_value=now + 1.5 * PATIENCE):
-            again = kept.look(now + 1.5 * PATIENCE)
-        assert again == pytest.approx(now + 2 * PATIENCE, abs=PATIENCE / 4)
-        with pytest.raises(InvalidStateError):
-            kept.take(Fetch(1, 1))
-        kept.take(Fetch(2, 1))
+    remote.write("y", LARGE).wait(timeout=PATIENCE)
+    short = change_of("y", expires=time.perf_counter() + 0.5)
+    long = change_of("x", expires=time.perf_counter() + PATIENCE)
+    for entry in (short, long):
+        assert not send(remote, wire.GET, [entry]).wait(timeout=PATIENCE).errors
+    remote.writev({"x": torch.zeros(8), "y": torch.zeros(8)}).wait(timeout=PATIENCE)
+    wait_for(lambda: service.store.statistics().used < 2 * LARGE.nbytes)
+    with pytest.raises(InvalidStateError):
+        fetch(remote, short.sequence, 1)
+    assert torch.equal(fetch(remote, long.sequence, 1), LARGE[PIECE : 2 * PIECE])
+    assert torch.equal(fetch(remote, long.sequence, 2), LARGE[2 * PIECE :])

@@ -11,10 +11,10 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError, QuotaError
 from cudafuture.storage import Engine, Offloader, digest
-from rpc_ext.offload._namespace import Namespace, prefix_of
-from rpc_ext.offload._order import RequestOrder
+from rpc_ext import _C
+from rpc_ext.offload._session import prefix_of
 from rpc_ext.offload._upload import Uploads
-from rpc_ext.offload._wire import PIECE, Operation, Put
+from rpc_ext.offload._wire import PIECE, Put
 from unit.storing import PATIENCE
 
 LARGE = torch.zeros(PIECE + 64, dtype=torch.uint8)
@@ -24,8 +24,9 @@ class Client:
     """The uploads of one client, and the ends of its parts."""
 
     def __init__(self, store: Offloader, capacity: int | None = None) -> None:
-        self.namespace = Namespace(store, prefix_of("a namespace", is_private=False), capacity)
-        self.order = RequestOrder(time.perf_counter(), lambda: None)
+        prefix = prefix_of("a namespace", is_private=False)
+        self.namespace = _C.Namespace(store._native.access(), prefix, capacity, [])
+        self.order = _C.RequestOrder(time.perf_counter(), None)
         self.uploads = Uploads(store, self.namespace, self.order)
 
     def put(self, part: int, *, sequence: int = 1, after: int = 0) -> CUDAFuture[BaseException | None]:
@@ -45,7 +46,7 @@ def test_a_tensor_is_there_when_its_last_part_ends(tmp_path: Path) -> None:
         assert client.namespace.keys() == []
         assert client.put(0).wait(timeout=PATIENCE) is None
         assert client.namespace.keys() == ["x"]
-        assert torch.equal(store.read(client.namespace.name_of("x")).wait(timeout=PATIENCE), LARGE)
+        assert torch.equal(store.read(client.namespace.prefix + "x").wait(timeout=PATIENCE), LARGE)
 
 
 def test_no_part_of_an_aborted_upload_ends_well(tmp_path: Path) -> None:
@@ -70,11 +71,11 @@ def test_operations_behind_an_upload_that_fails_have_their_turn(tmp_path: Path) 
         client = Client(store, capacity=LARGE.nbytes - 1)
         with pytest.raises(QuotaError):
             client.put(0)
-        assert client.order.arrive([Operation(2, 1, 0.0, "x")], lambda _: None) == [0]
+        assert client.order.arrive("x", 1, lambda: None, client.namespace)
         client = Client(store)
         client.put(0).wait(timeout=PATIENCE)
         turns: list[int] = []
-        assert client.namespace.queues.enter([Operation(2, 1, 0.0, "x")], [0], False, turns.extend) == []
+        assert not client.namespace.enter("x", False, lambda: turns.append(0))
         client.uploads.fail(1, TimeoutError("the client gave it up"))
         assert turns == [0]
 
@@ -86,7 +87,7 @@ def test_an_upload_that_waits_for_an_earlier_operation_commits_after_it(tmp_path
         last = client.put(1, sequence=2, after=1)
         store.flush().wait(timeout=PATIENCE)
         assert (last.done(), client.namespace.keys()) == (False, [])
-        client.order.pass_on([Operation(1, 0, 0.0, "x")])
+        client.order.pass_on("x", 1)
         assert last.wait(timeout=PATIENCE) is None
         assert client.namespace.keys() == ["x"]
 

@@ -15,9 +15,10 @@ import torch
 
 from cudafuture.errors import ChecksumError, WorkerLostError
 from cudafuture.storage import digest
-from rpc_ext.offload import _parser as parser
+from rpc_ext import _C
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._changes import DeleteRequest, WriteRequest
+from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._operation import Operation, Operations
 from rpc_ext.offload._reads import ReadRequest
 from rpc_ext.offload._source import source_of
@@ -32,7 +33,10 @@ class Message:
     """A message that a window has sent."""
 
     def __init__(self, body: bytes, tensors: list[torch.Tensor], listener: Any) -> None:
-        self.request, self.listener = parser.unpack_request(body, tensors), listener
+        found = wire.Request(*_C.parse_request(body, tensors))
+        make: Any = {wire.PUT: wire.Put, wire.FETCH: wire.Fetch}.get(found.verb, wire.Operation)
+        self.request = found._replace(entries=[make(*entry) for entry in found.entries])
+        self.listener = listener
 
     @property
     def verb(self) -> int:
@@ -48,7 +52,8 @@ class Message:
 
     def answer(self, errors: dict[int, BaseException] | None = None) -> None:
         """Answer a write or a deletion."""
-        self.listener.answered(*wire.pack_answer(len(self.entries), list((errors or {}).items()), [], None))
+        problems = [(i, problem_of(error)) for i, error in (errors or {}).items()]
+        self.listener.answered(*wire.pack_answer(self.verb, len(self.entries), problems))
 
     def give(self, *tensors: torch.Tensor) -> None:
         """Answer a read with tensors of at most 64 bytes."""
@@ -58,7 +63,7 @@ class Message:
             data[64 * i : 64 * i + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
             n = tensor.nbytes
             found.append(wire.Found(tensor.dtype, tuple(tensor.shape), n, 64 * i, n, digest(tensor), None))
-        self.listener.answered(*wire.pack_answer(len(tensors), [], found, data))
+        self.listener.answered(*wire.pack_answer(self.verb, len(tensors), [], found, data))
 
 
 class Channel:

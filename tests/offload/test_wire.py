@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudafuture.errors import NotFoundError
-from rpc_ext.offload import _parser as parser
+from cudafuture.errors import NotFoundError, StorageError
+from rpc_ext import _C
 from rpc_ext.offload import _wire as wire
-from rpc_ext.offload._wire import PIECE, Fetch, Found, Operation, Part, Put, pack_answer, pack_request
+from rpc_ext.offload._errors import error_from, problem_of
+from rpc_ext.offload._wire import PIECE, Fetch, Found, Operation, Part, Put, pack_answer, pack_request, parse_answer
 from soak import soak_count
 
 TOKEN = bytes(range(wire.TOKEN))
@@ -28,10 +29,16 @@ def data(nbytes: int) -> torch.Tensor:
     return torch.arange(nbytes, dtype=torch.uint8)
 
 
+def parse_request(body: bytes, tensors: list[torch.Tensor]) -> wire.Request:
+    found = wire.Request(*_C.parse_request(body, tensors))
+    make: Any = {wire.PUT: Put, wire.FETCH: Fetch}.get(found.verb, Operation)
+    return found._replace(entries=[make(*entry) for entry in found.entries])
+
+
 def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Request:
     body, tensors = pack_request(verb, TOKEN, 1.5, 4, "offload", entries, sent)
-    assert parser.service_of(body) == "offload"
-    return parser.unpack_request(body, tensors)
+    assert _C.service_of(body) == "offload"
+    return parse_request(body, tensors)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +66,14 @@ def test_an_answer_comes_out_as_it_was() -> None:
         Found(torch.uint8, (40 << 20,), 40 << 20, 64, 0, 9, None),
         Found(torch.int8, (3,), 3, 64, 3, 1, None),
     ]
-    errors = [(1, NotFoundError("there is no key 'x'"))]
-    answer = parser.unpack_answer(wire.GET, 4, *pack_answer(4, errors, found, data(67)))
+    error = NotFoundError("there is no key 'x'")
+    answer = parse_answer(wire.GET, 4, *pack_answer(wire.GET, 4, [(1, problem_of(error))], found, data(67)))
     assert answer.entries == found
-    assert [(i, str(error)) for i, error in answer.errors.items()] == [(1, str(errors[0][1]))]
+    assert [(i, type(found), str(found)) for i, found in answer.errors.items()] == [(1, NotFoundError, str(error))]
     assert torch.equal(wire.data_of(answer.data, found[2]), data(67)[64:])
     parts = [Part(0, 10, 1), Part(64, 3, 2)]
-    assert parser.unpack_answer(wire.FETCH, 2, *pack_answer(2, [], parts, data(67))).entries == parts
-    assert parser.unpack_answer(wire.PUT, 2, *pack_answer(2, [], [], None))[:2] == ({}, [])
+    assert parse_answer(wire.FETCH, 2, *pack_answer(wire.FETCH, 2, [], parts, data(67))).entries == parts
+    assert parse_answer(wire.PUT, 2, *pack_answer(wire.PUT, 2))[:2] == ({}, [])
 
 
 def test_an_entry_without_bytes_may_lie_anywhere() -> None:
@@ -82,7 +89,7 @@ def test_more_data_than_a_message_carries_itself_travels_as_a_tensor() -> None:
             wire.PUT, TOKEN, 0.0, 0, "offload", [entry], torch.zeros(nbytes, dtype=torch.uint8)
         )
         assert len(tensors) == count
-        assert parser.unpack_request(body, tensors).data.numel() == nbytes
+        assert parse_request(body, tensors).data.numel() == nbytes
 
 
 @pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
@@ -176,7 +183,7 @@ def test_entries_that_do_not_go_together_are_refused(entries: list[Any], nbytes:
 def test_data_that_are_not_bytes_on_the_host_are_refused(tensor: torch.Tensor) -> None:
     body, _ = pack_request(wire.PUT, TOKEN, 0.0, 0, "offload", [SMALL], NONE)
     with pytest.raises(ValueError, match="the data of a message"):
-        parser.unpack_request(body, [tensor])
+        parse_request(body, [tensor])
 
 
 def test_data_of_a_request_without_any_are_refused() -> None:
@@ -209,15 +216,42 @@ def test_changed_messages_are_refused_or_make_sense() -> None:
             if not body:
                 break
         with contextlib.suppress(ValueError):
-            found = parser.unpack_request(bytes(body), [])
+            found = parse_request(bytes(body), [])
             for entry in found.entries:
                 if isinstance(entry, Put):
                     assert 0 <= entry.at <= entry.at + entry.length <= found.data.numel()
                     assert torch.Size(entry.shape).numel() * entry.dtype.itemsize == entry.nbytes
 
 
+def test_errors_travel_with_their_class_and_numbers() -> None:
+    error = StorageError("the disk is full", errno=28, path="/a/slab", offset=4096, wanted=10, got=3)
+    found = error_from(problem_of(error))
+    assert type(found) is StorageError
+    assert (str(found), vars(found)) == (str(error), vars(error))
+    assert isinstance(found, StorageError)
+    assert found.errno == 28
+    for other in (TimeoutError("late"), BlockingIOError("full"), ValueError("bad"), MemoryError("none")):
+        assert (type(error_from(problem_of(other))), str(other)) == (type(other), str(error_from(problem_of(other))))
+    assert str(error_from(problem_of(ZeroDivisionError("1/0")))) == "ZeroDivisionError: 1/0"
+
+
+def test_changed_answers_are_refused_or_make_sense() -> None:
+    numbers = random.Random(2)
+    found = [Found(torch.float32, (6,), 24, 0, 24, 9, (1, 2)), Found(torch.int8, (3,), 3, 64, 3, 1, None)]
+    whole, _ = pack_answer(wire.GET, 3, [(1, problem_of(ValueError("no")))], found, data(67))
+    for _ in range(soak_count(20_000)):
+        body = bytearray(whole)
+        for _ in range(numbers.randrange(1, 4)):
+            body[numbers.randrange(len(body))] = numbers.randrange(256)
+        with contextlib.suppress(ValueError):
+            answer = parse_answer(wire.GET, 3, bytes(body), [])
+            assert len(answer.errors) + len(answer.entries) == 3
+            for entry in answer.entries:
+                assert entry.length == 0 or entry.at + entry.length <= answer.data.numel()
+
+
 def test_answers_to_another_request_are_refused() -> None:
-    body, tensors = pack_answer(2, [], [Part(0, 10, 1)] * 2, data(10))
+    body, tensors = pack_answer(wire.FETCH, 2, [], [Part(0, 10, 1), Part(64, 3, 1)], data(67))
     for verb, count in ((wire.FETCH, 3), (wire.GET, 2), (wire.PUT, 2)):
         with pytest.raises(ValueError, match=r"no answer|cut off|no such tensor|does not have|has none"):
-            parser.unpack_answer(verb, count, body, tensors)
+            parse_answer(verb, count, body, tensors)

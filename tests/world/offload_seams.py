@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,12 +20,12 @@ import torch
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Engine, digest
-from rpc_ext import OffloadService, RemoteOffloader
+from rpc_ext import _C, OffloadService, RemoteOffloader
 from rpc_ext._channel import Channel, Listener, Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
+from unit.storing import flip, slabs
 from world.rpc_callees import PATIENCE, wait_for
 
 VERBS = {"put": wire.PUT, "get": wire.GET, "delete": wire.DELETE, "fetch": wire.FETCH, "abandon": wire.ABANDON}
@@ -42,6 +44,15 @@ def let_go_at_the_end(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine._native.let_go()
+
+
+def spoil(folder: Path, tensor: torch.Tensor) -> Callable[[], None]:
+    """Change a bit of a tensor in the files of a store. Return a function that changes it back."""
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    found = {slab: slab.read_bytes().find(content) for slab in slabs(folder)}
+    ((slab, offset),) = ((slab, offset) for slab, offset in found.items() if offset >= 0)
+    flip(slab, offset)
+    return partial(flip, slab, offset)
 
 
 def expect_idle(remote: RemoteOffloader) -> None:
@@ -70,7 +81,7 @@ class _Outcome:
         self.future: CUDAFuture[wire.Answer] = CUDAFuture(executor=executors.inline)
 
     def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        self.future.set_result(parser.unpack_answer(self._verb, self._count, body, tensors))
+        self.future.set_result(wire.parse_answer(self._verb, self._count, body, tensors))
 
     def failed(self, error: BaseException) -> None:
         self.future.set_exception(error)
@@ -151,13 +162,38 @@ def set_timeout(remote: RemoteOffloader, seconds: float) -> None:
     remote._window._timer_runs = False  # the next request starts it, with the earlier deadline
 
 
+class HandledInPython:
+    """Passes the messages of this process to ``RequestHandler.handle``, or a stand-in for it, not to native code."""
+
+    _depth = 0
+    _lock = threading.Lock()
+
+    def __init__(self, handle: Callable[..., None]) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> HandledInPython:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(RequestHandler, "handle", self._handle)
+        self._count(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._count(-1)
+        self._patch.undo()
+
+    @classmethod
+    def _count(cls, step: int) -> None:
+        with cls._lock:
+            HandledInPython._depth += step
+            _C.use_native_handler(services.CHANNEL, HandledInPython._depth == 0)
+
+
 class Arrivals:
     """Counts the requests that the services of this process have handled, until the end of the block."""
 
     handled = 0
 
     def __enter__(self) -> Arrivals:
-        self._patch = pytest.MonkeyPatch()
         real = RequestHandler.handle
         lock = threading.Lock()
         Arrivals.handled = 0
@@ -169,11 +205,12 @@ class Arrivals:
                 with lock:
                     Arrivals.handled += 1
 
-        self._patch.setattr(RequestHandler, "handle", count)
+        self._handled = HandledInPython(count)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._patch.undo()
+        self._handled.__exit__(kind, error, at)
 
 
 def handled_requests() -> int:
@@ -261,7 +298,6 @@ class Kept:
         return not self._come.empty()
 
     def __enter__(self) -> Kept:
-        self._patch = pytest.MonkeyPatch()
         real = RequestHandler.handle
 
         def keep(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
@@ -273,12 +309,13 @@ class Kept:
             self._come.put(goes_on)
             goes_on.add_done_callback(lambda _: real(handler, body, tensors, reply), executor=executors.inline)
 
-        self._patch.setattr(RequestHandler, "handle", keep)
+        self._handled = HandledInPython(keep)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Keep none that comes from now on; and none at all where the test has failed."""
-        self._patch.undo()
+        self._handled.__exit__(kind, error, at)
         for goes_on in self._kept if error is not None else ():
             with contextlib.suppress(InvalidStateError):  # it has gone on
                 goes_on.set_result(None)

@@ -14,21 +14,22 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import CUDAFuture, wait_all
+from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine
 from cudafuture.storage.engine import PAGE
 from rpc_ext import rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
+from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._window import Message
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from soak import soak_count
-from world.offload_seams import change_of, expect_idle, put_of, send, send_body
+from world.offload_seams import HandledInPython, change_of, expect_idle, put_of, send, send_body
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
@@ -83,24 +84,23 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
             assert value in (turn - 1, turn)
 
 
-def change_before_the_read(
-    service: OffloadService, monkeypatch: pytest.MonkeyPatch, change: Callable[[], CUDAFuture[Any]]
-) -> None:
-    """Have the next read of the store begin when a change that another client asks for then is done, and flushed."""
-    read_parts = service.store.read_parts
+def change_before_the_rest(monkeypatch: pytest.MonkeyPatch, change: Callable[[], CUDAFuture[Any]]) -> None:
+    """Have the next client take the answer to its read when a change that another client asks for is done."""
+    answered = Message.answered
 
-    def read_too_late(*args: Any, **kwargs: Any) -> CUDAFuture[None]:
+    def take_late(message: Message, body: bytes, tensors: list[torch.Tensor]) -> None:
+        if message.verb != wire.GET:
+            answered(message, body, tensors)
+            return
         monkeypatch.undo()
-        flushed = change().then_async(lambda done: (done.value() and None) or service.store.flush())
-        return flushed.then_async(lambda done: done.value() or read_parts(*args, **kwargs))
+        change().add_done_callback(lambda _: answered(message, body, tensors), executor=executors.inline)
 
-    monkeypatch.setattr(service.store, "read_parts", read_too_late)
+    monkeypatch.setattr(Message, "answered", take_late)
 
 
-@pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000, 1000], ids=["parts", "two parts", "small"])
+@pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
 @pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
 def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was(
-    service: OffloadService,
     clients: tuple[RemoteOffloader, RemoteOffloader],
     monkeypatch: pytest.MonkeyPatch,
     size: int,
@@ -115,7 +115,7 @@ def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was
         changes.append(another.delete("x") if other is None else another.write("x", torch.ones(other)))
         return changes[0]
 
-    change_before_the_read(service, monkeypatch, change)
+    change_before_the_rest(monkeypatch, change)
     assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
     assert changes[0].done()
     if other is None:
@@ -129,31 +129,30 @@ def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was
 FOUND = wire.Found(torch.uint8, (64,), 64, 0, 64, 0, None)
 ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
     "nothing": (b"", []),
-    "no entries": wire.pack_answer(3, [], [], None),
-    "of another version": (b"\0" + wire.pack_answer(3, [], [FOUND] * 3, None)[0][1:], []),
-    "too few": wire.pack_answer(3, [], [FOUND], torch.zeros(64, dtype=torch.uint8)),
-    "to others": wire.pack_answer(2, [], [FOUND] * 2, torch.zeros(64, dtype=torch.uint8)),
-    "errors of others": wire.pack_answer(3, [(i, KeyError("x")) for i in (7, 8, 9)], [], None),
-    "more errors": wire.pack_answer(3, [(i, KeyError("x")) for i in range(9)], [], None),
-    "no errors": (struct.pack("<BHI", 3, 3, 4) + b"none", []),
-    "no bytes": wire.pack_answer(3, [], [FOUND] * 3, None),
-    "bytes of others": wire.pack_answer(3, [], [FOUND] * 3, torch.zeros(64, dtype=torch.uint8)),
+    "no entries": wire.pack_answer(wire.GET, 3),
+    "of another version": (b"\0" + wire.pack_answer(wire.GET, 3, [], [FOUND] * 3)[0][1:], []),
+    "too few": wire.pack_answer(wire.GET, 3, [], [FOUND], torch.zeros(64, dtype=torch.uint8)),
+    "to others": wire.pack_answer(wire.GET, 2, [], [FOUND] * 2, torch.zeros(64, dtype=torch.uint8)),
+    "errors of others": wire.pack_answer(wire.GET, 3, [(i, problem_of(KeyError("x"))) for i in (7, 8, 9)]),
+    "more errors": wire.pack_answer(wire.GET, 3, [(i, problem_of(KeyError("x"))) for i in range(9)]),
+    "no errors": (struct.pack("<BHH", wire.VERSION, 3, 1) + b"none", []),
+    "no bytes": wire.pack_answer(wire.GET, 3, [], [FOUND] * 3),
+    "bytes of others": wire.pack_answer(wire.GET, 3, [], [FOUND] * 3, torch.zeros(64, dtype=torch.uint8)),
     "other bytes": wire.pack_answer(
-        3, [], [FOUND._replace(at=64 * i) for i in range(3)], torch.ones(192, dtype=torch.uint8)
+        wire.GET, 3, [], [FOUND._replace(at=64 * i) for i in range(3)], torch.ones(192, dtype=torch.uint8)
     ),
-    "numbers": (wire.pack_answer(3, [], [FOUND] * 3, None)[0], [torch.ones(64)]),
+    "numbers": (wire.pack_answer(wire.GET, 3, [], [FOUND] * 3)[0], [torch.ones(64)]),
 }
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=list(ANSWERS))
 def test_every_read_ends_whatever_is_answered(
-    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, answer: tuple[bytes, list[torch.Tensor]]
+    remote: RemoteOffloader, answer: tuple[bytes, list[torch.Tensor]]
 ) -> None:
     def give(_: RequestHandler, __: bytes, ___: list[torch.Tensor], reply: Reply) -> None:
         reply.send(*answer)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RequestHandler, "handle", give)
+    with HandledInPython(give):
         reads = remote.readv([f"{i}" for i in range(3)]), remote.read("a"), remote.read("b", torch.empty(1 << 20))
         assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
     remote.write("a", numbered(3)).wait(timeout=PATIENCE)
@@ -481,7 +480,7 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
                 answer = send_body(mine, body, tensors).wait(timeout=PATIENCE)
             except (ValueError, TypeError, AuthenticationError):
                 continue
-            assert parser.unpack_answer(body[1], 1, answer, []).errors.keys() == {0}, body
+            assert wire.parse_answer(body[1], 1, answer, []).errors.keys() == {0}, body
         assert service.statistics().refused > refused + soak_count(500) // 2
         assert service.statistics().under_way == 0
         assert mine.keys() == []

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import tracemalloc
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +21,14 @@ from cudafuture.errors import (
     StorageError,
 )
 from cudafuture.storage import Offloader, digest
+from cudafuture.storage.engine import PAGE
 from rpc_ext import rpc_sync
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
-from world.offload_seams import change_of, held, let_go_at_the_end, put_of, send
+from world.offload_seams import change_of, held, in_time, let_go_at_the_end, put_of, send
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
@@ -233,7 +234,9 @@ CHANGED: dict[str, tuple[list[Put], int]] = {  # entries of zeros, and which of 
 @needs_a_worker
 @pytest.mark.parametrize(("entries", "changed"), CHANGED.values(), ids=list(CHANGED))
 def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, entries: list[Put], changed: int) -> None:
-    entries = [e._replace(digest=digest(zeros(e.length)) ^ (i == changed)) for i, e in enumerate(entries)]
+    entries = [
+        e._replace(digest=digest(zeros(e.length)) ^ (i == changed), expires=in_time()) for i, e in enumerate(entries)
+    ]
     with (
         serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
@@ -313,24 +316,19 @@ def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path, size: int) -> 
     [(["a"], 100), (["a", "b"], 100), ([LONG], 100), (["a", LONG], 100), (["a"], 2 << 20), (["a"], CAPACITY)],
     ids=["small", "two", "of a long key", "one of a long key", "alone", "parts"],
 )
-def test_a_store_that_refuses_at_once_takes_no_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], size: int
-) -> None:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise StorageError("refused")
-
+def test_a_store_that_refuses_at_once_takes_no_quota(tmp_path: Path, keys: list[str], size: int) -> None:
     with (
-        serve_offload(tmp_path / "served", namespace_capacity=CAPACITY) as service,
+        serve_offload(tmp_path / "served", capacity=2 * (PIECE + PAGE), namespace_capacity=CAPACITY),
         RemoteOffloader(ME, namespace="kept") as one,
         RemoteOffloader(ME, namespace="kept") as other,
     ):
-        for name in ("write", "writev", "begin_write"):
-            monkeypatch.setattr(service.store, name, refuse)
-        for _ in range(3):
-            error = one.writev({key: zeros(size) for key in keys}).exception(timeout=PATIENCE)
-            assert isinstance(error, StorageError)
-            assert "refused" in str(error)
-        monkeypatch.undo()
+        with RemoteOffloader(ME) as full, RemoteOffloader(ME) as as_full:
+            wait_all([client.write("all", zeros(CAPACITY)) for client in (full, as_full)], timeout=PATIENCE)
+            for _ in range(3):
+                error = one.writev({key: zeros(size) for key in keys}).exception(timeout=PATIENCE)
+                assert isinstance(error, QuotaError)
+                assert f"no room for {size} bytes" in str(error)
+            wait_all([client.delete("all") for client in (full, as_full)], timeout=PATIENCE)
         assert other.keys() == []
         expect_whole_quota(other)
 
@@ -358,9 +356,7 @@ def test_a_folder_of_somebody_elses_is_refused_and_keeps_its_keys(tmp_path: Path
 
 @needs_a_worker
 @pytest.mark.parametrize("size", [100, CAPACITY], ids=["small", "parts"])
-def test_a_key_that_the_disk_kept_is_there_until_it_is_deleted_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_key_that_the_disk_kept_is_there_until_it_is_deleted_for_good(tmp_path: Path, size: int) -> None:
     def expect_none(remote: RemoteOffloader) -> None:
         assert remote.keys() == []
         assert "x" not in remote
@@ -372,13 +368,13 @@ def test_a_key_that_the_disk_kept_is_there_until_it_is_deleted_for_good(
         RemoteOffloader(ME, namespace="kept") as remote,
     ):
         remote.write("x", zeros(size)).wait(timeout=PATIENCE)
-        for name in ("delete", "deletev"):
-            monkeypatch.setattr(service.store, name, lambda *_: CUDAFuture.failed(StorageError("the disk", errno=5)))
-        error = remote.delete("x").exception(timeout=PATIENCE)
-        assert isinstance(error, StorageError)
-        assert error.errno == 5
-        monkeypatch.undo()
+        service.store.close()
+        assert isinstance(remote.delete("x").exception(timeout=PATIENCE), InvalidStateError)
         assert remote.keys() == ["x"]
+    with (
+        serve_offload(tmp_path, durable=True, namespace_capacity=2 * CAPACITY),
+        RemoteOffloader(ME, namespace="kept") as remote,
+    ):
         assert remote.read("x").wait(timeout=PATIENCE).nbytes == size
         with pytest.raises(QuotaError):
             remote.write("all", zeros(2 * CAPACITY)).wait(timeout=PATIENCE)

@@ -8,19 +8,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, wait_all
-from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Engine, Snapshot
+from cudafuture.errors import ChecksumError, NotFoundError
+from cudafuture.storage import Engine
 from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
-from world.offload_seams import Kept, handler_of
+from world.offload_seams import Kept, handler_of, spoil
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
@@ -204,38 +204,24 @@ def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.parametrize("kind", ["raises", "fails"])
-def test_replies_with_a_tensor_that_the_disk_refuses_return_their_buffers(
-    worker: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_replies_with_a_tensor_that_the_disk_refuses_return_their_buffers(worker: Session, tmp_path: Path) -> None:
     """The session has buffers for four replies. Each read is of two tensors together, then of each alone."""
     with (
-        serve_offload(tmp_path / "served", memory=2 * PIECE, clients=1) as service,
+        serve_offload(tmp_path / "served", memory=2 * PIECE, clients=1),
         RemoteOffloader(ME, timeout=10) as remote,
     ):
         half = PIECE // 2
-        remote.writev({key: torch.zeros(half, dtype=torch.uint8) for key in "xy"}).wait(timeout=PATIENCE)
-        read_parts = service.store.read_parts
-
-        def refuse_y(parts: list[tuple[Snapshot, int, torch.Tensor]], **kwargs: Any) -> CUDAFuture[None]:
-            if not any(str(snapshot).count("/y'") or str(snapshot).count("~y'") for snapshot, _, _ in parts):
-                return read_parts(parts, **kwargs)
-            if kind == "raises":
-                raise StorageError("refused", errno=5)
-            return read_parts(parts, **kwargs).then(refuse_result)
-
-        def refuse_result(_: CUDAFuture[None]) -> NoReturn:
-            raise StorageError("refused", errno=5)
-
-        monkeypatch.setattr(service.store, "read_parts", refuse_y)
+        tensors = {key: torch.full((half,), i, dtype=torch.uint8) for i, key in enumerate("xy")}
+        remote.writev(tensors).wait(timeout=PATIENCE)
+        repair = spoil(tmp_path / "served", tensors["y"])
         for _ in range(6):
             good, bad = remote.read("x"), remote.read("y")
             many = remote.readv(["x", "y"])
             assert good.wait(timeout=PATIENCE).nbytes == half
             for failed in (bad, many):
-                assert isinstance(failed.exception(timeout=PATIENCE), StorageError)
-        monkeypatch.undo()
-        assert remote.read("y").wait(timeout=PATIENCE).nbytes == half
+                assert isinstance(failed.exception(timeout=PATIENCE), ChecksumError)
+        repair()
+        assert torch.equal(remote.read("y").wait(timeout=PATIENCE), tensors["y"])
 
 
 def refuse(tensor: torch.Tensor) -> NoReturn:

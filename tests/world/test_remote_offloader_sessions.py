@@ -14,25 +14,24 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import CUDAFuture, wait_all
+from cudafuture import wait_all
 from cudafuture.errors import (
     AuthenticationError,
     ChecksumError,
     InvalidStateError,
     NotFoundError,
     QuotaError,
-    StorageError,
 )
-from cudafuture.storage import Offloader, Snapshot
-from rpc_ext import OffloadService, RemoteOffloader, rpc_sync, serve_offload
+from cudafuture.storage import Offloader
+from rpc_ext import _C, OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _parser as parser
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
+from rpc_ext.offload._window import Message
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Fetch, Found, Part, Put, data_of
 from world.offload_history import content_of
-from world.offload_seams import Kept, Lost, change_of, put_of, send
+from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
 from world.ranks import run_ranks
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 from world.rpc_workers import begin
@@ -315,25 +314,16 @@ def test_a_client_makes_the_service_look_through_its_own_keys_only(service: Offl
 
 
 @pytest.mark.parametrize("bad", ["the only one", "the one in the middle"])
-def test_what_cannot_be_read_is_not_sent(service: OffloadService, bad: str) -> None:
+def test_what_cannot_be_read_is_not_sent(service: OffloadService, tmp_path: Path, bad: str) -> None:
     """Neither its bytes nor zeros in their place."""
     keys = ["bad"] if bad == "the only one" else ["a", "bad", "b"]
-    tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), float(i)) for i, key in enumerate(keys)}
-    read_parts = Offloader.read_parts
-
-    def failing(store: Offloader, parts: list[tuple[Snapshot, int, torch.Tensor]], **kwargs: Any) -> CUDAFuture[Any]:
-        if any(snapshot.key.endswith("/bad") for snapshot, _, _ in parts):
-            for _, _, data in parts:
-                data.fill_(7)  # the disk has begun
-            return CUDAFuture.failed(StorageError("of the test"))
-        return read_parts(store, parts, **kwargs)
-
+    tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), i + 0.1) for i, key in enumerate(keys)}
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.writev(tensors).wait(timeout=PATIENCE)
-        with mock.patch.object(Offloader, "read_parts", failing):
-            answer = ask(remote, wire.GET, [change_of(key) for key in keys])
-            reads = {key: remote.read(key) for key in keys}
-            assert [key for key, read in reads.items() if read.exception(timeout=PATIENCE)] == ["bad"]
+        spoil(tmp_path / "served", tensors["bad"])
+        answer = ask(remote, wire.GET, [change_of(key) for key in keys])
+        reads = {key: remote.read(key) for key in keys}
+        assert [key for key, read in reads.items() if read.exception(timeout=PATIENCE)] == ["bad"]
         (place,) = answer.errors
         assert keys[place] == "bad"
         assert answer.data.numel() < 9000
@@ -344,21 +334,6 @@ def test_what_cannot_be_read_is_not_sent(service: OffloadService, bad: str) -> N
             assert torch.equal(data_of(answer.data, entry).view(entry.dtype).reshape(entry.shape), tensor)
 
 
-class Changed:
-    """A reply whose last byte is changed on the way."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-
-    def send(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        if tensors:
-            tensors = [tensors[0].clone()]
-            tensors[0][-1] ^= 1
-        else:
-            body = body[:-1] + bytes([body[-1] ^ 1])
-        self._reply.send(body, tensors)
-
-
 @pytest.mark.parametrize(
     ("key", "verb"),
     [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
@@ -366,15 +341,19 @@ class Changed:
 )
 def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str, verb: int) -> None:
     content = content_of(key, 1)
-    handle = RequestHandler.handle
+    answered = Message.answered
 
-    def changing(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Any) -> None:
-        reply = Changed(reply) if body[1] == verb else reply
-        handle(handler, body, tensors, reply)
+    def changing(message: Message, body: bytes, tensors: list[torch.Tensor]) -> None:
+        if message.verb == verb and tensors:
+            tensors = [tensors[0].clone()]
+            tensors[0][-1] ^= 1
+        elif message.verb == verb:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        answered(message, body, tensors)
 
     with RemoteOffloader(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
-        with mock.patch.object(RequestHandler, "handle", changing):
+        with mock.patch.object(Message, "answered", changing):
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
@@ -487,7 +466,8 @@ def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: OffloadS
     handle = RequestHandler.handle
 
     def seen(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
-        found = [entry for entry in parser.unpack_request(body, tensors).entries if isinstance(entry, Put)]
+        request = wire.Request(*_C.parse_request(body, tensors))
+        found = [Put(*entry) for entry in request.entries] if request.verb == wire.PUT else []
         if len(found) == 2:
             sent.update({entry.key: entry.expires for entry in found})
         handle(handler, body, tensors, reply)
@@ -499,7 +479,7 @@ def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: OffloadS
         for key in "ab":
             later.append(remote.write(key, torch.zeros(1)))
             asked.append(time.perf_counter())
-        with mock.patch.object(RequestHandler, "handle", seen):
+        with HandledInPython(seen):
             go_on.set_result(None)
             wait_all([first, *later], timeout=PATIENCE)
     assert asked[0] <= sent["a"] - PATIENCE <= asked[1] <= sent["b"] - PATIENCE <= asked[2]

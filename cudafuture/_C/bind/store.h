@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind/python.h"
+#include "storage/buffer_pool.h"
 #include "storage/store.h"
 
 namespace cudafuture::bind {
@@ -25,6 +26,10 @@ storage::CallPtr new_call(storage::Call::Kind kind, const std::string& name, int
 // A contiguous tensor on the host with one dimension and an element for each of `count` results; none for None. `what`
 // names the results in the ValueError for any other tensor.
 std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what);
+
+// Capsules for other extension modules: a StoreAccess, and a PoolAccess. They keep what they give access to.
+nb::capsule access_to_store(const StorePtr& self);
+nb::capsule access_to_pool(std::shared_ptr<storage::BufferPool> self);
 
 void bind_multipart_write(nb::module_& m, nb::class_<storage::Store>& store);
 void bind_snapshots(nb::module_& m, nb::class_<storage::Store>& store);

@@ -85,7 +85,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
 
 // ---- writing
 
-void Store::write(WriteList&& writes, const CallPtr& call) {
+void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
   begin(call);
   if (options_.opening != Opening::write) return refuse(call);
   call->expect(writes.size() + 1);  // and this function
@@ -113,14 +113,14 @@ void Store::write(WriteList&& writes, const CallPtr& call) {
     } else if (write.memory.size() >= kSmall) {
       Writes one;
       one.push_back(std::move(write));
-      put(std::move(one), false, Full::wait);
+      put(std::move(one), false, when_full);
     }
   }
   std::erase_if(writes, [](const Write& write) { return write.call == nullptr; });  // small ones are left
   if (call->device != nullptr) {  // such tensors are not packed with those of other calls: each has its own streams
-    for (Writes& pack : Packs::cut(std::move(writes), pack_size_)) put(std::move(pack), false, Full::wait);
+    for (Writes& pack : Packs::cut(std::move(writes), pack_size_)) put(std::move(pack), false, when_full);
   } else if (!writes.empty()) {
-    for (Writes& pack : packs_.add(std::move(writes))) put(std::move(pack), true, Full::wait);
+    for (Writes& pack : packs_.add(std::move(writes))) put(std::move(pack), true, when_full);
   }
   if (!empty.empty()) commit(std::move(empty));
   call->part_released();
@@ -298,7 +298,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
 
 // ---- reading
 
-void Store::read(ReadList&& reads, const CallPtr& call) {
+void Store::read(ReadList&& reads, const CallPtr& call, Full when_full) {
   begin(call);
   call->expect(reads.size() + 1);
   for (const Read& read : reads) {
@@ -310,9 +310,9 @@ void Store::read(ReadList&& reads, const CallPtr& call) {
   // Neither an urgent read waits in the gate, nor one of an engine that blocks callers.
   const bool may_wait = engine_->options().max_pending == 0 && call->future->priority() == 0;
   if (may_wait && reads.size() == 1 && reads.front().size() < kSmall && call->device == nullptr) {
-    for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, Full::wait);
+    for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, when_full);
   } else {
-    for (Reads& together : Gate::join(std::move(reads), pack_size_)) get(std::move(together), false, Full::wait);
+    for (Reads& together : Gate::join(std::move(reads), pack_size_)) get(std::move(together), false, when_full);
   }
   end_part(call, nullptr);
 }

@@ -26,6 +26,7 @@
 #include "storage/counter.h"
 #include "storage/engine.h"
 #include "storage/entry.h"
+#include "storage/failure.h"
 #include "storage/gate.h"
 #include "storage/index.h"
 #include "storage/ledger.h"
@@ -56,9 +57,11 @@ class Store final : public std::enable_shared_from_this<Store> {
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call.
-  void write(WriteList&& writes, const CallPtr& call);
-  void read(ReadList&& reads, const CallPtr& call);
+  using Full = Engine::Full;
+  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call. Full::exceed: the
+  // calling thread must not wait for the engine, nor for the file system.
+  void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
+  void read(ReadList&& reads, const CallPtr& call, Full when_full = Full::wait);
   void link(std::vector<Index::Link>&& links, const CallPtr& call);  // all of them, or none
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return ledger_.flush(); }
@@ -86,7 +89,6 @@ class Store final : public std::enable_shared_from_this<Store> {
   friend class MultipartWrite;
   struct Writing;
   struct Reading;
-  using Full = Engine::Full;
   static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is read and written by itself
 
   Failure read_only() const;

@@ -1,0 +1,116 @@
+// The messages between a client and an offload service: their format, written and parsed.
+//
+//     request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
+//     entry    sequence, after, expiry, key                        of every verb but FETCH
+//              + dtype, sizes, part, place of the bytes, digest    PUT
+//              sequence, part                                      FETCH
+//     answer   version, entries, errors | each error: index, kind, numbers, message, path | entries | data
+//     entry    dtype, sizes, place of the bytes, digests           GET
+//              place of the bytes, digest                          FETCH
+//
+// The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message itself,
+// more as one tensor beside it. Nothing of a message is unpickled. The parser checks each number against its limits
+// before it uses it, and throws std::invalid_argument where a message makes no sense.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "reply.h"
+#include "storage/store_access.h"
+
+namespace rpc_ext::offload {
+
+using cudafuture::storage::Problem;
+
+inline constexpr std::size_t kPart = 16 << 20;       // bytes of the data of one message; larger tensors travel in parts
+inline constexpr std::size_t kMostEntries = 1024;    // of one message
+inline constexpr std::size_t kLongestKey = 1000;     // bytes of UTF-8
+inline constexpr std::size_t kToken = 16;            // bytes of the token by which a client names its session
+inline constexpr std::size_t kLine = 64;             // bytes: tensors of one message begin at a multiple
+inline constexpr std::size_t kInline = 1 << 14;      // bytes of data that a message carries itself
+inline constexpr std::size_t kMostDimensions = 64;
+inline constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
+inline constexpr std::uint8_t kVersion = 4;
+
+enum class Verb : std::uint8_t { put = 1, get, erase, fetch, abandon };
+
+// The dtypes by code: append only.
+const std::vector<c10::ScalarType>& dtypes();
+
+// One operation of a request. Every verb but FETCH has what comes first; FETCH has the sequence and the part.
+struct Entry {
+  std::uint64_t sequence = 0;  // number of the client's operation
+  std::uint64_t after = 0;     // number of the operation on the same key that takes effect before this one; 0: none
+  double expires = 0;          // on the client's monotonic clock; 0: never
+  std::string key;
+  // ---- of PUT
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  std::vector<std::int64_t> sizes;
+  std::uint64_t nbytes = 0;  // of the whole tensor
+  std::uint32_t part = 0;
+  std::uint32_t at = 0;  // begin of the part's bytes in the data
+  std::uint32_t length = 0;
+  std::uint64_t digest = 0;  // of the part's bytes
+
+  bool is_part() const noexcept { return nbytes > kPart; }
+};
+
+struct Request {
+  Verb verb = Verb::get;
+  std::string token;
+  double sent = 0;           // on the client's monotonic clock
+  std::uint64_t oldest = 0;  // the lowest sequence number of an operation that is not done at the client
+  std::string service;
+  std::vector<Entry> entries;
+  at::Tensor data;
+};
+
+// An entry of the answer to GET, or to FETCH, which has the place and the digest alone.
+struct Found {
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  std::vector<std::int64_t> sizes;
+  std::uint64_t nbytes = 0;
+  std::uint32_t at = 0;
+  std::uint32_t length = 0;  // bytes of the first part in the data; 0 of a tensor with bytes: FETCH sends them
+  std::uint64_t digest = 0;  // of those bytes
+  bool has_kept = false;     // the digest of the whole tensor that the store keeps, and its seed
+  std::uint64_t kept = 0;
+  std::uint64_t seed = 0;
+};
+
+using Errors = std::vector<std::pair<std::size_t, Problem>>;  // by index of the entry
+
+struct Answer {
+  Errors errors;
+  std::vector<Found> entries;  // of the entries without an error
+  at::Tensor data;
+};
+
+struct Message {
+  Bytes body;
+  std::vector<at::Tensor> tensors;
+};
+
+std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
+at::Tensor no_data();
+
+// The name of the service that a request is for.
+std::string_view service_of(std::string_view body);
+
+Message pack_request(const Request& request);
+Request parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
+
+// `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
+Message pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
+                    const std::vector<Found>& entries, const at::Tensor& data);
+Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors);
+
+}  // namespace rpc_ext::offload
