@@ -63,8 +63,8 @@ test-cuda:
 
 soak: export CUDAFUTURE_SOAK = 1
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
-	$(PYTEST) --timeout 3600
-	$(EVERYWHERE) --timeout 3600
+	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
+	$(EVERYWHERE) --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda
 	tools/matrix.sh

@@ -16,7 +16,7 @@ namespace rpc_ext {
 //
 // torch's agent asks for four things. The names of the workers, by rank. Their addresses: it shows its own, and
 // `exchange(address)` returns those of all, by rank. Whether all workers know that nobody joins later: they do. And it
-// counts workers that end, under "shutdown/", to wait for all. Workers of ours have met before that, by Exchange, so
+// counts workers that end, under "shutdown/", to wait for all. Workers of ours have met before that, by Handshake, so
 // the answer is at once that all others have done what this one does.
 class AgentStore final : public c10d::Store {
  public:

@@ -13,37 +13,13 @@ import pytest
 
 from layout.tree import ROOT, python_files
 
-# Every rule holds for the Python files of these folders, except for those that are not rewritten yet. Add a folder with
-# its exceptions; the list of exceptions may then only shrink.
+# Every rule holds for the Python files of these folders.
 FOLDERS = ("cudafuture",)
-FILES_NOT_REWRITTEN = frozenset[str]()
 
-# The rule about words holds for these pages too, with the same kind of exceptions.
+# The rule about words holds for these pages too.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES_NOT_REWRITTEN = frozenset(
-    (
-        "CONTRIBUTING.md",
-        "README.md",
-        "collectives.md",
-        "coming-from-tensornvme.md",
-        "coming-from-torch.md",
-        "errors.md",
-        "getting-started.md",
-        "index.md",
-        "offloading.md",
-        "pipeline.md",
-        "prefetch.md",
-        "remote-offloading.md",
-        "rpc.md",
-        "security.md",
-        "simulated-accelerator.md",
-        "storage.md",
-        "threads-and-streams.md",
-    )
-)
 
 FILES = python_files(*FOLDERS)
-SOURCES = [file for file in FILES if str(file.relative_to(ROOT)) not in FILES_NOT_REWRITTEN]
 
 OPENERS = re.compile(r"(What|Who|Whoever|Whose|How|Where|Which|Whether|When|Say whether)\b")
 
@@ -181,7 +157,7 @@ def is_noun_phrase(text: str) -> bool:
     return not re.match(r"[A-Z][a-z]+ing (?:an?|the|each|every|all)\b", text)
 
 
-TEXTS = [text for file in SOURCES for text in docstrings(file.read_text(encoding="utf-8"), file)]
+TEXTS = [text for file in FILES for text in docstrings(file.read_text(encoding="utf-8"), file)]
 
 
 def test_docstrings_begin_with_no_question_word() -> None:
@@ -199,21 +175,6 @@ def test_docstrings_of_functions_begin_with_an_imperative_verb() -> None:
     assert not wrong, "begin with an imperative verb, such as those in VERBS:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", sorted(FILES_NOT_REWRITTEN))
-def test_an_exception_is_still_needed(name: str) -> None:
-    source = (ROOT / name).read_text(encoding="utf-8")
-    texts = list(docstrings(source, ROOT / name))
-    follows = all(
-        is_noun_phrase(text.text)
-        if text.kind == "thing"
-        else begins_with_imperative(text.text)
-        if text.kind == "function"
-        else not begins_with_question(text.text)
-        for text in texts
-    )
-    assert not follows or found_words(source), f"{name} is rewritten: remove it from FILES_NOT_REWRITTEN"
-
-
 def found_words(text: str) -> list[str]:
     """Return the lines of a text in which a word of WORDS begins, with the word."""
     return [
@@ -221,7 +182,7 @@ def found_words(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_sources_name_the_subject(file: Path) -> None:
     found = found_words(file.read_text(encoding="utf-8"))
     assert not found, "name the subject (the caller, the store, the device), or use the verb of the field: " + str(
@@ -232,10 +193,7 @@ def test_sources_name_the_subject(file: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_name_the_subject(page: Path) -> None:
     found = found_words(page.read_text(encoding="utf-8"))
-    if page.name in PAGES_NOT_REWRITTEN:
-        assert found, f"{page.name} is rewritten: remove it from PAGES_NOT_REWRITTEN"
-    else:
-        assert not found, "name the subject, or use the verb of the field: " + str(found)
+    assert not found, "name the subject, or use the verb of the field: " + str(found)
 
 
 # ---- each rule can fail

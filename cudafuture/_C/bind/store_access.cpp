@@ -98,9 +98,10 @@ class StoreAdapter final : public storage::StoreAccess {
     const EntryPtr entry = store_->find(key);
     if (entry == nullptr) return std::nullopt;
     const storage::Shape& shape = entry->shape;
-    return FoundTensor{
-        shape.dtype, {shape.sizes.begin(), shape.sizes.end()}, entry->size(), entry->digest, entry->seed,
-        entry->has_digest, entry};
+    return FoundTensor{shape.dtype,   {shape.sizes.begin(), shape.sizes.end()},
+                       entry->size(), entry->digest,
+                       entry->seed,   entry->has_digest,
+                       entry};
   }
 
   void read(const std::vector<storage::PartRead>& parts, std::uint64_t* digests, Done done) override {
@@ -140,9 +141,7 @@ class StoreAdapter final : public storage::StoreAccess {
     return storage::digest_of(data, size);
   }
 
-  void call_elsewhere(std::function<void()> function) override {
-    ThreadCache::get().run_or_call(std::move(function));
-  }
+  void call_elsewhere(std::function<void()> function) override { ThreadCache::get().run_or_call(std::move(function)); }
 
  private:
   const StorePtr store_;
@@ -205,11 +204,11 @@ nb::capsule capsule_of(std::shared_ptr<Access> access, const char* name) {
 }  // namespace
 
 nb::capsule access_to_store(const StorePtr& self) {
-  return capsule_of<storage::StoreAccess>(std::make_shared<StoreAdapter>(self), "cudafuture.StoreAccess");
+  return capsule_of<storage::StoreAccess>(std::make_shared<StoreAdapter>(self), "StoreAccess of cudafuture");
 }
 
 nb::capsule access_to_pool(std::shared_ptr<BufferPool> self) {
-  return capsule_of<storage::PoolAccess>(std::make_shared<PoolAdapter>(std::move(self)), "cudafuture.PoolAccess");
+  return capsule_of<storage::PoolAccess>(std::make_shared<PoolAdapter>(std::move(self)), "PoolAccess of cudafuture");
 }
 
 }  // namespace cudafuture::bind

@@ -58,8 +58,8 @@ class Store final : public std::enable_shared_from_this<Store> {
   Store& operator=(const Store&) = delete;
 
   using Full = Engine::Full;
-  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call. Full::exceed: the
-  // calling thread must not wait for the engine, nor for the file system.
+  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call. Full::exceed:
+  // the calling thread must not wait for the engine, nor for the file system.
   void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
   void read(ReadList&& reads, const CallPtr& call, Full when_full = Full::wait);
   void link(std::vector<Index::Link>&& links, const CallPtr& call);  // all of them, or none

@@ -14,6 +14,7 @@
 
 #include "offload/namespace.h"
 #include "offload/order.h"
+#include "offload/parser.h"
 #include "offload/service.h"
 #include "offload/session.h"
 #include "offload/wire.h"
@@ -29,7 +30,9 @@ std::shared_ptr<Access> access_from(const py::capsule& capsule, const char* name
   return *capsule.get_pointer<std::shared_ptr<Access>>();
 }
 
-StorePtr store_from(const py::capsule& capsule) { return access_from<StoreAccess>(capsule, "cudafuture.StoreAccess"); }
+StorePtr store_from(const py::capsule& capsule) {
+  return access_from<StoreAccess>(capsule, "StoreAccess of cudafuture");
+}
 
 // ---- functions of Python that native code calls
 
@@ -229,8 +232,9 @@ using Released = py::call_guard<OutsidePython>;
 
 void bind_messages(py::module_& m) {
   m.def("offload_dtypes", [] { return py::cast(dtypes()); });
-  m.def("service_of", [](const py::bytes& body) { return std::string(service_of(std::string_view(body))); },
-        py::arg("body"));
+  m.def(
+      "service_of", [](const py::bytes& body) { return std::string(service_of(std::string_view(body))); },
+      py::arg("body"));
   m.def("pack_request", pack_request_of, py::arg("verb"), py::arg("token"), py::arg("sent"), py::arg("oldest"),
         py::arg("service"), py::arg("entries"), py::arg("data"));
   m.def(
@@ -307,7 +311,7 @@ void bind_service(py::module_& m) {
                        py::function set_timer) {
              const StorePtr store = space->store();
              return std::make_shared<Session>(
-                 std::move(space), std::move(order), access_from<PoolAccess>(pool, "cudafuture.PoolAccess"),
+                 std::move(space), std::move(order), access_from<PoolAccess>(pool, "PoolAccess of cudafuture"),
                  [held = std::make_shared<Held>(std::move(set_timer)), store](double seconds) {
                    store->call_elsewhere([held, seconds] { call_reporting(held, seconds); });
                  });

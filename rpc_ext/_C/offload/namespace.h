@@ -28,8 +28,8 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
  public:
   using Done = StoreAccess::Done;
 
-  // `sizes`: the keys that the store has of it from before, with their bytes, in the order of writing. `capacity`: bytes
-  // that its tensors may have, unfinished writes included; none: no limit.
+  // `sizes`: the keys that the store has of it from before, with their bytes, in the order of writing. `capacity`:
+  // bytes that its tensors may have, unfinished writes included; none: no limit.
   Namespace(StorePtr store, std::string prefix, std::optional<std::uint64_t> capacity,
             const std::vector<std::pair<std::string, std::uint64_t>>& sizes);
 
@@ -52,7 +52,7 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
   // Writes a tensor for which quota was taken. The caller keeps its bytes and the entry.
   void write(const Entry& entry, const std::byte* from, Done done);
   void erase(const std::string& key, Done done);  // not_found where there is no such key
-  void clear();  // deletes all keys for good, also those that are being written
+  void clear();                                   // deletes all keys for good, also those that are being written
 
   KeyQueues queues;
 

@@ -1,9 +1,9 @@
 // The order in which operations take effect: of one client by sequence number, of all clients on one key by turn.
 //
 // A client sends an operation without waiting for the one before it, and messages may overtake each other on their way.
-// So each entry names the operation on the same key that comes before it (`after`), and waits here until that one has its
-// turn. An operation that has timed out at the client may still be on its way: in a socket of a service that was stopped,
-// say. It is dropped when it arrives after its deadline, or after a later change of the same key.
+// So each entry names the operation on the same key that comes before it (`after`), and waits here until that one has
+// its turn. An operation that has timed out at the client may still be on its way: in a socket of a service that was
+// stopped, say. It is dropped when it arrives after its deadline, or after a later change of the same key.
 #pragma once
 
 #include <atomic>
@@ -42,9 +42,9 @@ class Begins {
 
 // The operations of one client, as they arrive.
 //
-// The clocks of client and service have different origins. The least difference between the arrival of a request and its
-// sending, over all requests, is the difference of the origins plus the fastest way of a request. Deadlines are measured
-// by it, so no request counts as late before its deadline.
+// The clocks of client and service have different origins. The least difference between the arrival of a request and
+// its sending, over all requests, is the difference of the origins plus the fastest way of a request. Deadlines are
+// measured by it, so no request counts as late before its deadline.
 //
 // Lock: mutex_ guards what follows it; nothing is taken under it.
 class RequestOrder {

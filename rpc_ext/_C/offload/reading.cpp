@@ -92,9 +92,9 @@ void Reading::place_kept() {
     const std::uint64_t begin = std::uint64_t{entry.part} * kPart, at = next_line(nbytes_);
     const std::uint64_t length = std::min<std::uint64_t>(kPart, kept->tensor.nbytes - begin);
     if (at + length > kPart) {
-      errors_.emplace_back(i, Problem{.kind = Problem::Kind::value,
-                                      .message = std::to_string(request_.entries.size()) +
-                                                 " parts have more bytes than an answer"});
+      errors_.emplace_back(
+          i, Problem{.kind = Problem::Kind::value,
+                     .message = std::to_string(request_.entries.size()) + " parts have more bytes than an answer"});
       continue;
     }
     places_.push_back({i, std::move(kept->key), std::move(kept->tensor), begin, at, length});

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "callback.h"
 #include "offload/changing.h"
+#include "offload/parser.h"
 #include "offload/reading.h"
 
 namespace rpc_ext::offload {
@@ -125,9 +125,9 @@ Problem Service::over_window(const Session& session) const {
 
 Service::Statistics Service::statistics() const {
   const std::lock_guard lock(mutex_);
-  return {in_flight_,          most_in_flight_, written_,          read_,
-          latencies_.total(),  refused_,        late_->load(),     latencies_.quantile(0.5),
-          latencies_.quantile(0.99)};
+  return {in_flight_,    most_in_flight_,          written_,
+          read_,         latencies_.total(),       refused_,
+          late_->load(), latencies_.quantile(0.5), latencies_.quantile(0.99)};
 }
 
 // ---- MessageRoute
@@ -182,9 +182,9 @@ Problem superseded(const std::string& key) {
 Problem too_late(double seconds) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.3g", seconds);
-  return {.kind = Problem::Kind::timeout,
-          .message = std::string("the request has reached the offload service ") + text.data() +
-                     " s after its deadline"};
+  return {
+      .kind = Problem::Kind::timeout,
+      .message = std::string("the request has reached the offload service ") + text.data() + " s after its deadline"};
 }
 
 Problem bytes_differ(const Entry& entry) {

@@ -31,8 +31,7 @@ void Session::keep(const Entry& entry, const FoundTensor& tensor, bool has_first
   const std::size_t left = is_left.size() - (has_first ? 1 : 0);
   {
     const std::lock_guard lock(mutex_);
-    kept_.insert_or_assign(entry.sequence,
-                           KeptRead{{tensor, entry.key}, std::move(is_left), left, entry.expires});
+    kept_.insert_or_assign(entry.sequence, KeptRead{{tensor, entry.key}, std::move(is_left), left, entry.expires});
   }
   note_deadline(entry.expires);
 }

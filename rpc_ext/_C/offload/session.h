@@ -36,9 +36,9 @@ class Session final : public std::enable_shared_from_this<Session> {
 
   const std::shared_ptr<Namespace> space;
   const std::shared_ptr<RequestOrder> order;
-  std::atomic<double> heard;             // when its last request came
-  std::atomic<bool> is_watched{false};   // the service learns when the client is lost
-  std::uint64_t in_flight = 0;           // bytes of its requests that have not been answered; the service's lock guards it
+  std::atomic<double> heard;            // when its last request came
+  std::atomic<bool> is_watched{false};  // the service learns when the client is lost
+  std::uint64_t in_flight = 0;  // bytes of its requests that have not been answered; the service's lock guards it
 
   // ---- the tensors that the client fetches: a read takes one snapshot, whatever others write meanwhile
   // Keeps a tensor until its parts are fetched, or the deadline of the read is over.
@@ -51,8 +51,8 @@ class Session final : public std::enable_shared_from_this<Session> {
   void drop(std::uint64_t sequence);                                     // a read that the client gave up
 
   // ---- the buffers of answers
-  // Calls `taken` with a tensor of so many bytes that are not initialized, now or when buffers return; with an undefined
-  // tensor at the deadline, and when the session has ended.
+  // Calls `taken` with a tensor of so many bytes that are not initialized, now or when buffers return; with an
+  // undefined tensor at the deadline, and when the session has ended.
   void take_buffer(std::uint64_t nbytes, double expires, Taken taken);
 
   // Drops what is over. Returns the seconds until the next deadline; none: there is none.

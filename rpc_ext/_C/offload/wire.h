@@ -1,4 +1,4 @@
-// The messages between a client and an offload service: their format, written and parsed.
+// The messages between a client and an offload service: their format, and how they are written.
 //
 //     request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
 //     entry    sequence, after, expiry, key                        of every verb but FETCH
@@ -8,9 +8,8 @@
 //     entry    dtype, sizes, place of the bytes, digests           GET
 //              place of the bytes, digest                          FETCH
 //
-// The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message itself,
-// more as one tensor beside it. Nothing of a message is unpickled. The parser checks each number against its limits
-// before it uses it, and throws std::invalid_argument where a message makes no sense.
+// The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message
+// itself, more as one tensor beside it. Nothing of a message is unpickled.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,12 +29,12 @@ namespace rpc_ext::offload {
 
 using cudafuture::storage::Problem;
 
-inline constexpr std::size_t kPart = 16 << 20;       // bytes of the data of one message; larger tensors travel in parts
-inline constexpr std::size_t kMostEntries = 1024;    // of one message
-inline constexpr std::size_t kLongestKey = 1000;     // bytes of UTF-8
-inline constexpr std::size_t kToken = 16;            // bytes of the token by which a client names its session
-inline constexpr std::size_t kLine = 64;             // bytes: tensors of one message begin at a multiple
-inline constexpr std::size_t kInline = 1 << 14;      // bytes of data that a message carries itself
+inline constexpr std::size_t kPart = 16 << 20;     // bytes of the data of one message; larger tensors travel in parts
+inline constexpr std::size_t kMostEntries = 1024;  // of one message
+inline constexpr std::size_t kLongestKey = 1000;   // bytes of UTF-8
+inline constexpr std::size_t kToken = 16;          // bytes of the token by which a client names its session
+inline constexpr std::size_t kLine = 64;           // bytes: tensors of one message begin at a multiple
+inline constexpr std::size_t kInline = 1 << 14;    // bytes of data that a message carries itself
 inline constexpr std::size_t kMostDimensions = 64;
 inline constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
 inline constexpr std::uint8_t kVersion = 4;
@@ -100,17 +99,13 @@ struct Message {
 };
 
 std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
+at::Tensor bytes_of(std::size_t size);  // not initialized
 at::Tensor no_data();
 
-// The name of the service that a request is for.
-std::string_view service_of(std::string_view body);
-
 Message pack_request(const Request& request);
-Request parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
 
 // `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
 Message pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
                     const std::vector<Found>& entries, const at::Tensor& data);
-Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors);
 
 }  // namespace rpc_ext::offload
