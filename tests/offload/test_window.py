@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.errors import ChecksumError, WorkerLostError
+from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
 from cudafuture.storage import digest
 from rpc_ext import _C
 from rpc_ext.offload import _wire as wire
@@ -357,6 +357,6 @@ def test_a_flush_waits_for_changes_and_has_their_error(client: Client) -> None:
     client.write("b", torch.ones(1))
     flush = client.operations.flush(with_reads=False)
     assert not flush.done()
-    client.sent[1].answer({0: OSError("no disk")})
-    assert isinstance(flush.exception(timeout=PATIENCE), OSError)
+    client.sent[1].answer({0: StorageError("no disk")})
+    assert isinstance(flush.exception(timeout=PATIENCE), StorageError)
     assert not client.operations.flush(with_reads=True).done()
