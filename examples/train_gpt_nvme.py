@@ -4,7 +4,8 @@
 
 Without overlap, the update of a parameter waits for the read of its state, and the next read waits for the write. With
 overlap, reads run ahead of the updates, and updates and writes run beside backward and the next forward. The program
-prints the time of a step of each training: the cost of the disk, and the part of it that overlap hides.
+prints the time of a step of each training: the cost of the disk, and the part of it that overlap hides. Overlap needs a
+core that does not compute, so on two cores one thread computes.
 
 The text is the source code of Python's standard library on this machine, byte by byte. Each training runs in its own
 process, so that each process has its own memory peak. The program exits with an error unless the loss falls, and
@@ -208,7 +209,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, help=f"a multiple of {HEAD}")
     parser.add_argument("--positions", type=int, default=64)
     parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--threads", type=int, default=2)
+    threads = min(2, max(1, len(os.sched_getaffinity(0)) - 1))  # the store needs a core, too
+    parser.add_argument("--threads", type=int, default=threads, help=f"that compute; default here: {threads}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--when", choices=["step", "backward"], default="backward")
     parser.add_argument("--prefetch", type=int, default=4, help="units of state that are read ahead, with overlap")
@@ -217,7 +219,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--state", choices=list(RUNS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults = (12, 4, 384, 8) if args.short else (30, 6, 512, 8)
+    defaults = (16, 4, 384, 4) if args.short else (30, 6, 512, 8)
     for name, value in zip(("steps", "layers", "width", "batch_size"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
