@@ -248,9 +248,14 @@ void bind_messages(py::module_& m) {
   m.def("parse_answer", parse_answer_of, py::arg("verb"), py::arg("count"), py::arg("body"), py::arg("tensors"));
 }
 
-void bind_order(py::module_& m) {
+using OrderClass = py::class_<RequestOrder, std::shared_ptr<RequestOrder>>;
+using NamespaceClass = py::class_<Namespace, std::shared_ptr<Namespace>>;
+using SessionClass = py::class_<Session, std::shared_ptr<Session>>;
+using ServiceClass = py::class_<Service, std::shared_ptr<Service>>;
+
+void bind_order(OrderClass& order, NamespaceClass& space) {
   // What waits here may be begun by threads of a store; without one, in the thread that ends the wait.
-  py::class_<RequestOrder, std::shared_ptr<RequestOrder>>(m, "RequestOrder")
+  order
       .def(py::init([](double sent, const Service* service) {
              return std::make_shared<RequestOrder>(
                  sent, service == nullptr ? std::make_shared<std::atomic<std::uint64_t>>(0) : service->late());
@@ -271,7 +276,7 @@ void bind_order(py::module_& m) {
       .def("late", &RequestOrder::late, py::arg("expires"))
       .def("left", &RequestOrder::left, py::arg("expires"));
 
-  py::class_<Namespace, std::shared_ptr<Namespace>>(m, "Namespace")
+  space
       .def(py::init([](const py::capsule& store, std::string prefix, std::optional<std::uint64_t> capacity,
                        const std::vector<std::pair<std::string, std::uint64_t>>& sizes) {
              return std::make_shared<Namespace>(store_from(store), std::move(prefix), capacity, sizes);
@@ -305,8 +310,8 @@ void bind_order(py::module_& m) {
           "leave", [](Namespace& self, const std::string& key) { self.queues.leave(key); }, py::arg("key"), Released());
 }
 
-void bind_service(py::module_& m) {
-  py::class_<Session, std::shared_ptr<Session>>(m, "OffloadSession")
+void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) {
+  session
       .def(py::init([](std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order, const py::capsule& pool,
                        py::function set_timer) {
              const StorePtr store = space->store();
@@ -325,8 +330,7 @@ void bind_service(py::module_& m) {
       .def("look", &Session::look, Released())
       .def("clear", &Session::clear);
 
-  py::class_<Service, std::shared_ptr<Service>>(m, "OffloadService")
-      .def(py::init(&make_service), py::arg("store"), py::arg("window"), py::arg("slow"))
+  service.def(py::init(&make_service), py::arg("store"), py::arg("window"), py::arg("slow"))
       .def("add", &Service::add, py::arg("token"), py::arg("session"))
       .def("remove", &Service::remove, py::arg("token"))
       .def("handle", handle, py::arg("body"), py::arg("tensors"), py::arg("session"), py::arg("reply"))
@@ -370,9 +374,14 @@ void bind_service(py::module_& m) {
 }  // namespace
 
 void bind(py::module_& m) {
+  // All classes before the first function: its signature names them.
+  OrderClass order(m, "RequestOrder");
+  NamespaceClass space(m, "Namespace");
+  SessionClass session(m, "OffloadSession");
+  ServiceClass service(m, "OffloadService");
   bind_messages(m);
-  bind_order(m);
-  bind_service(m);
+  bind_order(order, space);
+  bind_service(m, session, service);
 }
 
 }  // namespace rpc_ext::offload
