@@ -135,7 +135,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         if args.state != "memory":
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder))
             options = {"min_bytes": 1 << 16, "chunk_bytes": 1 << 20, "buffer_bytes": args.buffer_mib * MIB}
-            when, prefetch = (args.when, args.prefetch) if args.state == "disk" else ("step", 0)
+            overlaps = args.state == "disk"
+            when: Any = args.when if overlaps else "step"
+            prefetch = args.prefetch if overlaps else 0
             optimizer = stack.enter_context(offload(optimizer, folder, when=when, prefetch=prefetch, **options))
         interval = max(1, args.steps // 6)
         for text, following in batches(args):

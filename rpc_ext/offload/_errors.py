@@ -54,10 +54,10 @@ def problem_of(error: BaseException) -> tuple[Any, ...]:
 def error_from(problem: tuple[Any, ...]) -> Exception:
     """Return the error of a problem."""
     kind, message, path, code, offset, wanted, got = problem
-    found = _CLASSES[kind - 1]
-    if not issubclass(found, StorageError):
-        return found(message)
-    return found(message, errno=code or None, path=path, offset=offset, wanted=wanted, got=got)
+    found: type[Exception] = _CLASSES[kind - 1]
+    if issubclass(found, StorageError):
+        return found(message, errno=code or None, path=path, offset=offset, wanted=wanted, got=got)
+    return found(message)
 
 
 def raise_problem(problem: tuple[Any, ...]) -> NoReturn:

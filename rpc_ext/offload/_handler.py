@@ -73,17 +73,17 @@ class RequestHandler:
 
     def _abandon(self, session: ClientSession, request: wire.Request, reply: Reply) -> None:
         """Give up operations that the client gave up, so that nothing waits for them."""
-        for entry in request.entries:
-            sequence, key = entry[0], entry[3]
+        entries: list[Any] = request.entries
+        for sequence, _, _, key in entries:
             session.native.drop(sequence)
             session.uploads.fail(sequence, TimeoutError(f"the client gave up the write of key {key!r}"))
             session.order.pass_on(key, sequence)
-        reply.send(*wire.pack_answer(wire.ABANDON, len(request.entries)))
+        reply.send(*wire.pack_answer(wire.ABANDON, len(entries)))
 
     def _write_part(self, session: ClientSession, entry: wire.Put, data: torch.Tensor, reply: Reply) -> None:
         """Write one part of a tensor."""
         counted = self.native.count_in(session.native, data.numel())
-        if len(counted) > 2:
+        if len(counted) != 2:
             raise_problem(counted)
 
         def end(error: BaseException | None) -> None:
