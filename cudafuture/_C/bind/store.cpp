@@ -344,7 +344,11 @@ void bind_store(nb::module_& m) {
             return find(self, key_of(key)) != nullptr;
           },
           nb::arg("key"))
-      .def_prop_ro("is_closed", &Store::is_closed)
+      .def_prop_ro("is_closed",
+                   [](const Store& self) {
+                     refuse_after_fork();  // another thread of the parent may have held the lock
+                     return self.is_closed();
+                   })
       .def("trim",
            [](Store& self) {
              refuse_after_fork();
