@@ -9,7 +9,7 @@ class Arrivals::One final : public Waiter {
   One(Arrivals& set, std::size_t position) noexcept : set_(set), position_(position) {}
   void release() noexcept override {
     set_.arrive(position_);
-    Waiter::release();  // the last access: the destructor of the set waits for it
+    Waiter::release();  // the last access: the set's destructor waits for it
   }
 
  private:

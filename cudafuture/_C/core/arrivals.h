@@ -1,9 +1,9 @@
 // Waiting for the first of several futures.
 //
-// Each future has a waiter of the set, so an arrival follows completion directly: the completing thread releases
-// waiters before it runs any callback, and takes neither a place in a serial queue nor the interpreter's lock for them.
+// Each future has a waiter of the set. The completing thread releases waiters before it runs any callback, so an
+// arrival follows completion directly. It takes neither a place in a serial queue nor the interpreter's lock.
 //
-// Lock: mutex_ guards the list of arrivals and the signal. The signal is completed outside of it.
+// Lock: mutex_ guards the list of arrivals and the signal. The signal is completed outside the lock.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +18,18 @@ namespace cudafuture {
 
 class Arrivals {
  public:
-  // Starts to wait for all of them. Those that are done already have arrived, in their order.
-  // The caller keeps them alive: a reference here would make a future look as if an engine were to complete it.
+  // Starts to wait for all `futures`. Futures that are already done have arrived, in their order. The caller keeps the
+  // futures alive: a reference held here would look like an engine that is going to complete the future.
   explicit Arrivals(std::vector<Future*> futures);
-  // Stops waiting for those that have not arrived.
+  // Stops waiting for the futures that have not arrived.
   ~Arrivals();
   Arrivals(const Arrivals&) = delete;
   Arrivals& operator=(const Arrivals&) = delete;
 
-  // Takes the position of the next one that has arrived out of the list. False: none has.
+  // Takes the position of the next arrival out of the list. False: the list is empty.
   bool take(std::size_t& position);
 
-  // A future that is done when one has arrived that was not taken yet.
+  // Returns a future that is done once an arrival has not been taken yet.
   FuturePtr next();
 
  private:
@@ -38,10 +38,10 @@ class Arrivals {
   void arrive(std::size_t position) noexcept;
 
   const std::vector<Future*> futures_;
-  std::vector<std::unique_ptr<One>> waiters_;  // by position; null: it had arrived before
+  std::vector<std::unique_ptr<One>> waiters_;  // by position; null: it was already done
   std::mutex mutex_;
   std::deque<std::size_t> arrived_;
-  FuturePtr signal_;  // null: nothing waits
+  FuturePtr signal_;  // null: no caller waits
 };
 
 }  // namespace cudafuture

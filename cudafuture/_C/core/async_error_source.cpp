@@ -16,7 +16,7 @@ void AsyncErrors::add(const AsyncErrors& others) {
 AsyncErrors AsyncErrors::undecided() const {
   AsyncErrors rest;
   for (const std::shared_ptr<AsyncErrorSource>& source : sources_) {
-    source->error();  // notices a success that the engine has reported meanwhile
+    source->error();  // updates has_succeeded()
     if (!source->has_succeeded()) rest.sources_.push_back(source);
   }
   return rest;

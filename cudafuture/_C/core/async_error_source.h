@@ -4,8 +4,8 @@
 //     collective ── source ──┐
 //     collective ── source ──┼──► every future whose value was made from them: then(), then_async(), gather() ...
 //
-// An aborted communicator lets its streams go on, and the tensors then hold garbage. So device work that has finished
-// does not prove success; it proves success only if the source reports no failure when it is asked afterwards.
+// An aborted communicator releases its streams, and the tensors then hold garbage. Finished device work therefore
+// proves success only if the source, asked afterwards, reports no failure.
 #pragma once
 
 #include <exception>
@@ -22,7 +22,7 @@ class AsyncErrorSource {
   virtual std::exception_ptr error() noexcept = 0;
 
   // Decides, after device work that follows the operation has finished, whether the operation succeeded. False: the
-  // engine has yet to say so. After true, error() keeps its answer.
+  // engine does not know yet. After true, error() does not change any more.
   virtual bool confirm() noexcept { return true; }
 
   // Returns true if the operation has succeeded for good: error() will always return null.
@@ -35,7 +35,8 @@ class AsyncErrors {
   bool empty() const noexcept { return sources_.empty(); }
   void add(std::shared_ptr<AsyncErrorSource> source);
   void add(const AsyncErrors& others);
-  // Returns those that have not succeeded for good. A long chain of futures does not collect the others.
+  // Returns the sources that have not succeeded for good. Dropping the others keeps a long chain of futures from
+  // collecting them.
   AsyncErrors undecided() const;
 
   std::exception_ptr error() const noexcept;  // the first

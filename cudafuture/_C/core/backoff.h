@@ -1,6 +1,7 @@
-// Pauses between looks at something that does not announce itself: at first short, then each a sixteenth longer than
-// the one before. So what happens is noticed late by a sixteenth of the time that it took, and never by more than the
-// longest pause.
+// Growing pauses for polling: each pause is a sixteenth longer than the one before, up to a longest pause.
+//
+// A poller therefore notices an event late by at most a sixteenth of the time that it took, and by at most the longest
+// pause.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,10 @@ class Backoff {
 
   Backoff(Pause first, Pause longest) noexcept : first_(first), longest_(std::max(first, longest)), next_(first) {}
 
-  // Something happened: begin anew.
+  // Starts again with the first pause, after something happened.
   void reset() noexcept { next_ = first_; }
 
-  // How long to pause now.
+  // Returns the pause to make now.
   Pause next() noexcept {
     const Pause pause = next_;
     next_ = std::min(longest_, pause + std::max(pause / 16, Pause(1)));

@@ -26,13 +26,13 @@ bool is_plain_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// The strides of a copy: those of the source, without gaps.
+// Returns the strides of a copy: the source's, without gaps.
 std::vector<std::int64_t> dense_strides(const at::Tensor& source) {
   if (source.is_non_overlapping_and_dense()) return source.strides().vec();
   return at::infer_dense_strides(source.sizes(), source.strides());
 }
 
-// A tensor like `source` whose memory is a part of `slab`.
+// Returns a tensor like `source` whose memory is a part of `slab`.
 at::Tensor view_like(const at::Tensor& source, const at::Tensor& slab, std::size_t offset) {
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(slab.storage()),
                                                              slab.key_set(), source.dtype());
@@ -57,7 +57,7 @@ void write_staging(const at::Tensor& source, const at::Tensor& staging, std::siz
   }
 }
 
-// Tells the allocator that the stream uses the memory, which may be freed before its owner's stream waits for that.
+// Tells the allocator that the stream uses the memory: its owner may free it before the owner's stream waits.
 void record_use(const at::Tensor& memory, const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
   guard.recordDataPtrOnStream(memory.storage().data_ptr(), stream);
@@ -75,7 +75,7 @@ void enqueue_on(const c10::Stream& stream, c10::ArrayRef<at::Tensor> memory, con
   const StreamScope scope(stream);
   try {
     enqueue();
-  } catch (...) {  // some may be on their way, and the caller frees the memory
+  } catch (...) {  // some copies may be enqueued, and the caller frees the memory
     if (!options.may_drop_unordered) record();
     throw;
   }
@@ -112,7 +112,7 @@ std::vector<at::Tensor> copy_each(c10::ArrayRef<at::Tensor> sources, const c10::
                                   const BatchCopyOptions& options) {
   const BatchLayout layout(sources, false);
   std::vector<at::Tensor> copies;
-  std::vector<at::Tensor> ready = sources.vec();  // pinned tensors, and staging buffers of the others
+  std::vector<at::Tensor> ready = sources.vec();  // pinned tensors, and the staging buffers of the other tensors
   copies.reserve(sources.size());
   for (std::size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& source = sources[i];

@@ -13,7 +13,7 @@
 #include "core/reaper.h"
 
 namespace cudafuture {
-// Wakes the callback thread when the future that it helps with is done.
+// Wakes the callback thread when the future that help() waits for is done.
 class CallbackThread::Waker final : public Continuation {
  public:
   void run(Future&) noexcept override {
@@ -28,7 +28,7 @@ class CallbackThread::Waker final : public Continuation {
 };
 
 CallbackThread& CallbackThread::get() noexcept {
-  static auto* thread = new CallbackThread;  // leaked: engines may post until the very end of the process
+  static auto* thread = new CallbackThread;  // leaked: engines may post until the end of the process
   return *thread;
 }
 
@@ -37,7 +37,7 @@ bool CallbackThread::is_current() const noexcept {
 }
 
 CallbackThread::Run CallbackThread::start() noexcept {
-  if (is_forked_child()) return Run::stopped;  // its lock may be held by a thread that is gone
+  if (is_forked_child()) return Run::stopped;  // the lock may be held by a thread that does not exist in the child
   std::lock_guard lock(mutex_);
   return start_locked();
 }
@@ -68,7 +68,8 @@ bool CallbackThread::put(Put&& put) noexcept {
   return true;
 }
 
-// What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
+// A continuation that is posted too late is abandoned if possible, so that no caller waits for it; otherwise it is
+// leaked.
 void CallbackThread::post(Continuation* c) noexcept {
   bool is_refused = false;
   const auto put_or_refuse = [&](Inbox& inbox) {
@@ -89,7 +90,7 @@ void CallbackThread::post(Continuation* c) noexcept {
   }
 }
 
-// The system had no thread to run `c`.
+// Fails `c`, because the system refused a thread to run it.
 void CallbackThread::refuse(Continuation* c) noexcept {
   if (c->refuse(std::make_exception_ptr(no_thread("the library's callbacks")))) {
     post_abandon(c);
@@ -126,10 +127,10 @@ void CallbackThread::loop() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return stopping_ || !inbox_.empty(); });
-    if (inbox_.empty()) break;  // stopping, and nothing is left
+    if (inbox_.empty()) break;  // stopping, and the inbox is empty
     Inbox inbox = std::exchange(inbox_, {});
     lock.unlock();
-    if (!runtime.enter()) {  // the interpreter is gone: leak what is in the inbox, which owns nothing
+    if (!runtime.enter()) {  // the interpreter is gone: leak the inbox's contents; the inbox itself owns nothing
       lock.lock();
       break;
     }

@@ -1,9 +1,10 @@
-// The one thread that runs Python callbacks of futures which C++ threads complete.
+// The single thread that runs Python callbacks of futures that C++ threads complete.
 //
-// States: not started -> running -> stopping. It starts with the first post and is joined by shut_down(). Where the
-// system refuses to start it, the post fails what it was to complete; whatever else was posted stays in the inbox, and
-// the next post or the main thread's next wait tries again. Lock: mutex_ guards the inbox and the state; nothing else
-// is taken under it.
+// States: not started -> running -> stopping. The first post starts the thread, and shut_down() joins it. If the system
+// refuses to start it, the post fails the future that its continuation would complete. Anything else that was posted
+// stays in the inbox; the next post, or the main thread's next wait, tries again.
+//
+// Lock: mutex_ guards the inbox and the state; no other lock is taken under it.
 #pragma once
 
 #include <atomic>
@@ -24,32 +25,32 @@ class CallbackThread final : public Executor {
   static CallbackThread& get() noexcept;
 
   void post(Continuation* c) noexcept override;
-  void post_release(void* object) noexcept;        // drop a foreign reference there
-  void post_abandon(Continuation* list) noexcept;  // abandon continuations there
+  void post_release(void* object) noexcept;        // drops a foreign reference on this thread
+  void post_abandon(Continuation* list) noexcept;  // abandons continuations on this thread
 
   bool is_current() const noexcept;
 
-  // Starts the thread. Throws where the system has none.
+  // Starts the thread. Throws if the system refuses one.
   void require() {
     if (start() == Run::no_thread) throw no_thread("the library's callbacks");
   }
 
-  // Starts the thread if something waits for it that was posted while the system had no thread.
+  // Starts the thread if continuations were posted while the system refused one.
   void retry() noexcept {
     if (is_starved_.load(std::memory_order_relaxed)) start();
   }
 
-  // For a callback that waits on this very thread: runs others until `awaited` is done, the deadline has come (null:
-  // none) or the process is going away. Called, and returns, inside the interpreter. Does nothing at the deepest of the
-  // thread's queue.
+  // Runs other callbacks while a callback on this thread waits. Returns when `awaited` is done, at the deadline (null:
+  // none) or when the process shuts down. Is called, and returns, inside the interpreter. Does nothing at the maximum
+  // depth of the thread's queue.
   void help(Future& awaited, const std::chrono::steady_clock::time_point* deadline) noexcept;
 
-  // Runs what was posted so far, then joins. What comes later does not run. `go_on` is asked now and then while that
-  // takes time; when it says no the thread is left to itself.
+  // Runs everything posted so far, then joins the thread. Later posts do not run. Calls `go_on` from time to time; when
+  // it returns false, stop() leaves the thread running and returns.
   void stop(bool (*go_on)() noexcept = nullptr) noexcept;
 
-  // Something came too late from outside the interpreter: whoever waits for what it would have completed waits for
-  // ever.
+  // True if a continuation was posted too late from outside the interpreter: the future that it would have completed
+  // stays pending.
   bool has_lost() const noexcept { return lost_.load(std::memory_order_acquire); }
   void lose() noexcept { lost_.store(true, std::memory_order_release); }
 
@@ -79,12 +80,12 @@ class CallbackThread final : public Executor {
   std::mutex mutex_;
   std::condition_variable wake_;
   Inbox inbox_;
-  ContinuationList batch_;  // of the thread itself: taken out of the inbox, not run yet
+  ContinuationList batch_;  // used by the thread only: taken out of the inbox, not run yet
   std::thread thread_;
   bool stopping_ = false;
   bool ended_ = false;
   std::atomic<bool> lost_{false};
-  std::atomic<bool> is_starved_{false};  // posted to, and not started
+  std::atomic<bool> is_starved_{false};  // something was posted, and the thread is not started
   std::atomic<std::thread::id> id_{};
   std::atomic<std::uint64_t> callbacks_run_{0};
 };

@@ -25,7 +25,7 @@ ExchangeCaptureMode exchange_mode(c10::DeviceType type) noexcept {
   return exchange_of[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
 }
 
-// `isStreamCapturing` is not in the guard interface of every torch that is supported.
+// Not every supported torch has `isStreamCapturing` in its guard interface.
 template <class Guard>
 bool ask(const Guard& guard, const c10::Stream& stream) {
   if constexpr (requires { guard.isStreamCapturing(stream); }) {

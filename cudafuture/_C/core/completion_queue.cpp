@@ -29,7 +29,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
     if ((c->flags & Continuation::when_ready) != 0) {
       c->flags &= static_cast<std::uint8_t>(~Continuation::when_ready);
       if (parent.events().is_captured()) c->flags |= Continuation::unwatchable;
-      // Those behind one that is watched are watched too, lest they overtake it.
+      // Continuations behind a watched one are watched too, so that they cannot overtake it.
       watching = watching || (stands(Edge::then_when_ready) && !parent.device_work_finished());
       if (watching) {
         Watcher::get().watch(c);
@@ -49,7 +49,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
 }
 
 // A continuation can enter the interpreter for a moment, complete a future there, and leave again. The callbacks of
-// that future are then in the queue of a thread that is outside: they run on the callback thread.
+// that future are then in the queue of a thread outside the interpreter: they run on the callback thread.
 void CompletionQueue::run_one() noexcept {
   Continuation* c = queue_.pop();
   if (!is_inside_ && (c->flags & Continuation::foreign) != 0) {

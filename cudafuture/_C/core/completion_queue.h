@@ -1,7 +1,7 @@
-// The continuations that this thread has to run, one queue per thread.
+// The continuations that a thread has yet to run; each thread has one queue.
 //
-// Completing a future inside a callback does not run its callbacks there: they wait their turn here, and the outermost
-// completion in the thread runs them. So a chain of any length completes in constant stack.
+// A future that is completed inside a callback does not run its callbacks there. They are queued, and the outermost
+// completion in the thread runs them. A chain of any length therefore completes in constant stack.
 #pragma once
 
 #include "core/continuation.h"
@@ -12,21 +12,22 @@ class CompletionQueue {
  public:
   static CompletionQueue& current() noexcept;
 
-  // Hands each continuation of `list` (linked by next) to where it runs; `parent` is done.
+  // Passes each continuation of `list` (linked by next) to its executor; `parent` is done.
   static void dispatch(Future& parent, Continuation* list) noexcept;
 
   bool empty() const noexcept { return queue_.empty(); }
   bool draining() const noexcept { return depth_ > 0; }
-  // A callback that helps may run one that helps. At this depth nobody may any more: stacks are finite.
+  // A callback in help() may run another that calls help(). This is the depth limit, because stacks are finite.
   bool is_deepest() const noexcept { return depth_ >= kMaxDepth; }
 
-  // Runs what stands in the queue until `awaited` is done or the queue is empty. For a callback that waits for a future
-  // whose own callbacks stand behind it in this thread's queue: without this it would wait for ever. Not at the
-  // deepest.
+  // Runs queued continuations until `awaited` is done or the queue is empty. A callback calls this when it waits for a
+  // future whose own callbacks are behind it in this thread's queue; without it, the wait would never end. Must not be
+  // called at the maximum depth.
   void help(const Future& awaited) noexcept;
 
   void push(Continuation* c) noexcept { queue_.push(c); }
-  // Until it is empty; nested in a callback where one is running. `is_inside`: this thread is inside the interpreter.
+  // Runs continuations until the queue is empty; may be nested in a callback. `is_inside`: this thread is inside the
+  // interpreter.
   void drain(bool is_inside) noexcept;
 
  private:

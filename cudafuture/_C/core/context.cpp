@@ -43,7 +43,7 @@ std::shared_ptr<const AutocastState> capture_autocast() {
   return state;
 }
 
-// Null switches it off everywhere, and leaves the dtypes and the cache alone.
+// Applies a state. Null switches autocast off on every device, and leaves the dtypes and the cache alone.
 void apply_autocast(const AutocastState* state) {
   for (std::size_t i = 0; i < kDevices; ++i) {
     const at::DeviceType type = at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i];
@@ -80,7 +80,7 @@ CallerContext::Scope::Scope(const CallerContext& context) {
   at::autocast::increment_nesting();
 }
 
-// Afterwards each device is set back whatever the callback did, which is why an unchanged one is noted, too.
+// Also notes a device that does not change: each one is restored afterwards, whatever the callback did.
 void CallerContext::Scope::enter_devices(const CurrentDevices& devices) {
   for (c10::Device device : devices) {
     const c10::impl::DeviceGuardImplInterface* const guard = c10::impl::getDeviceGuardImpl(device.type());

@@ -1,5 +1,5 @@
-// The settings of the calling thread that its callbacks run with: the current device of each type, grad mode, inference
-// mode and autocast.
+// The settings of the calling thread under which its callbacks run: the current device of each type, grad mode,
+// inference mode and autocast.
 #pragma once
 
 #include <c10/core/InferenceMode.h>
@@ -11,13 +11,13 @@
 
 namespace cudafuture {
 
-struct AutocastState;  // of every device; a caller with autocast off everywhere, as nearly always, has none
+struct AutocastState;  // of every device; null if autocast is off everywhere, as it nearly always is
 
 class CallerContext {
  public:
   static CallerContext capture();
 
-  // Puts the captured state in force, and the thread's own back afterwards.
+  // Applies the captured state, and restores the thread's own state afterwards.
   class Scope {
    public:
     explicit Scope(const CallerContext& context);
@@ -31,7 +31,7 @@ class CallerContext {
     std::optional<c10::InferenceMode> inference_mode_;  // destroyed last: it resets the grad mode as well
     bool grad_mode_before_;
     bool fw_grad_mode_before_;
-    std::shared_ptr<const AutocastState> autocast_before_;  // null: it was not touched
+    std::shared_ptr<const AutocastState> autocast_before_;  // null: unchanged
     CurrentDevices devices_before_;
   };
 

@@ -4,7 +4,7 @@
 
 namespace cudafuture {
 
-// Here, where the future that `parent` points to is a complete type.
+// Defined here, where Future, the type behind `parent`, is complete.
 Continuation::Continuation(std::uint8_t flags, Executor* executor) noexcept : executor(executor), flags(flags) {}
 Continuation::~Continuation() {
   if (place != 0) executor->leave(*this);

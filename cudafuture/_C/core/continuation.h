@@ -1,4 +1,4 @@
-// What happens next: one link in the list that a future keeps until it is done.
+// A link in the list of actions that a future runs when it is done.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -19,40 +19,40 @@ class Continuation {
  public:
   enum Flags : std::uint8_t {
     none = 0,
-    foreign = 1,      // runs code of the embedding language: never on a thread that is outside the interpreter
+    foreign = 1,      // runs code of the embedding language: never on a thread outside the interpreter
     when_ready = 2,   // runs when the device work behind the parent's events has finished, not when the parent is done
-    unwatchable = 4,  // should have run when_ready, but the host cannot query the parent's events
+    unwatchable = 4,  // was meant to be when_ready, but the host cannot query the parent's events
   };
 
   explicit Continuation(std::uint8_t flags = none, Executor* executor = nullptr) noexcept;
   Continuation(const Continuation&) = delete;
   Continuation& operator=(const Continuation&) = delete;
 
-  // Exactly one of the two is called, once, and is the last call: the continuation then owns itself no longer.
+  // Exactly one of these two is called, once, as the last call: it ends the continuation's ownership of itself.
   virtual void run(Future& parent) noexcept = 0;
-  virtual void abandon() noexcept = 0;  // the parent was dropped while pending, or the process is going away
+  virtual void abandon() noexcept = 0;  // the parent was dropped while pending, or the process is shutting down
 
-  // Fails what running it would complete, because no thread can be started to run it; abandon() follows. Any thread may
-  // call this. False: it completes nothing that waits for it.
+  // Fails the future that run() would complete, because no thread could be started to run it; abandon() follows. Any
+  // thread may call this. False: no caller waits for this continuation.
   virtual bool refuse(const std::exception_ptr&) noexcept { return false; }
 
-  // Would running it change nothing any more? Asked under the parent's lock.
+  // Returns true if run() would have no effect any more. Called under the parent's lock.
   virtual bool is_moot() const noexcept { return false; }
 
-  // Shows the foreign references that this continuation owns.
+  // Visits the foreign references that this continuation owns.
   virtual int visit(ForeignVisitor) const { return 0; }
 
   Continuation* next = nullptr;  // in the parent's list, then in a queue
-  FuturePtr parent;              // set while it stands in a queue
-  Executor* executor;            // where it runs; null: where the future is completed
-  std::uint64_t place = 0;       // in the line of an executor that keeps an order; 0: none
+  FuturePtr parent;              // set while the continuation is queued
+  Executor* executor;            // runs the continuation; null: the thread that completes the future
+  std::uint64_t place = 0;       // in the queue of an executor that keeps an order; 0: none
   std::uint8_t flags;
 
  protected:
   virtual ~Continuation();
 };
 
-// A first-in-first-out list that owns nothing and never allocates.
+// A first-in-first-out list that owns nothing and never allocates memory.
 class ContinuationList {
  public:
   bool empty() const noexcept { return head_ == nullptr; }
@@ -79,7 +79,7 @@ class ContinuationList {
     return list;
   }
 
-  // Moves all for which the predicate holds into `taken`; returns how many stay.
+  // Moves all continuations that match the predicate into `taken`; returns the number that stay.
   template <class Predicate>
   std::size_t take_if(Predicate&& predicate, ContinuationList& taken) {
     ContinuationList stay;
@@ -96,7 +96,7 @@ class ContinuationList {
     return count;
   }
 
-  // Removes the first one for which the predicate holds, or returns null.
+  // Removes and returns the first continuation that matches the predicate, or returns null.
   template <class Predicate>
   Continuation* remove_if(Predicate&& predicate) {
     Continuation* before = nullptr;

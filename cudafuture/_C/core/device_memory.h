@@ -1,5 +1,7 @@
-// What a tensor occupies on its device. Copies of a tensor can cost more than that: where Python knows it, the counting
-// of references asks the interpreter.
+// The storage that a tensor occupies on its device.
+//
+// A copy of a tensor can cost more than the storage: where Python knows the tensor, reference counting enters the
+// interpreter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,12 +13,12 @@
 namespace cudafuture {
 
 struct DeviceMemory {
-  DeviceMemory(const at::Tensor& tensor)  // NOLINT(google-explicit-constructor): a tensor will do
+  DeviceMemory(const at::Tensor& tensor)  // NOLINT(google-explicit-constructor): accepts a tensor
       : device(tensor.device()), storage(tensor.has_storage() ? tensor.storage() : c10::Storage()) {}
   DeviceMemory(c10::Device device, c10::Storage storage) : device(device), storage(std::move(storage)) {}
 
   c10::Device device;
-  c10::Storage storage;  // none: the allocator knows nothing of it
+  c10::Storage storage;  // none: unknown to the allocator
 };
 
 }  // namespace cudafuture

@@ -1,11 +1,12 @@
-// Functions of the CUDA or HIP runtime that c10 does not wrap. They come with torch's own runtime, or not at all.
+// Functions of the CUDA or HIP runtime that c10 does not wrap. They are available only if torch has loaded that
+// runtime.
 #pragma once
 
 #include <dlfcn.h>
 
 namespace cudafuture {
 
-// Return the function of that name in CUDA's runtime, or of the other name in HIP's; null: torch has neither.
+// Returns the function `cuda_name` of CUDA's runtime, or `hip_name` of HIP's; null if torch loaded neither.
 template <class Function>
 Function find_in_device_runtime(const char* cuda_name, const char* hip_name) noexcept {
   const auto find = [](const char* library, const char* name) -> void* {

@@ -1,7 +1,7 @@
-// The synchronisation edges that the library makes, each with a name: what orders a consumer after a producer.
+// The sync edges that the library makes, each with a name. A sync edge orders a consumer after a producer on a device.
 //
-// Tests cut one at a time, to show that they would notice if it were missing. Nothing else ever cuts one, and where all
-// stand, asking is a load and a comparison.
+// Tests cut one edge at a time, to show that they would notice a missing edge. Nothing else cuts edges. While no edge
+// is cut, the check is a load and a comparison.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ enum class Edge : std::uint8_t {
   // events that are recorded, or kept, when a future is done
   result_record,
   result_stream,   // on the streams that set_result(stream=) names
-  result_tensors,  // what set_result(tensors=) names is used by whoever waits
+  result_tensors,  // consumers use the tensors that set_result(tensors=) names
   failure_record,
   then_record,
   then_failure_record,
@@ -50,7 +50,7 @@ enum class Edge : std::uint8_t {
   then_when_ready,
   event_synchronize,
 
-  // what is current in callbacks and in use_streams(), and afterwards
+  // the current device and streams in callbacks and in use_streams(), and afterwards
   scope_enter,
   scope_leave,
   scope_device,
@@ -65,18 +65,18 @@ enum class Edge : std::uint8_t {
   guard_to_torch,
 
   // in storage
-  storage_source_wait,    // a write begins when what its caller had enqueued has finished
-  storage_source_copied,  // the disk gets a buffer when the device has filled it
+  storage_source_wait,    // a write begins when the work that its caller had enqueued has finished
+  storage_source_copied,  // a buffer goes to the disk when the device has filled it
   storage_target_wait,
   storage_target_record_stream,
-  storage_target_copied,  // a buffer is used again when the device has read it
+  storage_target_copied,  // a buffer is reused when the device has read it
   storage_read_record,
   storage_failure_record,
-  storage_buffer_record,  // memory of a pool is lent again when the devices have done with it
+  storage_buffer_record,  // a pool lends memory again when the devices have finished with it
 
   // the tensors of a batch
   batch_slab_wait,      // a copy begins when the memory's owner has finished with it
-  batch_record_stream,  // memory is not used again before the copy into it has finished
+  batch_record_stream,  // memory is not reused before the copy into it has finished
 
   // in Python
   copy_source_wait,
@@ -90,12 +90,12 @@ enum class Edge : std::uint8_t {
   staging_in_wait,
   staging_in_record_stream,
   staging_in_record,
-  prefetch_loader_wait,    // a batch is ready when what its loader has enqueued has finished
+  prefetch_loader_wait,    // a batch is ready when the work that its loader enqueued has finished
   prefetch_ready_record,   // on the copy stream
-  prefetch_record_stream,  // memory that is not the consumer's is not used again before the consumer has finished
-  prefetch_drop_wait,      // nor is memory of a batch that nobody took before the copy has finished
-  pipeline_wait_stream,    // one stream of a pipeline waits for another, and backward the other way round
-  pipeline_record_stream,  // memory of a micro-batch is not used again before the other stream has finished
+  prefetch_record_stream,  // memory that is not the consumer's is not reused before the consumer has finished
+  prefetch_drop_wait,      // memory of a batch that was never taken is not reused before the copy has finished
+  pipeline_wait_stream,    // one stream of a pipeline waits for another; the other way round in the backward pass
+  pipeline_record_stream,  // memory of a micro-batch is not reused before the other stream has finished
 
   count,
 };
@@ -105,6 +105,6 @@ extern std::atomic<Edge> cut_edge;
 inline bool stands(Edge edge) noexcept { return cut_edge.load(std::memory_order_relaxed) != edge; }
 
 std::string_view name_of(Edge edge) noexcept;
-Edge edge_of(std::string_view name) noexcept;  // none: there is no such edge
+Edge edge_of(std::string_view name) noexcept;  // none: no edge has that name
 
 }  // namespace cudafuture

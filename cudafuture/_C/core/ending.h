@@ -1,4 +1,4 @@
-// How the library waits for its own threads when it shuts down.
+// The wait for one of the library's own threads at shutdown.
 #pragma once
 
 #include <chrono>
@@ -7,9 +7,9 @@
 
 namespace cudafuture {
 
-// Waits, with the lock given up, until `has_ended` holds, of which `told` tells. Now and then, without the lock, it
-// asks `go_on` (null: for ever) whether to wait on. False: it need not hold, and whoever has not ended is to be left
-// alone.
+// Waits, with the lock released, until `has_ended` holds; `told` signals changes. Calls `go_on` (null: wait without
+// limit) from time to time, without the lock, to decide whether to continue. Returns false if `go_on` returned false:
+// `has_ended` may not hold, and the caller must leave the thread running.
 template <class Predicate>
 bool wait_for_end(std::unique_lock<std::mutex>& lock, std::condition_variable& told, bool (*go_on)() noexcept,
                   Predicate has_ended) {

@@ -1,4 +1,4 @@
-// What the core itself has to say against a call. The binding turns each kind into a class of cudafuture.errors.
+// The error that the core itself raises. The binding maps each kind to a class of cudafuture.errors.
 #pragma once
 
 #include <exception>
@@ -20,7 +20,7 @@ class Error final : public std::exception {
   std::string message_;
 };
 
-// The system refused to start a thread. It may not refuse the next one.
+// Returns the error for a thread that the system refused to start. A later attempt may succeed.
 inline Error no_thread(const std::string& what) {
   return {ErrorKind::no_thread, "no thread could be started for " + what +
                                     ": the system, the user or the container has as many threads as it may (see "

@@ -13,7 +13,7 @@
 namespace cudafuture {
 namespace {
 
-// The device is current while this lives. As a rule it is already, and then this costs one call of the guard.
+// A scope in which the device is current. Usually it is current already, and the scope costs one call of the guard.
 class Current {
  public:
   Current(c10::Device device, Edge edge) : impl_(c10::impl::getDeviceGuardImpl(device.type())), before_(device) {
@@ -38,7 +38,7 @@ class Current {
 
 DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const c10::Device device = stream.device();
-  const Current guard(device, Edge::guard_record);  // also while the event dies, should recording fail
+  const Current guard(device, Edge::guard_record);  // also for the event's destruction, if recording fails
   c10::Event event = EventPool::get().acquire(device);
   event.record(stream);
   return c10::make_intrusive<DeviceEvent>(std::move(event), device, is_capturing(stream));
@@ -56,8 +56,8 @@ void DeviceEvent::refuse_captured() const {
           "graph's replay");
 }
 
-// torch's guards select the stream's device for the call and the thread's own device afterwards. Where the thread never
-// selected one, that is device 0, and from CUDA 12 on selecting it creates a context there (pytorch#94864).
+// torch's guards select the stream's device for the call and restore the thread's own device afterwards. If the thread
+// never selected one, that is device 0, and from CUDA 12 on selecting it creates a context there (pytorch#94864).
 void DeviceEvent::block(const c10::Stream& stream) const {
   const Current guard(stream.device(), Edge::guard_block);
   event_.block(stream);
@@ -106,7 +106,7 @@ void EventPool::give_back(c10::Event&& event, c10::Device device) noexcept {
   try {
     const Current guard(device, Edge::guard_destroy);
     c10::Event dying = std::move(event);
-  } catch (...) {  // the device is broken, or there no more
+  } catch (...) {  // the device is broken, or does not exist any more
     keep(std::move(event), device, std::numeric_limits<std::size_t>::max());
     return;
   }

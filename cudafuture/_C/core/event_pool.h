@@ -1,8 +1,9 @@
-// Device events: recorded by whoever completes a future, shared by all who wait for it, given back to a pool.
+// Device events from a pool. The thread that completes a future records them, and all consumers of the future share
+// them.
 //
-// Making an event can cost a driver call and destroying one can block when the device's queue is full, so events are
-// kept per device. An event is only ever destroyed with its own device current: without that CUDA makes a context on
-// device 0. The pool is never destroyed, so it cannot dangle at the exit of a thread or of the process.
+// Creating an event can cost a driver call, and destroying one can block when the device's queue is full. So events are
+// kept per device. An event is destroyed only with its own device current; otherwise CUDA creates a context on device
+// 0. The pool is never destroyed, so it cannot dangle at the exit of a thread or of the process.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,7 +23,7 @@ namespace cudafuture {
 // One recording of an event on one device. Immutable once it is shared.
 //
 // An event that was recorded inside a stream capture is a node of a graph: streams can wait for it, the host cannot.
-// CUDA ends the capture when the host queries such an event, so query() and synchronize() refuse it.
+// CUDA ends the capture when the host queries such an event, so query() and synchronize() throw for it.
 class DeviceEvent final : public c10::intrusive_ptr_target {
  public:
   static c10::intrusive_ptr<DeviceEvent> record(const c10::Stream& stream);
@@ -30,8 +31,8 @@ class DeviceEvent final : public c10::intrusive_ptr_target {
 
   c10::Device device() const noexcept { return device_; }
   bool is_captured() const noexcept { return is_captured_; }
-  void block(const c10::Stream& stream) const;  // makes the stream wait
-  bool query() const;                           // has the device got there? throws what the device has to say
+  void block(const c10::Stream& stream) const;  // makes the stream wait for the event
+  bool query() const;                           // true once the device has reached the event; throws the device's error
   void synchronize() const;                     // blocks the calling thread
 
   DeviceEvent(c10::Event&& event, c10::Device device, bool is_captured)
@@ -65,7 +66,7 @@ class EventPool {
  private:
   static constexpr std::size_t kMaxIdlePerDevice = 1024;
 
-  bool keep(c10::Event&& event, c10::Device device, std::size_t most) noexcept;  // unless there are so many
+  bool keep(c10::Event&& event, c10::Device device, std::size_t most) noexcept;  // unless it holds `most`
 
   mutable std::mutex mutex_;
   std::unordered_map<c10::Device, std::vector<c10::Event>> idle_;

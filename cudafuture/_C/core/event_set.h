@@ -13,16 +13,16 @@ namespace cudafuture {
 
 class EventSet {
  public:
-  // Records one event per device: on the stream of `streams` that lives there, else on the device's current stream.
+  // Records one event per device: on the stream of `streams` on that device, otherwise on the device's current stream.
   static EventSet record(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams = {});
 
-  // The same for work that has failed: devices that cannot record are left out, and `error` becomes the first of their
-  // errors. A consumer that recovers is ordered after the work on the other devices.
+  // Does the same for work that has failed. Devices that cannot record are left out, and `error` becomes the first of
+  // their errors. A consumer that recovers is ordered after the work on the other devices.
   static EventSet record_possible(c10::ArrayRef<c10::Device> devices, c10::ArrayRef<c10::Stream> streams,
                                   std::exception_ptr& error) noexcept;
 
-  // One set that is ordered after all of `parts`: where several have an event on a device, they are joined on one pool
-  // stream of the priority and one event is recorded there.
+  // Returns a set that is ordered after all of `parts`. Where several parts have an event on a device, they are joined
+  // on one pool stream of that priority, and one event is recorded there.
   static EventSet join(c10::ArrayRef<const EventSet*> parts, int priority);
 
   bool empty() const noexcept { return events_.empty(); }
@@ -35,15 +35,15 @@ class EventSet {
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
 
-  void block(const c10::Stream& stream) const;  // the stream waits for the event of its own device
+  void block(const c10::Stream& stream) const;  // makes the stream wait for its own device's event
   void block_current_streams() const;
-  bool query() const;  // has all the device work finished? throws what a device has to say
+  bool query() const;  // true once all the device work has finished; throws a device's error
 
  private:
   std::vector<DeviceEventPtr> events_;
 };
 
-// A copy for a future that ends when another does: it is ordered after the same device work.
+// Returns a copy for a future that completes together with another: it is ordered after the same device work.
 inline EventSet kept(const EventSet& events, Edge edge) { return stands(edge) ? events : EventSet(); }
 
 }  // namespace cudafuture

@@ -1,7 +1,7 @@
-// The embedding language (Python), seen from a core that includes none of its headers.
+// The embedding language (Python) as seen from the core, which includes none of its headers.
 //
 // The interpreter's lock (the GIL) is the outermost lock: it is never taken under a lock of the core. Threads of
-// engines (Gloo, TensorPipe, I/O, the watcher) never take it at all: what needs it, they post to the callback thread.
+// engines (Gloo, TensorPipe, I/O, the watcher) never take it. They post work that needs it to the callback thread.
 #pragma once
 
 #include <utility>
@@ -9,28 +9,28 @@
 namespace cudafuture {
 
 struct ForeignRuntime {
-  bool (*inside)() noexcept;               // does this thread hold the interpreter's lock?
-  bool (*enter)() noexcept;                // take it; false when the interpreter is going away
-  void (*leave)() noexcept;                // give it back
+  bool (*inside)() noexcept;               // true if this thread holds the interpreter's lock
+  bool (*enter)() noexcept;                // takes the lock; false if the interpreter is finalizing
+  void (*leave)() noexcept;                // releases the lock
   void (*retire)() noexcept;               // this thread, now outside, will not enter again
-  void* (*step_out)() noexcept;            // give it up for a moment, if this thread is inside
-  void (*step_in)(void* state) noexcept;   // and take it again; null: it was not inside
-  void (*release)(void* object) noexcept;  // drop one reference; called inside only
+  void* (*step_out)() noexcept;            // releases the lock for a moment, if this thread holds it
+  void (*step_in)(void* state) noexcept;   // takes the lock again; null: it was not held
+  void (*release)(void* object) noexcept;  // drops one reference; called inside only
 };
 
-// Installed once, before the first future. Without one (plain C++ programs) nothing counts as foreign.
+// Sets the runtime, once, before the first future. Without one (plain C++ programs) no object counts as foreign.
 void set_foreign_runtime(const ForeignRuntime& runtime) noexcept;
 const ForeignRuntime& foreign_runtime() noexcept;
 
-// Drops one reference: here when this thread is inside, else on the callback thread. Deep chains of objects that own
-// one another are dropped one after the other, not one inside the other.
+// Drops one reference: here if this thread is inside, otherwise on the callback thread. Deep chains of objects that own
+// one another are dropped iteratively, without recursion.
 void release_foreign(void* object) noexcept;
 
 // One owned reference to an object of the embedding language.
 class Foreign {
  public:
   Foreign() = default;
-  explicit Foreign(void* object) noexcept : object_(object) {}  // takes over the reference
+  explicit Foreign(void* object) noexcept : object_(object) {}  // takes ownership of the reference
   Foreign(Foreign&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
   Foreign& operator=(Foreign&& other) noexcept {
     Foreign old(std::exchange(object_, std::exchange(other.object_, nullptr)));
@@ -48,7 +48,8 @@ class Foreign {
   void* object_ = nullptr;
 };
 
-// Shown each foreign reference that a future owns; non-zero stops. This is CPython's visitproc, untyped.
+// A visitor for the foreign references that a future owns; a non-zero result stops. This is CPython's visitproc,
+// untyped.
 struct ForeignVisitor {
   int (*visit)(void* object, void* arg);
   void* arg;

@@ -22,7 +22,7 @@ std::uint64_t coarse_now() noexcept {
   return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
 }
 
-// Continuations that nobody will run. Those of the embedding language are taken apart inside it.
+// Abandons continuations that will not run. Foreign ones are destroyed inside the interpreter.
 void abandon_all(Continuation* list) noexcept {
   if (list == nullptr) return;
   if (foreign_runtime().inside()) {
@@ -32,7 +32,7 @@ void abandon_all(Continuation* list) noexcept {
   }
 }
 
-// Outside the interpreter: who wakes up wants it at once.
+// Releases waiters outside the interpreter, because the woken threads need its lock at once.
 void release_all(Waiter* waiters) noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   void* const state = runtime.step_out();
@@ -46,9 +46,9 @@ void release_all(Waiter* waiters) noexcept {
 
 }  // namespace
 
-// What most futures do not have.
+// Fields that most futures do not need.
 struct Future::Rare {
-  std::unique_ptr<std::vector<c10::Device>> bounding_set;  // null: it is not bounded
+  std::unique_ptr<std::vector<c10::Device>> bounding_set;  // null: unbounded
   Executor* executor = nullptr;
   std::shared_ptr<Producer> producer;
   Foreign origin;
@@ -91,8 +91,8 @@ Future::~Future() {
   delete find_rare();
 }
 
-// Whoever drops the last reference to a tensor may have to enter the interpreter, which ends threads from now on. An
-// engine that still works on these tensors must not be the one.
+// The thread that drops the last reference to a tensor may have to enter the interpreter, which now ends threads that
+// enter. That thread must not be an engine's that still works on these tensors, so the tensors are leaked.
 void Future::leak_tensors() noexcept {
   if (!value_.native.isNone()) static_cast<void>(new c10::IValue(std::move(value_.native)));
   Rare* const rare = find_rare();
@@ -207,12 +207,13 @@ void Future::remove(Waiter& waiter) noexcept {
     }
   }
   lock.unlock();
-  // The completing thread has the waiter in hand: it must have been released before its memory may go.
+  // The completing thread may still use the waiter: wait for its release before the memory goes away.
   waiter.wait(nullptr);
 }
 
-// A future that stays pending for long, while children of it are made and cancelled, would keep them all. Looking
-// through the list each time that it has doubled costs each continuation a constant.
+// Removes moot continuations. A future that stays pending for long would otherwise keep the continuations of all
+// children that were created and cancelled. A sweep each time the list has doubled costs constant time per
+// continuation.
 ContinuationList Future::sweep() noexcept {
   ContinuationList moot;
   if (++attached_ < sweep_at_) return moot;
@@ -255,13 +256,13 @@ const std::vector<at::Tensor>& Future::named_tensors() const noexcept {
   return rare == nullptr || rare->named_tensors == nullptr ? none : *rare->named_tensors;
 }
 
-// Null while others may still be added.
+// Returns the sources, or null while more may be added.
 const AsyncErrors* Future::async_errors() const noexcept {
   const Rare* rare = done() ? find_rare() : nullptr;
   return rare == nullptr || rare->async_errors.empty() ? nullptr : &rare->async_errors;
 }
 
-// Returns true if there is a late error. Of captured work the host learns nothing.
+// Returns true if there is a late error. The host learns nothing about captured work.
 bool Future::poll_async_errors() noexcept {
   const AsyncErrors* const errors = async_errors();
   if (errors != nullptr && !events_.is_captured()) {
@@ -302,7 +303,7 @@ void Future::set_late_error(std::exception_ptr error) noexcept {
 bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named) {
   Continuation* list;
   Waiter* waiters;
-  std::shared_ptr<Producer> producer;  // dropped when the lock is free
+  std::shared_ptr<Producer> producer;  // dropped after the lock is released
   const HostTime now = host_time();
   {
     std::lock_guard lock(mutex_);

@@ -15,12 +15,12 @@ namespace cudafuture {
 // A point in virtual time.
 struct HostTime {
   double seconds = 0;
-  std::uint32_t generation = 0;  // of the clock that it was read from: set_host_clock() counts them; 0: there was none
+  std::uint32_t generation = 0;  // of the clock it was read from, counted by set_host_clock(); 0: no clock
 };
 
 // Both functions act on the calling thread. They are called with no lock of the core held.
-using HostNow = double (*)() noexcept;               // its virtual time in seconds
-using HostJoin = void (*)(double seconds) noexcept;  // sets its virtual time to `seconds`, if that is later
+using HostNow = double (*)() noexcept;               // returns the thread's virtual time in seconds
+using HostJoin = void (*)(double seconds) noexcept;  // sets the thread's virtual time to `seconds`, if that is later
 
 // Sets the clock, or removes it (null). Times of earlier clocks have no effect from then on.
 void set_host_clock(HostNow now, HostJoin join) noexcept;
@@ -31,7 +31,7 @@ inline bool has_host_clock() noexcept { return host_now.load(std::memory_order_a
 HostTime read_host_clock() noexcept;
 inline HostTime host_time() noexcept { return has_host_clock() ? read_host_clock() : HostTime(); }
 
-// The calling thread joins `time`, unless that was read from an earlier clock.
+// Makes the calling thread join `time`, unless `time` was read from an earlier clock.
 void join_host_clock(const HostTime& time) noexcept;
 inline void join_host_time(const HostTime& time) noexcept {
   if (time.generation != 0) join_host_clock(time);

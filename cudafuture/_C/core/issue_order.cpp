@@ -14,7 +14,7 @@ bool begins_with(const IssueOrder::Position& whole, const IssueOrder::Position& 
 }  // namespace
 
 IssueOrder& IssueOrder::get() noexcept {
-  static auto* order = new IssueOrder;  // leaked: lanes live to the end of the process
+  static auto* order = new IssueOrder;  // leaked: lanes live until the process ends
   return *order;
 }
 
@@ -43,8 +43,8 @@ void IssueOrder::leave(const Position& position) noexcept {
   left_.notify_all();
 }
 
-// A callback waits for those in front of it, but for the ones inside which it was attached; and for those that it has
-// attached itself. The program waits for all.
+// A callback waits for the callbacks before it, except those inside which it was attached, and for those that it
+// attached itself. The program waits for all callbacks.
 bool IssueOrder::is_turn(const Position& here) const {
   for (const Position& other : pending_) {
     if (begins_with(here, other)) continue;

@@ -1,9 +1,9 @@
-// The order in which a program and its callbacks issue on communicators of one device (NCCL).
+// The order in which a program and its callbacks issue operations on communicators of one device (NCCL).
 //
-// Such communicators need one order of execution on all ranks: a kernel occupies the device until the other ranks have
-// come, and a kernel behind it can only then begin. A program and its callbacks run side by side, so their operations
-// meet in another order on every rank. The order that all ranks can agree on without talking is that of the program
-// text: whatever a callback issues comes where the callback was attached.
+// Such communicators need one order of execution on all ranks: a kernel occupies the device until the other ranks
+// arrive, and only then can a kernel behind it begin. A program and its callbacks run concurrently, so their operations
+// interleave differently on every rank. All ranks can agree, without communication, on the order of the program text:
+// operations that a callback issues take the position at which the callback was attached.
 //
 //     program    all_reduce  then(a)  then(b)  all_gather       attached at      1        2
 //     a              broadcast  then(c)                         inside a         1.1
@@ -28,21 +28,22 @@ namespace cudafuture {
 class IssueOrder {
  public:
   using Clock = std::chrono::steady_clock;
-  // Where a callback was attached: the position of the attaching callback, and a count. Compared from the front.
+  // The position at which a callback was attached: the position of the attaching callback, then a count. Compared from
+  // the front.
   using Position = std::vector<std::uint64_t>;
 
   static IssueOrder& get() noexcept;
 
-  // Returns the next position of the calling thread: the callback that it attaches is pending there until leave().
-  // Empty if the thread runs a callback that has no position itself.
+  // Returns the next position of the calling thread. The callback that the thread attaches is pending there until
+  // leave(). Empty if the thread runs a callback that has no position itself.
   Position enter();
   void leave(const Position& position) noexcept;
 
-  // Returns true once no callback is pending that was attached before the point at which the calling thread is, except
-  // those inside which it runs. False: the deadline came first.
+  // Waits until every callback attached before the thread's current point has run, except the callbacks that the thread
+  // is running. False: the deadline was reached first.
   bool wait_until(Clock::time_point deadline);
 
-  // The thread runs the callback of a position, for a scope.
+  // A scope in which the thread runs the callback of a position.
   class Running {
    public:
     explicit Running(const Position& position) noexcept;

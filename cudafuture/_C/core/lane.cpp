@@ -21,14 +21,14 @@ Lane* Lane::current() noexcept { return lane_of_thread; }
 void Lane::enrol(Continuation& c) noexcept {
   if (is_forked_child()) return;
   Place place;
-  std::lock_guard lock(mutex_);  // positions rise along the line; the order's own lock is taken under it
+  std::lock_guard lock(mutex_);  // positions rise along the queue, so the order's own lock is taken under this one
   if (order_ == Order::issue) place.position = IssueOrder::get().enter();
   c.executor = this;
   c.place = first_ + line_.size();
   line_.push_back(std::move(place));
 }
 
-// Changes the line, and has a thread come if that made its head ready.
+// Changes the queue, and starts a thread if the change made its head ready.
 template <class Change>
 void Lane::change(Change&& change) noexcept {
   {
@@ -49,7 +49,7 @@ void Lane::change(Change&& change) noexcept {
   }
 }
 
-// Fails the callbacks that are ready, since no thread can be started to run them. Callbacks that come later can run.
+// Fails the ready callbacks, because no thread could be started to run them. Later callbacks can run.
 void Lane::refuse_ready() noexcept {
   const std::exception_ptr error = std::make_exception_ptr(no_thread("the callbacks of '" + name_ + "'"));
   ContinuationList refused;
@@ -65,8 +65,8 @@ void Lane::refuse_ready() noexcept {
   }
 }
 
-// The process is going away, and no thread comes any more. What is ready is told where that can be done; elsewhere it
-// stays, for the next one who comes inside.
+// Abandons the ready continuations at shutdown, when no more threads start. Outside the interpreter they cannot be
+// abandoned: they stay for the next thread that calls this inside.
 void Lane::give_up() noexcept {
   if (foreign_runtime().inside()) {
     while (Continuation* ready = take_head()) ready->abandon();
@@ -115,7 +115,7 @@ Continuation* Lane::take_head(IssueOrder::Position& position) noexcept {
   return c;
 }
 
-// Of a callback that will not run.
+// Takes the head of the queue, a callback that will not run.
 Continuation* Lane::take_head() noexcept {
   IssueOrder::Position position;
   Continuation* const c = take_head(position);
@@ -130,7 +130,7 @@ std::size_t Lane::length() const noexcept {
 
 void Lane::perform() noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
-  if (!runtime.enter()) return;  // the interpreter is gone: leak what stands in the line
+  if (!runtime.enter()) return;  // the interpreter is gone: leak the queue
   lane_of_thread = order_ == Order::completion ? nullptr : this;
   IssueOrder::Position position;
   while (Continuation* c = take_head(position)) {

@@ -1,16 +1,16 @@
-// Runs continuations one after the other, in the order in which they were attached: not in that in which their parents
-// were completed, which is another one on every rank.
+// A serial queue: continuations run one after another in attachment order. The order in which their parents complete
+// differs between ranks.
 //
-//     attach ──► a place at the end of the line
-//     post   ──► ready;  the head of the line, if ready, runs;  others wait behind it
-//     leave  ──► the place is given up: the continuation was taken back or dropped
+//     attach ──► a place at the end of the queue
+//     post   ──► ready;  the head of the queue, if ready, runs;  the others wait behind it
+//     leave  ──► the place is removed: the continuation was detached or dropped
 //
-// A lane has a thread while something in it can run, so what runs there may block. Its callbacks run inside the lane:
-// Lane::current() tells what they attach and issue from what the program does beside them.
+// A lane has a thread while one of its continuations can run, so a continuation may block. Lane::current() separates
+// the attachments and operations of its callbacks from those that the program makes concurrently.
 //
-// A lane may take part in the order of issue: each of its callbacks then has a position there until it has run.
+// A lane may take part in the order of issue. Each of its callbacks then has a position there until it has run.
 //
-// Lock: mutex_ guards the line; nothing is taken under it.
+// Lock: mutex_ guards the queue; no other lock is taken under it.
 #pragma once
 
 #include <cstdint>
@@ -28,26 +28,26 @@ class Lane final : public Executor, private ThreadCache::Task {
  public:
   enum class Order {
     attachment,
-    issue,       // that of attachment, and its callbacks take part in the order of issue
-    completion,  // continuations get their places when they are posted; for the order of collectives it is no lane
+    issue,       // attachment order, and the callbacks take part in the order of issue
+    completion,  // continuations get their places when they are posted; it does not count as a lane for collectives
   };
 
   explicit Lane(std::string name, Order order = Order::attachment) : name_(std::move(name)), order_(order) {}
 
-  static Lane* current() noexcept;  // whose callback this thread runs; null: none
+  static Lane* current() noexcept;  // the lane whose callback this thread runs; null: none
   const std::string& name() const noexcept { return name_; }
 
   void enrol(Continuation& c) noexcept override;
   void leave(Continuation& c) noexcept override;
   void post(Continuation* c) noexcept override;
 
-  std::size_t length() const noexcept;  // how many stand in the line
+  std::size_t length() const noexcept;  // number of continuations in the queue
 
  private:
   struct Place {
     Continuation* ready = nullptr;
     bool left = false;
-    IssueOrder::Position position{};  // empty: it takes no part
+    IssueOrder::Position position{};  // empty: no part in the order of issue
   };
 
   template <class Change>
@@ -65,7 +65,7 @@ class Lane final : public Executor, private ThreadCache::Task {
   mutable std::mutex mutex_;
   std::deque<Place> line_;
   std::uint64_t first_ = 1;  // the number of the head's place; 0 is no place
-  bool running_ = false;     // a thread is in take_head() or will come
+  bool running_ = false;     // a thread is in take_head() or about to call it
 };
 
 }  // namespace cudafuture

@@ -10,7 +10,7 @@
 
 namespace cudafuture {
 
-// What the executors of all depths share.
+// The state that the executors of all depths share.
 struct OrderedExecutor::Line {
   Line(std::string name, bool in_issue_order) : name(std::move(name)), in_issue_order(in_issue_order) {}
 
@@ -51,7 +51,7 @@ Lane& OrderedExecutor::lane_of_thread() noexcept {
 }
 
 void OrderedExecutor::enrol(Continuation& c) noexcept {
-  if (is_forked_child()) return;  // the lock may be held for ever
+  if (is_forked_child()) return;  // the lock may be held permanently
   lane_of_thread().enrol(c);
 }
 

@@ -1,16 +1,16 @@
-// Gives the callbacks of one group's futures an order that is the same on every rank, whatever completes first.
+// An executor that runs the callbacks of one group's futures in the same order on every rank, whatever completes first.
 //
-// Each rank attaches the same callbacks in the same order: that is the program. So callbacks run in the order of
-// attachment, in lanes. A lane has one attacher, the program or another lane, because two that attach side by side have
-// no order between them. And each result of a then_async() is one step deeper than its parent, with a lane of its own:
-// otherwise the second step of one chain would hold up the first step of the next.
+// Each rank runs the same program, so it attaches the same callbacks in the same order. Callbacks therefore run in
+// attachment order, in serial queues (lanes). A lane has one attacher, the program or another lane, because concurrent
+// attachers have no order between them. Each result of a then_async() is one step deeper than its parent and has its
+// own lane: otherwise the second step of one chain would delay the first step of the next.
 //
-//     attached by     to what a call returned      to the result of a then_async()
+//     attached by     to the result of a call      to the result of a then_async()
 //     the program     lane "group.0"               lane "group.1"
 //     lane "group.0"  lane "group.0>group.0"       lane "group.0>group.1"
 //
-// By induction over who attaches, every lane runs the same callbacks in the same order on every rank, and a group on
-// which only one lane issues collectives has them issued in the same order.
+// By induction over the attachers, every lane runs the same callbacks in the same order on every rank. If only one lane
+// issues collectives on a group, they are issued in the same order.
 #pragma once
 
 #include <memory>
@@ -23,8 +23,8 @@ namespace cudafuture {
 
 class OrderedExecutor final : public Executor {
  public:
-  // One that is never freed, as are its lanes: futures and callbacks may refer to it to the end of the process.
-  // `in_issue_order`: its callbacks take part in the order of issue.
+  // Creates an executor that is never freed, like its lanes: futures and callbacks may refer to it until the process
+  // ends. `in_issue_order`: its callbacks take part in the order of issue.
   static OrderedExecutor& make(std::string name, bool in_issue_order = false);
 
   // Puts the continuation into the lane of the calling thread.

@@ -16,7 +16,7 @@ namespace {
 
 std::array<std::atomic<MakeStream>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> make_stream_of{};
 
-// The id of a stream that c10 did not make is its handle.
+// Returns the id of a new stream; for a stream that c10 did not create, the id is its handle.
 std::int64_t make_cuda_stream(int device, int priority) {
   constexpr unsigned kNonBlocking = 1;  // cudaStreamNonBlocking: it does not wait for the legacy default stream
   using Create = int (*)(void** stream, unsigned flags, int priority);
@@ -65,7 +65,7 @@ c10::Stream OwnStreams::acquire(c10::Device device, int priority) {
 }
 
 void OwnStreams::release(const c10::Stream& stream, int priority) noexcept {
-  if (is_forked_child() || maker_for(stream.device_type()) == nullptr) return;  // the pool keeps its own
+  if (is_forked_child() || maker_for(stream.device_type()) == nullptr) return;  // the pool keeps its own streams
   std::lock_guard lock(mutex_);
   idle_.push_back({stream, priority});
 }

@@ -1,8 +1,8 @@
-// Streams that one owner has for itself, outside of the device's pool.
+// Streams with one owner each, outside the device's pool.
 //
-// A pool hands its streams out round-robin, so its streams are shared. An own stream has one owner at a time. It is
-// never destroyed: allocators may still record events on it for memory that it has used. When its owner is gone, the
-// next owner on that device gets it.
+// A pool hands out its streams round-robin, so they are shared. An own stream has one owner at a time. It is never
+// destroyed, because allocators may still record events on it for memory that it has used. When its owner releases it,
+// the next owner on that device gets it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,7 +14,7 @@
 
 namespace cudafuture {
 
-// Makes a stream of the priority on the device with that index, and returns its id for c10; throws.
+// Creates a stream of the priority on the device with that index, and returns its id for c10; throws on failure.
 using MakeStream = std::int64_t (*)(int device, int priority);
 void set_make_stream(c10::DeviceType type, MakeStream make) noexcept;
 
@@ -23,8 +23,8 @@ class OwnStreams {
  public:
   static OwnStreams& get() noexcept;  // never destroyed
 
-  // Lower is more urgent: 0 is the default, -1 high. A device type whose runtime makes no streams for others gives one
-  // of its pool. Throws what the device has to say.
+  // Returns a stream. Lower is more urgent: 0 is the default, -1 high. If the device type's runtime creates no streams
+  // for others, the stream comes from the pool. Throws the device's error.
   c10::Stream acquire(c10::Device device, int priority);
   void release(const c10::Stream& stream, int priority) noexcept;
 

@@ -1,25 +1,24 @@
-// The life of the process, as far as threads and locks care: forked since the first use, or going away.
+// The state of the process that matters to threads and locks: forked since the first use, or shutting down.
 #pragma once
 
 namespace cudafuture {
 
-// Called by everything that would be broken in a forked child. The first call installs the fork handler.
+// Called by every function that would break in a forked child. The first call installs the fork handler.
 void mark_used() noexcept;
 
-// True in a child forked from a process that had used the library: its threads are gone, its locks may be held for
-// ever.
+// True in a child forked from a process that had used the library: its threads do not exist, and its locks may be held
+// permanently.
 bool is_forked_child() noexcept;
 
 // Throws Error(invalid_state) in such a child.
 void refuse_after_fork();
 
-// Has `begin` called first of all when the process goes away: it tells what runs on threads of the core to come to its
-// end. There is one such function.
+// Sets the one function that shutdown calls first. It tells the tasks on threads of the core to finish.
 void at_shut_down(void (*begin)() noexcept) noexcept;
 
-// Stops and joins the library's threads. From then on nothing runs a callback; what is posted is leaked on purpose.
-// Must be called without the interpreter, which the threads may need to finish what they are doing.
-// `go_on` is asked now and then while callbacks take their time; when it says no they are left to themselves.
+// Stops and joins the library's threads. From then on no callback runs; later posts are leaked on purpose. The caller
+// must be outside the interpreter, which the threads may need to finish. Calls `go_on` from time to time while
+// callbacks run; when it returns false, their threads are left running.
 void shut_down(bool (*go_on)() noexcept = nullptr) noexcept;
 bool is_shut_down() noexcept;
 

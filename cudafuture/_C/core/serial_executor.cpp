@@ -5,9 +5,9 @@
 namespace cudafuture {
 
 void SerialExecutor::post(Continuation* c) noexcept {
-  if (is_forked_child()) return;  // no thread may be left that unlocks it
+  if (is_forked_child()) return;  // the thread that holds the lock may not exist in the child
   lane_.enrol(*c);
-  c->executor = this;  // its order is not the order of attachment, which is the same on every rank
+  c->executor = this;  // its order is not attachment order, which is the same on every rank
   lane_.post(c);
 }
 

@@ -1,5 +1,5 @@
-// A thread of its own for the callbacks that name this executor: one at a time, in the order in which their futures
-// were completed. Neither a callback that blocks elsewhere holds them up, nor do they hold up others.
+// An executor with its own thread: the callbacks that name it run one at a time, in the order in which their futures
+// complete. Callbacks elsewhere do not delay them, and they delay no others.
 //
 // It is a lane in which a callback gets its place when its future completes, instead of when it is attached.
 #pragma once
@@ -13,7 +13,8 @@ namespace cudafuture {
 
 class SerialExecutor final : public Executor {
  public:
-  // One that is never freed, as no lane is: futures and callbacks may refer to it to the end of the process.
+  // Creates an executor that is never freed, like every lane: futures and callbacks may refer to it until the process
+  // ends.
   static SerialExecutor& make(std::string name) { return *new SerialExecutor(std::move(name)); }
 
   void post(Continuation* c) noexcept override;

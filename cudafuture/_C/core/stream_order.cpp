@@ -11,7 +11,7 @@ namespace cudafuture {
 void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges) {
   if (stands(edges.wait)) future.events().block_current_streams();
   if (future.lifetime() == Lifetime::hold || !stands(edges.use)) return;
-  std::optional<c10::Stream> current;  // of the device of the last one: as a rule they are all on one
+  std::optional<c10::Stream> current;  // of the last tensor's device: usually all are on one device
   for (const DeviceMemory& used : memory) {
     if (!used.storage) continue;
     if (!current || current->device() != used.device) {

@@ -1,4 +1,4 @@
-// Ordering a consumer's streams after a future.
+// Ordering of a consumer's streams after a future.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -9,7 +9,7 @@
 
 namespace cudafuture {
 
-// The calling thread's current streams wait for the events of `future`, and the allocator learns that they use
+// Makes the calling thread's current streams wait for the events of `future`, and tells the allocator that they use
 // `memory` (unless the future holds it).
 struct OrderingEdges {
   Edge wait = Edge::wait_stream;

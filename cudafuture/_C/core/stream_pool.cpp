@@ -18,7 +18,7 @@ namespace {
 using c10::impl::DeviceGuardImplInterface;
 using c10::impl::VirtualGuardImpl;
 
-// Device types whose guard has streams and events in torch.
+// Device types whose guards have streams and events in torch.
 constexpr c10::DeviceType kTypes[] = {c10::DeviceType::CUDA,        c10::DeviceType::XPU, c10::DeviceType::HIP,
                                       c10::DeviceType::PrivateUse1, c10::DeviceType::HPU, c10::DeviceType::MTIA};
 
@@ -60,7 +60,7 @@ std::vector<c10::Device> all_devices_with_streams() {
 bool has_context(c10::Device device) {
   try {
     return at::globalContext().getAcceleratorHooksInterface(device.type()).hasPrimaryContext(device.index());
-  } catch (const c10::Error&) {  // the type of device does not tell
+  } catch (const c10::Error&) {  // this device type does not say
     return true;
   }
 }
@@ -126,7 +126,7 @@ StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
 
 StreamScope::~StreamScope() { leave(); }
 
-// What is current on the devices of a type, once.
+// Saves the current streams and the device of one device type, once.
 void StreamScope::note(c10::DeviceType type) {
   const auto same_type = [&](c10::Device d) { return d.type() == type; };
   if (std::any_of(devices_before_.begin(), devices_before_.end(), same_type)) return;

@@ -21,12 +21,12 @@ thread_local std::atomic<bool>* leavable_here = nullptr;
 }  // namespace
 
 ThreadCache& ThreadCache::get() noexcept {
-  static auto* cache = new ThreadCache;  // leaked: tasks may come until the very end of the process
+  static auto* cache = new ThreadCache;  // leaked: tasks may arrive until the end of the process
   return *cache;
 }
 
 ThreadCache::Run ThreadCache::run(Task* task) noexcept {
-  if (is_forked_child()) return Run::stopped;  // its lock may be held by a thread that is gone
+  if (is_forked_child()) return Run::stopped;  // the lock may be held by a thread that does not exist in the child
   std::lock_guard lock(mutex_);
   if (stopping_) return Run::stopped;
   if (!idle_.empty()) {
@@ -80,17 +80,17 @@ bool ThreadCache::may_leave() const noexcept {
   return std::all_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.ended || w.leavable; });
 }
 
-// Their nodes are leaked with the cache.
+// Detaches the running threads. Their nodes are leaked with the cache.
 void ThreadCache::leave_others() noexcept {
   for (Worker& worker : workers_) {
     if (!worker.ended && worker.thread.joinable()) worker.thread.detach();
   }
 }
 
-// Those that have nothing left to do but return.
+// Joins the threads that have only to return.
 void ThreadCache::join_ended() noexcept {
   workers_.remove_if([](Worker& worker) {
-    if (worker.ended && worker.thread.joinable()) worker.thread.join();  // not one that stop() left to itself
+    if (worker.ended && worker.thread.joinable()) worker.thread.join();  // not a thread that stop() left running
     return worker.ended;
   });
 }

@@ -1,9 +1,9 @@
-// Threads for tasks: an idle one, or a new one. There is no bound but the system's.
+// A cache of threads for tasks: a task runs on an idle thread, or on a new one. Only the system limits their number.
 //
-// For work that may block for long and must not wait behind other work that does. A thread that is done stays for the
-// next task; what is more than a few of them ends.
+// Use it for work that may block for long and must not wait behind other such work. A thread that has finished its task
+// stays for the next one; threads in excess of a few end.
 //
-// Lock: mutex_ guards everything; nothing is taken under it.
+// Lock: mutex_ guards all state; no other lock is taken under it.
 #pragma once
 
 #include <atomic>
@@ -34,25 +34,25 @@ class ThreadCache {
     stopped,    // after stop(), or in a forked child
   };
 
-  // Runs `task`, which must live until then, on a thread of its own.
+  // Runs `task` on its own thread. The task must live until then.
   Run run(Task* task) noexcept;
 
-  // Calls a function on a thread of its own; on this one where there is none.
+  // Calls a function on its own thread, or on this one if no thread can be started.
   template <class Function>
   void run_or_call(Function function) {
     auto* const task = new Called<Function>(std::move(function));
     if (run(task) != Run::begun) task->perform();
   }
 
-  // Is this thread one of the cache's?
+  // True if this thread belongs to the cache.
   static bool is_current() noexcept;
 
-  // From here on, and until it is taken back, stop() does not wait for the calling thread: it blocks in an engine that
-  // nobody can interrupt. Does nothing in a thread of others.
+  // Tells stop() whether to wait for the calling thread: with true, it does not, because the thread blocks in an engine
+  // that cannot be interrupted. Does nothing on a thread of others.
   static void set_leavable(bool leavable) noexcept;
 
-  // Lets the tasks that run come to their end, then joins. `go_on` is asked now and then while that takes time; when it
-  // says no the threads are left to themselves.
+  // Waits until running tasks finish, then joins the threads. Calls `go_on` from time to time; when it returns false,
+  // the threads are left running.
   void stop(bool (*go_on)() noexcept = nullptr) noexcept;
 
  private:
@@ -82,7 +82,7 @@ class ThreadCache {
   std::mutex mutex_;
   std::condition_variable ended_;
   Workers workers_;
-  std::list<Worker*> idle_;  // the last one to become idle is the first to be used
+  std::list<Worker*> idle_;  // the thread that became idle last is used first
   bool stopping_ = false;
 };
 

@@ -1,4 +1,4 @@
-// The one hook through which a tracer sees what futures do. Without a tracer it costs one load of a null pointer.
+// The hook through which a tracer observes futures. Without a tracer it costs one load of a null pointer.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@ class Future;
 
 enum class TraceEvent { created, done, callback_begin, callback_end };
 
-// Called on whatever thread it happens, with no lock of the core held. Must not throw, and must not complete futures.
+// Called on the thread of the event, with no lock of the core held. Must not throw, and must not complete futures.
 using TraceHook = void (*)(TraceEvent event, const Future& future);
 
 inline std::atomic<TraceHook> trace_hook{nullptr};

@@ -1,4 +1,4 @@
-// What a future holds once it is done: a result or an error, in C++ form, in the embedding language's, or both.
+// The result or the error of a done future, in C++ form, in the embedding language's form, or in both.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -11,18 +11,17 @@
 
 namespace cudafuture {
 
-// Written once before the future is published. Afterwards only `object` and `traceback` change, from empty to set, by
-// whoever holds the interpreter's lock: a C++ value becomes an object of the language when somebody asks for one, and
-// is the same object from then on.
+// Written once before the future is published. Afterwards only `object` and `traceback` change, from empty to set,
+// under the interpreter's lock. A C++ value becomes a foreign object on the first request, and stays the same object.
 class Value {
  public:
   enum class Form : std::uint8_t {
     object,  // `object`
-    native,  // `native`, and `object` once somebody asked
-    parts,   // `object` is a tuple of futures; the value is the list of their values, made when somebody asks
+    native,  // `native`, and `object` after the first request
+    parts,   // `object` is a tuple of futures; the value is the list of their values, made on request
   };
 
-  Value() = default;  // a result: nothing at all
+  Value() = default;  // an empty result
 
   static Value of_object(Foreign object) {
     Value v;
@@ -56,8 +55,8 @@ class Value {
 
   Foreign object;
   Foreign traceback;         // of an exception: as it was when the future failed
-  c10::IValue native;        // of other forms: what the binding keeps with the value
-  std::exception_ptr error;  // of a failed future, when it was C++ that failed
+  c10::IValue native;        // of other forms: data that the binding keeps with the value
+  std::exception_ptr error;  // of a future that failed in C++
   Form form = Form::object;
 };
 

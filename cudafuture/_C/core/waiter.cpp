@@ -18,7 +18,7 @@ static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t), "a fu
 bool Waiter::wait(const Clock::time_point* deadline) noexcept {
   timespec until{};
   if (deadline != nullptr) {  // steady_clock is CLOCK_MONOTONIC, the clock of FUTEX_WAIT_BITSET
-    // Times before its beginning are refused by the kernel.
+    // The kernel refuses times before the clock's epoch.
     const auto epoch = std::max(deadline->time_since_epoch(), Clock::duration::zero());
     const auto t = std::chrono::duration_cast<std::chrono::nanoseconds>(epoch).count();
     until = {t / 1'000'000'000, t % 1'000'000'000};
@@ -34,7 +34,7 @@ bool Waiter::wait(const Clock::time_point* deadline) noexcept {
 void Waiter::release() noexcept {
   std::atomic<std::uint32_t>* const word = &released_;
   word->store(1, std::memory_order_release);
-  // Only the address is used from here on: waking nobody, or somebody who looks again, does no harm.
+  // From here on only the address is used: a wake without a waiter, or of a waiter that checks again, is harmless.
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 

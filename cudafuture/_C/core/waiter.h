@@ -1,8 +1,8 @@
-// A thread that waits, on its own stack, to be released once; or, in a derived class, something else that a completion
-// releases directly.
+// A thread, waiting on its own stack, that is released once. A derived class releases something else directly on
+// completion.
 //
-// One futex word: a mutex and a condition variable cost a second hand-over between the two threads, which shows in the
-// latency of wait(), and libstdc++'s semaphores can sleep for ever before GCC 12.3 (bug 104928).
+// It uses one futex word. A mutex and a condition variable cost a second hand-over between the two threads, which shows
+// in the latency of wait(). libstdc++'s semaphores can sleep forever before GCC 12.3 (bug 104928).
 #pragma once
 
 #include <atomic>
@@ -20,13 +20,13 @@ class Waiter {
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
 
-  // Blocks until it is released or the deadline (null: none) has come. Returns whether it was released.
+  // Blocks until the waiter is released or the deadline (null: none) is reached. Returns true if it was released.
   bool wait(const Clock::time_point* deadline) noexcept;
 
-  // The waiter may be gone as soon as this is called; read `next` before.
+  // Releases the waiter. It may be destroyed as soon as this is called; read `next` before.
   virtual void release() noexcept;
 
-  Waiter* next = nullptr;  // guarded by the lock of whoever keeps the list
+  Waiter* next = nullptr;  // guarded by the lock of the list's owner
 
  private:
   std::atomic<std::uint32_t> released_{0};

@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr unsigned long kTimerSlack = 1000;  // nanoseconds; the usual 50 us would make every short pause a long one
+constexpr unsigned long kTimerSlack = 1000;  // nanoseconds; the usual 50 us would lengthen every short pause
 
 void abandon_watched(const std::vector<Continuation*>& list) noexcept {
   ContinuationList doomed;
@@ -30,11 +30,11 @@ void abandon_watched(const std::vector<Continuation*>& list) noexcept {
 }  // namespace
 
 Watcher& Watcher::get() noexcept {
-  static auto* watcher = new Watcher;  // leaked: engines may post until the very end of the process
+  static auto* watcher = new Watcher;  // leaked: engines may post until the end of the process
   return *watcher;
 }
 
-// What comes too late is abandoned where that can be said, so that nobody waits for it, and leaked elsewhere.
+// A continuation that comes too late is abandoned if possible, so that no caller waits for it; otherwise it is leaked.
 void Watcher::watch(Continuation* c) noexcept {
   if (is_forked_child()) return;
   const Run run = put(c);
@@ -89,7 +89,7 @@ Watcher::Statistics Watcher::statistics() const noexcept {
   return statistics_;
 }
 
-// Until something new is to be watched, it is time for the next look, or the process goes away.
+// Sleeps until there is a new continuation, the next poll is due, or the process shuts down.
 void Watcher::sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexcept {
   const auto is_called = [this] { return stopping_ || !inbox_.empty(); };
   const auto due = is_watching ? Clock::now() + backoff_.next() : Clock::time_point();
@@ -103,8 +103,8 @@ void Watcher::sleep(std::unique_lock<std::mutex>& lock, bool is_watching) noexce
   }
 }
 
-// Takes out those whose device work has finished. Each future is asked once in a round: its callbacks keep their order
-// when its device finishes between two looks.
+// Takes out the continuations whose device work has finished. Each future is queried once per round, so its callbacks
+// keep their order when its device finishes between two queries.
 Watcher::List Watcher::take_due(List& watched) noexcept {
   std::unordered_map<const Future*, bool> finished;
   const auto is_due = [&](Continuation* c) {

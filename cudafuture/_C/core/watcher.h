@@ -1,11 +1,11 @@
-// One thread that watches device events which somebody on the host waits for without blocking.
+// The thread that polls device events for callers that wait on the host without blocking.
 //
-// It runs only while there is something to watch: it polls, at first every few microseconds, less and less often while
-// nothing happens, and sleeps on a condition variable when its list is empty. It never records a graph, so it never
-// polls inside a capture of its own thread.
+// It runs only while it has something to watch. It polls every few microseconds at first, and less often while nothing
+// happens; with an empty list it sleeps on a condition variable. It never records a graph, so it never polls inside a
+// capture of its own thread.
 //
-// When the process goes away it looks a last time. What is not due then never runs: it is abandoned on the callback
-// thread, so that nobody waits for what it would have completed.
+// At shutdown it polls a last time. Continuations that are not due then never run: they are abandoned on the callback
+// thread, so that no caller waits for the futures that they would have completed.
 //
 // Lock: mutex_ guards the inbox, the state and the statistics; no device call is made under it.
 #pragma once
@@ -26,20 +26,20 @@ class Watcher {
  public:
   struct Statistics {
     std::uint64_t polls = 0;    // rounds over the list of watched futures
-    std::uint64_t wakeups = 0;  // how often the thread woke up: none while nothing is watched
+    std::uint64_t wakeups = 0;  // times the thread woke up: zero while nothing is watched
     std::uint64_t watched = 0;  // futures ever watched
     std::uint64_t pending = 0;  // futures watched now
   };
 
   static Watcher& get() noexcept;
 
-  // Runs `c` (its parent is done) as soon as the device work behind the parent's events has finished. An error that the
-  // device reports instead becomes the late error of the parent; `c` runs all the same.
+  // Runs `c` (its parent is done) as soon as the device work behind the parent's events has finished. A device error
+  // becomes the late error of the parent; `c` runs all the same.
   void watch(Continuation* c) noexcept;
-  // Starts the thread. Throws where the system has none.
+  // Starts the thread. Throws if the system refuses one.
   void require();
 
-  // False: the process goes away, or the system has no thread for the watcher.
+  // False: the process is shutting down, or the system refused a thread for the watcher.
   bool try_watch(Continuation* c) noexcept;
 
   // First and longest pause between two polls.
@@ -47,8 +47,8 @@ class Watcher {
 
   Statistics statistics() const noexcept;
 
-  // Looks a last time, abandons what is not due, and joins. `go_on` is asked now and then while a device does not
-  // answer; when it says no the thread is left to itself.
+  // Polls a last time, abandons the continuations that are not due, and joins the thread. Calls `go_on` from time to
+  // time while a device does not answer; when it returns false, the thread is left running.
   void stop(bool (*go_on)() noexcept = nullptr) noexcept;
 
  private:
