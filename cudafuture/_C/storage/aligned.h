@@ -1,4 +1,4 @@
-// Tensors on the host whose memory a disk can read and write as it is.
+// Host tensors whose memory is suitable for direct I/O.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +10,15 @@
 
 namespace cudafuture::storage {
 
-// A new tensor, not filled. From 4 MiB on its memory begins at a huge page: nothing of it has to be staged, and there
-// are few faults at its first use. Smaller ones are better staged: a disk that writes to many pages which are new costs
+// Returns a new tensor, not filled. From 4 MiB on its memory begins at a huge page, so no part of it has to be staged
+// and its first use causes few page faults. Smaller tensors are better staged: direct I/O into many new pages costs
 // more than a copy to them.
 at::Tensor make_tensor_on_host(const Shape& shape);
 
-// Allocates memory that a disk can take as it is: at a page, from 2 MiB on at a huge page.
+// Allocates memory suitable for direct I/O: page-aligned, and from 2 MiB on aligned to a huge page.
 c10::Allocator& aligned_allocator();
 
-// So many bytes that a disk can take as they are.
+// Returns a tensor of `size` bytes in memory suitable for direct I/O.
 at::Tensor make_aligned_bytes(std::size_t size);
 
 }  // namespace cudafuture::storage

@@ -1,4 +1,4 @@
-// One request to the kernel, and the buffer that it may be staged in. An engine has as many as its queue is deep.
+// A request to the kernel, and the buffer that it may be staged in. An engine has as many blocks as its queue depth.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,39 +18,39 @@ enum class Direction : std::uint8_t { read, write };
 
 struct Block {
   static constexpr std::size_t kMostPieces = 64;
-  static constexpr std::size_t kLong = 64 * 1024;  // bytes: staging or checking them takes longer than a kernel call
+  static constexpr std::size_t kLong = 64 * 1024;  // bytes: staging or a checksum of more outlasts a system call
 
-  // ---- what the kernel is asked for
+  // ---- the request to the kernel
   Direction direction = Direction::read;
   int descriptor = -1;
   std::uint64_t offset = 0;  // in the file, bytes
   std::size_t size = 0;      // bytes
   std::array<iovec, kMostPieces> pieces;
-  std::size_t first = 0;  // of the pieces that are left
+  std::size_t first = 0;  // of the remaining pieces
   std::size_t count = 0;
   std::int64_t result = 0;  // bytes, or a negative errno
 
-  // ---- what for
+  // ---- its purpose
   Operation* operation = nullptr;
   std::size_t at = 0;         // place in the operation's memory
-  std::size_t wanted = 0;     // bytes of that
-  std::size_t ahead = 0;      // bytes before them that are read along
-  std::size_t done = 0;       // bytes of both that have gone over
-  bool is_staged = false;     // they go by the buffer
-  bool is_unchecked = false;  // their checksum is to be taken beside the kernel's work; see Operation::check()
-  bool was_refused = false;   // past the cache; now it is tried through it
-  unsigned in_vain = 0;       // results, one after the other, that have brought nothing
+  std::size_t wanted = 0;     // bytes of that memory
+  std::size_t ahead = 0;      // extra bytes that are read before them
+  std::size_t done = 0;       // bytes of both that were transferred
+  bool is_staged = false;     // the bytes go through the buffer
+  bool is_unchecked = false;  // the checksum is taken during the kernel's work; see Operation::check()
+  bool was_refused = false;   // direct I/O was refused; the block is retried through the page cache
+  unsigned in_vain = 0;       // consecutive results that transferred nothing
 
-  // ---- for the engine
+  // ---- engine state
   std::byte* buffer = nullptr;
   std::size_t buffer_size = 0;
-  at::Tensor pinned;          // the buffer, where devices can reach it
-  bool is_of_device = false;  // its operation's
+  at::Tensor pinned;          // the buffer, if devices can reach it
+  bool is_of_device = false;  // its operation uses devices
   bool is_with_copier = false;
-  FuturePtr copied;  // done; its events say when devices have done with the buffer
+  FuturePtr copied;  // done; its events mark the devices' last use of the buffer
   Block* next = nullptr;
 
-  // Asks for what is left when so many bytes more have gone over.
+  // Requests the remaining bytes after `bytes` more were transferred.
   void advance(std::size_t bytes) noexcept {
     offset += bytes;
     size -= bytes;

@@ -24,8 +24,8 @@ namespace {
 
 std::uint64_t pages(std::uint64_t size) noexcept { return (size + kPage - 1) / kPage * kPage; }
 
-// The work that this thread's current streams still have to do. A stream that records a graph is left out: the host
-// cannot wait for it. So is a device that has failed: it does nothing any more.
+// Returns events for the pending work of this thread's current streams. It skips a stream that is being captured,
+// because the host cannot wait for it, and a device that has failed, because it has no more work.
 EventSet pending_work() noexcept {
   std::vector<EventSet> sets;
   std::vector<const EventSet*> pending;
@@ -48,7 +48,7 @@ EventSet pending_work() noexcept {
 
 }  // namespace
 
-// When a request is cancelled, those behind it may be served.
+// Serves the waiting requests behind one that is cancelled.
 class BufferPool::Canceller final : public Producer {
  public:
   explicit Canceller(std::weak_ptr<BufferPool> pool) noexcept : pool_(std::move(pool)) {}
@@ -61,7 +61,7 @@ class BufferPool::Canceller final : public Producer {
   std::weak_ptr<BufferPool> pool_;
 };
 
-// Memory that devices may still use.
+// Returns memory when the devices have finished with it.
 class BufferPool::Return final : public Continuation {
  public:
   Return(std::shared_ptr<BufferPool> pool, std::uint64_t place, std::uint64_t size, FuturePtr work) noexcept
@@ -78,7 +78,7 @@ class BufferPool::Return final : public Continuation {
   }
   void abandon() noexcept override {
     const std::unique_ptr<Return> self(this);
-    if (is_shut_down()) return;  // nobody takes the memory any more
+    if (is_shut_down()) return;  // no request is served any more
     synchronize(*parent);
     pool_->give_back(place_, size_);
   }
@@ -89,7 +89,7 @@ class BufferPool::Return final : public Continuation {
   std::uint64_t size_;
 };
 
-// Memory that was lent at once.
+// The owner of memory that allocate() lent.
 struct BufferPool::Lease {
   std::shared_ptr<BufferPool> pool;
   std::uint64_t place;
@@ -146,12 +146,12 @@ void BufferPool::serve(Caller caller) noexcept {
     std::optional<std::uint64_t> place;
     {
       std::lock_guard lock(mutex_);
-      if (is_first && is_serving_) return;  // the caller that serves sees what has changed
+      if (is_first && is_serving_) return;  // the serving caller sees the change
       is_first = false;
       is_serving_ = !waiting_.empty();
       if (!is_serving_) return;
       Request& next = waiting_.front();
-      if (!next.future->done()) {  // else it was cancelled
+      if (!next.future->done()) {  // otherwise it was cancelled
         place = next.size == 0 ? 0 : free_.take(pages(next.size));
         is_serving_ = place.has_value();
         if (!is_serving_) return;
@@ -164,7 +164,7 @@ void BufferPool::serve(Caller caller) noexcept {
 }
 
 void BufferPool::lend(Request&& taken, std::uint64_t place, Caller caller) noexcept {
-  Request request = std::move(taken);  // dropped last of all, inside the interpreter if this thread is there
+  Request request = std::move(taken);  // dropped last, inside the interpreter if this thread is there
   std::exception_ptr error;
   try {
     request.loan->tensor = part(place, request.size);
@@ -172,7 +172,7 @@ void BufferPool::lend(Request&& taken, std::uint64_t place, Caller caller) noexc
     error = std::current_exception();
     give_back(place, pages(request.size));
   }
-  request.loan = nullptr;  // from here on the tensor is the user's, and may die in a thread of theirs only
+  request.loan = nullptr;  // from here on the tensor is the user's, and may be freed only in a thread of theirs
   const ForeignRuntime& runtime = foreign_runtime();
   void* const state = caller == Caller::destructor ? runtime.step_out() : nullptr;
   if (error == nullptr) {
@@ -192,7 +192,7 @@ at::Tensor BufferPool::part(std::uint64_t place, std::uint64_t size) {
 }
 
 void BufferPool::returned(std::uint64_t place, std::uint64_t size) noexcept {
-  if (is_forked_child()) return;  // another thread of the parent may hold the lock
+  if (is_forked_child()) return;  // a parent's thread that does not exist here may hold the lock
   if (is_pinned_ && !is_shut_down()) {
     EventSet events = pending_work();
     if (!events.empty()) {

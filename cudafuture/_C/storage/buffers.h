@@ -1,4 +1,4 @@
-// The memory in which an engine stages blocks: of the host, and pinned from the first time on that a device needs it.
+// The memory of an engine's staging buffers: ordinary host memory, pinned once a device first needs it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ class Buffers {
   std::byte* data() const noexcept { return data_; }  // at a page
   std::size_t size() const noexcept { return size_; }
 
-  // Takes pinned memory of the accelerator in place of what there was. Throws what its allocator has to say.
+  // Replaces the memory with pinned memory of the accelerator. Throws the error of its allocator.
   void pin();
   bool are_pinned() const noexcept { return pinned_.defined(); }
   const at::Tensor& pinned() const noexcept { return pinned_; }  // the same bytes

@@ -1,4 +1,4 @@
-// One call of a user of a store: of one key or many. It is done when all of its parts are.
+// One call by a user of a store, for one key or many. It is done when all its parts are done.
 #pragma once
 
 #include <atomic>
@@ -20,18 +20,18 @@ class Call {
   enum class Kind : std::uint8_t { write, read, link, deletion };
 
   Kind kind = Kind::write;
-  Foreign keep;  // what owns the memory and the tensors; the last to be dropped
+  Foreign keep;  // owns the memory and the tensors; dropped last
   FuturePtr future;
   std::shared_ptr<DeviceSide> device;   // null: all tensors are on the host
   std::uint64_t bytes = 0;              // of all parts
   Foreign result;                       // of a read
-  std::shared_ptr<AtomicWrite> atomic;  // null: each key of a write changes by itself
+  std::shared_ptr<AtomicWrite> atomic;  // null: each key of a write changes separately
   std::shared_ptr<Epoch> epoch;         // of the store, which counts it
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
 
-  void note_failure(std::exception_ptr error) noexcept;             // the first one counts
-  std::exception_ptr failure() const noexcept { return failure_; }  // when the last part has ended
+  void note_failure(std::exception_ptr error) noexcept;             // the first failure counts
+  std::exception_ptr failure() const noexcept { return failure_; }  // after the last part has ended
   bool part_ended() noexcept { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }  // true: the last one
   void part_released() noexcept;
   void finish() noexcept;  // completes the future

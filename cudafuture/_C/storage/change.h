@@ -1,4 +1,4 @@
-// A key that was written, or deleted; and the changes of a write that takes effect as a whole.
+// A written or deleted key, and the changes of an atomic write.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@ struct Change {
   bool* written = nullptr;  // see Write
 };
 
-// The changes of an atomic write, which wait for each other.
+// The changes of an atomic write, collected until all its writes have ended.
 //
-// Lock: mutex_ guards everything; nothing is taken under it.
+// Lock: mutex_ guards all fields; no other lock is taken under it.
 class AtomicWrite {
  public:
   explicit AtomicWrite(std::size_t writes) : left_(writes) {}
@@ -33,7 +33,7 @@ class AtomicWrite {
     std::vector<Change> changes;
     bool has_failed = false;
   };
-  // One write has ended; without a change it has failed. Returns the outcome with the last one.
+  // Ends one write; a write without a change has failed. The last call returns the outcome.
   std::optional<Outcome> end(std::optional<Change>&& change) {
     std::lock_guard lock(mutex_);
     if (change) {

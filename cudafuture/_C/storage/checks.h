@@ -1,4 +1,4 @@
-// The checksums that an engine has to take while the kernel works.
+// The checksums that an engine takes while the kernel works.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,17 @@
 
 namespace cudafuture::storage {
 
-// Bytes of an operation's memory.
+// Bytes of an operation's memory whose checksum is due.
 struct Check {
   Operation* operation;
   std::size_t at;
   std::size_t size;
 };
 
-// In the order of their blocks, those of urgent operations first.
+// A queue in the order of the blocks, with urgent operations first.
 class Checks {
  public:
-  // False: there is no memory for it.
+  // False: out of memory.
   bool push(const Check& check) noexcept {
     try {
       if (check.operation->is_urgent()) {

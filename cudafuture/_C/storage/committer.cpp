@@ -14,7 +14,7 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: no journal is made anew before
+constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: smaller journals are not compacted
 
 bool is_full(const Failure& failure) noexcept { return failure.code() == ENOSPC || failure.code() == EDQUOT; }
 
@@ -50,7 +50,7 @@ void Committer::perform() noexcept {
         const std::shared_ptr<Store> store = std::move(working_for_);
         idle_.notify_all();
         lock.unlock();
-        return;  // and perhaps the store ends here, and this with it
+        return;  // the store, and this object with it, may be destroyed here
       }
     }
     commit_batch(std::move(changes));
@@ -73,7 +73,7 @@ void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
   std::vector<Record> records = records_of(changes);
   std::exception_ptr full;
   if (std::all_of(changes.begin(), changes.end(), is_deletion)) {
-    journal_->reserve_if_possible();  // deletions have blocks already
+    journal_->reserve_if_possible();  // deletions have their blocks already
   } else {
     full = make_room(records);
     if (full == nullptr && !records.empty()) full = sync_slabs(changes);
@@ -89,7 +89,7 @@ void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
 }
 
 std::vector<Record> Committer::records_of(const std::vector<Change>& changes) const {
-  std::unordered_map<std::string_view, const Change*> last;  // of each key
+  std::unordered_map<std::string_view, const Change*> last;  // by key
   for (const Change& change : changes) {
     const Change*& known = last[change.key];
     if (known == nullptr || known->turn < change.turn) known = &change;
@@ -97,7 +97,7 @@ std::vector<Record> Committer::records_of(const std::vector<Change>& changes) co
   std::vector<Record> records;
   for (const Change& change : changes) {
     if (last[change.key] != &change) continue;
-    // A record that was overtaken before could come to stand in a journal that knows nothing of that any more.
+    // A record that was overtaken could otherwise enter a new journal that does not have the later one.
     if (!store_.index_.needs_record(change)) continue;
     records.push_back(change.entry == nullptr ? deletion_of(change.key, change.turn)
                                               : record_of(change.key, change.turn, *change.entry));
@@ -105,7 +105,7 @@ std::vector<Record> Committer::records_of(const std::vector<Change>& changes) co
   return records;
 }
 
-// Return the reason why there is no room for these records; null: there is. append() reports a broken journal.
+// Returns the reason why there is no room for these records; null: there is room. append() reports a broken journal.
 std::exception_ptr Committer::make_room(const std::vector<Record>& records) noexcept {
   if (broken() != nullptr) return nullptr;
   std::exception_ptr full;
@@ -124,7 +124,8 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
   }
 }
 
-// Returns why a full disk takes no writes of this batch; null: it does. What else goes wrong breaks the store.
+// Returns the reason why a full disk fails the writes of this batch; null: it does not. Any other error breaks the
+// store.
 std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noexcept {
   std::set<const Slab*> slabs;
   for (const Change& change : changes) {
@@ -152,7 +153,7 @@ std::exception_ptr Committer::append(const std::vector<Change>& changes, const s
   try {
     try {
       journal_->append(records);
-    } catch (const Failure& failure) {  // a file system that reserves nothing is full
+    } catch (const Failure& failure) {  // a file system that reserves no blocks is full
       if (journal_->is_broken() || !is_full(failure)) throw;
       compact();
       journal_->append(records);
@@ -187,7 +188,7 @@ void Committer::compact_if_worth_it() noexcept {
   if (broken() != nullptr || journal_->size() < compact_at_) return;
   try {
     compact();
-  } catch (...) {  // the one there is goes on, unless it is not known which one that is
+  } catch (...) {  // the old journal stays in use, unless it is unclear which one is current
     if (journal_->is_broken()) note_broken(std::current_exception());
     compact_at_ = 2 * journal_->size();
   }

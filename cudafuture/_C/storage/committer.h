@@ -1,12 +1,12 @@
-// Makes what was written durable: many changes at a time, on a thread that is there while there are some.
+// Group commit: makes many changes durable at a time, on a thread that exists only while there are changes.
 //
 //     changes ──► fdatasync of their slabs ──► batch in the journal ──► fdatasync ──► index, futures
 //
-// Those that come while the disk syncs are the next batch. When a sync fails nothing is tried again, as what failed may
-// count as written then: the store takes no more changes. A disk that is full fails the writes of the batch, and no
-// more: the journal has blocks for deletions, and a slab that could not be synced gets no more writes.
+// Changes that arrive during a sync form the next batch. A failed sync is never retried, because the kernel may count
+// the lost data as written afterwards: the store then takes no more changes. A full disk fails only the writes of the
+// batch. The journal has blocks reserved for deletions, and a slab that could not be synced takes no more writes.
 //
-// Lock: mutex_ guards the changes, the task and the failure; nothing is taken under it.
+// Lock: mutex_ guards the changes, the task and the failure; no other lock is taken under it.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,8 @@ namespace cudafuture::storage {
 
 class Store;
 
-// Of a write whose bytes are at a place. `checksum`: null, or that of the request, of which it is one part.
+// Returns the change of a write whose bytes are at `place`. `checksum`: null, or the request's, in which it is part
+// `part`.
 Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
 
 class Committer final : private ThreadCache::Task {
@@ -38,11 +39,11 @@ class Committer final : private ThreadCache::Task {
   Committer(Store& store, std::unique_ptr<Journal> journal) : store_(store), journal_(std::move(journal)) {}
 
   void commit(std::vector<Change>&& changes) noexcept;
-  void compact_if_worth_it() noexcept;  // while nothing is committed
+  void compact_if_worth_it() noexcept;  // while no commit is in flight
   std::uint64_t journal_bytes() const noexcept;
-  void join() noexcept;                        // returns when nothing is committed, and no journal made anew
+  void join() noexcept;                        // returns when no commit or compaction is in flight
   void close() noexcept;                       // join(), then marks the journal as whole
-  std::exception_ptr broken() const noexcept;  // why nothing is durable any more; null: it is
+  std::exception_ptr broken() const noexcept;  // the reason why the store is not durable any more; null: it is
 
  private:
   void perform() noexcept override;
@@ -59,13 +60,13 @@ class Committer final : private ThreadCache::Task {
   std::uint64_t compact_at_ = 0;  // bytes of the journal
   std::atomic<std::uint64_t> journal_bytes_{0};
 
-  std::vector<EntryPtr> in_doubt_;  // the journal may name them, or not: their places are never free again
+  std::vector<EntryPtr> in_doubt_;  // entries that the journal may or may not name: their places are never freed
 
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::exception_ptr broken_;
   std::vector<Change> changes_;
-  std::shared_ptr<Store> working_for_;  // while the task runs
+  std::shared_ptr<Store> working_for_;  // set while the task runs
 };
 
 }  // namespace cudafuture::storage

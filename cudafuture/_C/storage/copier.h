@@ -1,9 +1,9 @@
-// A second thread of an engine, which stages blocks and takes checksums while the first one asks the kernel.
+// A second thread of an engine, which stages blocks and takes checksums while the first thread issues requests.
 //
-// It begins with the first block that is worth it. When it has enough to do already the engine does the work itself:
-// so both are busy, and neither waits for the other.
+// It starts with the first block that is large enough. When its queue is full, the engine does the work itself, so both
+// threads stay busy and neither waits for the other.
 //
-// Lock: mutex_ guards the queue and the flag; nothing is taken under it.
+// Lock: mutex_ guards the queue and the flag; no other lock is taken under it.
 #pragma once
 
 #include <condition_variable>
@@ -25,17 +25,17 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Stages the block, which then arrives at the engine. False: the engine is to do it.
+  // Stages the block, which then arrives at the engine. False: the engine must stage it.
   bool take(Block& block) noexcept;
 
-  // Takes a checksum, and tells the engine. False: the engine is to do it.
+  // Takes a checksum, and notifies the engine. False: the engine must take it.
   bool take(const Check& check) noexcept;
 
   static constexpr std::size_t kEnough = 2;  // blocks and checks in the queue
 
  private:
   struct Work {
-    Block* block;  // null: the check
+    Block* block;  // null: the work is the check
     Check check;
   };
 
@@ -47,7 +47,7 @@ class Copier {
   std::condition_variable wake_;
   std::deque<Work> queue_;
   bool is_stopping_ = false;
-  bool has_failed_ = false;  // there is no thread to be had
+  bool has_failed_ = false;  // no thread could be started
   std::thread thread_;
 };
 

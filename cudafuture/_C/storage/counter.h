@@ -1,4 +1,4 @@
-// Counters for statistics: any thread counts, and no thread orders anything by them.
+// Statistics counters: any thread may count, and no memory ordering is implied.
 #pragma once
 
 #include <atomic>

@@ -11,7 +11,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// The memory of a dense tensor, seen as bytes.
+// Returns the memory of a dense tensor as bytes.
 at::Tensor as_bytes(const at::Tensor& tensor) {
   at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).layout(at::kStrided).requires_grad(false));
   const auto begin = tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
@@ -76,12 +76,12 @@ FuturePtr DeviceSide::copy(Enqueue&& enqueue) const {
   return copied;
 }
 
-// Nobody may use a buffer again that a device still has to do with.
+// Waits until no device uses a buffer any more, so that the buffers can be reused.
 void DeviceSide::finish_what_was_enqueued() const noexcept {
   for (const c10::Stream& stream : streams_) {
     try {
       c10::impl::VirtualGuardImpl(stream.device_type()).synchronizeStream(stream);
-    } catch (...) {  // a device that has failed does nothing any more
+    } catch (...) {  // a failed device has no more work
     }
   }
 }

@@ -1,10 +1,10 @@
-// The part of a read or write that is on devices: streams to copy on, and what orders them.
+// The device side of a read or write: the streams that copy, and the events that order them.
 //
 //     write    caller's streams ──► [finished] ──► copies on pool streams ──► [finished] ──► kernel
 //     read     kernel ──► copies on pool streams, after the caller's streams ──► events of the future
 //
-// A write begins when what its caller had enqueued has finished: until then it would hold buffers that others could
-// use. A read does not wait: the disk is at work while the device still uses the target.
+// A write begins when the device work that its caller had enqueued has finished: earlier, it would hold buffers that
+// other operations could use. A read does not wait: the disk works while the device still uses the target.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,23 +24,23 @@ namespace cudafuture::storage {
 
 class DeviceSide {
  public:
-  // In the thread of whoever submits: takes streams of the pool, and notes what is enqueued on the current ones.
+  // Called in the submitting thread: takes pool streams, and notes the work enqueued on the current streams.
   DeviceSide(c10::ArrayRef<c10::Device> devices, Direction direction, int priority);
 
-  // The bytes of a tensor as they are stored, one after the other: its own memory, or that of a dense tensor which is
-  // filled from it, or from which it is filled. `changes` says that the tensor was given for that.
+  // Returns the bytes of a tensor as they are stored, contiguous: its own memory, or that of a dense tensor that is
+  // copied from it or to it. `changes`: the tensor is a read's target.
   at::Tensor bytes_of(const at::Tensor& tensor);
 
-  // What has to have finished before a write begins: done, with events.
+  // The work that must finish before a write begins: done, with events.
   const FuturePtr& earlier() const noexcept { return earlier_; }
 
-  // Enqueue copies between a block's buffer, which is pinned, and memory; the host's part is copied at once. The future
+  // Enqueue copies between a block's pinned buffer and memory; host memory is copied immediately. The returned future
   // is done, and its events are those of the copies.
   FuturePtr gather(const Memory& memory, const Block& block) const;
   FuturePtr scatter(const Memory& memory, const Block& block) const;
 
-  // Ends a read after its last copy: fills the targets that are not dense unless the read has failed, and records the
-  // events of all that was enqueued, also after a failure. `failure` becomes what fails here, if nothing has before.
+  // Ends a read after its last copy. It fills the targets that are not dense, unless the read has failed, and records
+  // events after all enqueued work, even after a failure. `failure` becomes the first failure here, if it was null.
   EventSet end_read(std::exception_ptr& failure) const noexcept;
   std::vector<at::Tensor> targets() const { return targets_; }
 
@@ -55,7 +55,7 @@ class DeviceSide {
   std::vector<c10::Stream> streams_;  // one of each device
   FuturePtr earlier_;
   std::vector<at::Tensor> targets_;                           // of a read
-  std::vector<std::pair<at::Tensor, at::Tensor>> scattered_;  // those that are not dense, and what they are filled from
+  std::vector<std::pair<at::Tensor, at::Tensor>> scattered_;  // targets that are not dense, with their sources
 };
 
 }  // namespace cudafuture::storage

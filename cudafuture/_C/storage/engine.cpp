@@ -17,7 +17,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// Every engine that runs, so that the process can end. Leaked: engines may live to its very end.
+// All running engines, for the exit of the process. Leaked: engines may live until the end of the process.
 struct Running {
   std::mutex mutex;
   std::list<std::weak_ptr<Engine>> engines;
@@ -231,7 +231,7 @@ void Engine::loop() noexcept {
   }
 }
 
-// Takes in what other threads have left. True: it is over.
+// Collects the work that other threads have left. True: the engine ends.
 bool Engine::collect() noexcept {
   std::lock_guard lock(mutex_);
   is_waiting_ = wants_work_ = false;
@@ -336,7 +336,7 @@ void Engine::checked(Operation* operation) noexcept {
   wake();
 }
 
-// Under the lock.
+// Called under the lock.
 void Engine::wake() noexcept {
   if (!std::exchange(is_waiting_, false)) return;
   wants_work_ = false;
@@ -349,7 +349,7 @@ void Engine::note_check(Operation& operation, Block& block) noexcept {
   operation.checked();
 }
 
-// Takes one checksum, or two where the copier helps: then the kernel may have room for more.
+// Takes one checksum, or two if the copier helps: then the kernel may have room for more requests.
 void Engine::check_some() noexcept {
   if (checks_.size() > 1 && copier_->take(checks_.last())) checks_.drop_last();
   if (checks_.size() == 0) return;
@@ -364,7 +364,7 @@ void Engine::end_check(Operation* operation) noexcept {
   if (operation->is_over()) end(operation);
 }
 
-// The copier or the devices have done with the block.
+// The copier or the devices have finished with the block.
 void Engine::land(Block& block) noexcept {
   Operation* const operation = block.operation;
   if (operation == nullptr) {

@@ -1,20 +1,22 @@
-// Reads and writes of files: a thread that asks the kernel, one that copies, a backend, and queues of operations.
+// The I/O engine: a thread that issues requests to the kernel, a thread that copies, a backend, and queues of
+// operations.
 //
 //     submit() ──► inbox ──► queues ──► blocks ◄──► backend ◄──► kernel
 //                                         ▲ ▲
 //                         free again ─────┘ └──► copies of devices
 //
-// Any thread submits. The engine's own cuts blocks from the operations that wait, in the order of their queues. As
-// operations with devices get at most three quarters of the blocks, a device that is busy does not hold up the others.
+// Any thread submits. The engine's thread cuts blocks from the waiting operations, in the order of their queues.
+// Operations with devices get at most three quarters of the blocks, so a busy device does not delay the other
+// operations.
 //
-// There are as many blocks as the queue is deep, each with a buffer of the block's size: that is all the memory that an
-// engine takes. What is staged is copied by a second thread while there is more than that to do. Long checksums wait
-// until the kernel has as much to do as it may have: first the disk, then they, shared with the second thread.
+// The number of blocks is the queue depth, and each has a buffer of the block size: an engine uses no other memory. The
+// second thread copies staged blocks whenever there is other work for the first one. Long checksums wait until the
+// kernel has as many requests as it may have: the disk comes first. The second thread shares them.
 //
-// Without a user an engine ends when what was submitted has been done; so does the process.
+// An engine that is not referenced any more ends when all submitted operations are done; so does the process.
 //
-// Lock: mutex_ guards the inbox, the flags, and the backend against being woken when it is gone: under it the backend's
-// own is taken, and no other.
+// Lock: mutex_ guards the inbox, the flags, and the backend against a wake() after its destruction. Only the backend's
+// own lock is taken under it.
 #pragma once
 
 #include <sys/types.h>
@@ -56,7 +58,7 @@ class Engine final : private ThreadCache::Task, private Watching {
     BackendKind backend = BackendKind::automatic;
     std::size_t queue_depth = 32;         // blocks
     std::size_t block_size = 512 * 1024;  // bytes, a multiple of 4096
-    std::size_t threads = 8;              // of the backend of that name
+    std::size_t threads = 8;              // of the threads backend
     std::size_t max_pending = 0;          // operations; 0: any number
     std::optional<FaultRates> faults;
   };
@@ -66,31 +68,31 @@ class Engine final : private ThreadCache::Task, private Watching {
     std::uint64_t writes = 0;
     std::uint64_t bytes_read = 0;  // of those that have not failed
     std::uint64_t bytes_written = 0;
-    std::uint64_t blocks = 0;   // asked of the kernel for the first time
-    std::uint64_t again = 0;    // and once more
-    std::uint64_t staged = 0;   // blocks that went by a buffer
-    std::uint64_t copied = 0;   // of them those that a device filled or emptied
-    std::uint64_t pending = 0;  // operations now
+    std::uint64_t blocks = 0;   // blocks issued to the kernel for the first time
+    std::uint64_t again = 0;    // blocks issued again
+    std::uint64_t staged = 0;   // blocks that went through a buffer
+    std::uint64_t copied = 0;   // staged blocks that a device filled or emptied
+    std::uint64_t pending = 0;  // operations in flight or queued
   };
 
-  // Throws Failure when there is no such backend.
+  // Throws Failure if that backend is not available.
   static std::shared_ptr<Engine> start(const Options& options);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Blocks while as many operations are pending as there may be, unless it must not. Throws Error when the engine is
-  // closed.
+  // Full::wait: submit() blocks while the maximum number of operations is pending; Full::exceed: it does not. Throws
+  // Error if the engine is closed.
   enum class Full : std::uint8_t { wait, exceed };
-  bool wait_for_room(Clock::time_point deadline);  // false: there is none yet
+  bool wait_for_room(Clock::time_point deadline);  // false: no room before the deadline
   void submit(Request&& request, Full when_full = Full::wait);
 
-  // Takes no more operations. Those that it has are still done.
+  // Takes no more operations. Those already submitted are completed.
   void close() noexcept;
-  void join() noexcept;  // after close(): returns when they are
+  void join() noexcept;  // after close(): returns when they are complete
   bool join_until(Clock::time_point deadline) noexcept;
 
-  void let_go() noexcept;  // of an engine whose faults hold all results
+  void let_go() noexcept;  // releases the results that injected faults hold
 
   const Options& options() const noexcept { return options_; }
   const char* backend_name() const noexcept { return backend_name_; }
@@ -132,17 +134,17 @@ class Engine final : private ThreadCache::Task, private Watching {
   const char* backend_name_ = "";
   std::string why_not_;
 
-  // ---- of the engine's thread
+  // ---- used by the engine's thread only
   Buffers buffers_;
   std::vector<Block> blocks_;
   std::deque<Arrival> arrivals_;  // one for each block
-  std::vector<Block*> free_;      // the last to be free is the first to be used: its buffer is in the cache
+  std::vector<Block*> free_;      // last in, first out: the most recent buffer is in the processor's cache
   std::unique_ptr<Backend> backend_;
   Faults* faults_ = nullptr;
   std::optional<Copier> copier_;
   Queues queues_;
   std::size_t most_for_devices_;  // blocks
-  std::size_t of_devices_ = 0;    // blocks that are not free
+  std::size_t of_devices_ = 0;    // blocks in use by them
   Checks checks_;
   std::vector<Block*> landed_;
   std::vector<Operation*> landed_checks_;
@@ -154,8 +156,8 @@ class Engine final : private ThreadCache::Task, private Watching {
   std::vector<Block*> arrived_;
   std::vector<Operation*> checked_;
   std::size_t pending_ = 0;
-  bool is_waiting_ = false;  // and has to be woken for an arrival
-  bool wants_work_ = false;  // and has to be woken for what is submitted, too
+  bool is_waiting_ = false;  // the thread must be woken for an arrival
+  bool wants_work_ = false;  // the thread must be woken for a submission, too
   bool is_closed_ = false;
   bool is_set_up_ = false;
   bool has_ended_ = false;

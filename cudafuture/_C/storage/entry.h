@@ -1,4 +1,4 @@
-// What a store knows of a key: where its tensor is, what it looks like, and what its bytes must be.
+// A store's entry for a key: the place of its tensor, its shape, and its checksum.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -21,25 +21,26 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
-// Immutable once it is in the index. A link shares the entry of the key that it links to, and every reader of a key
-// holds the key's entry. The place is free when the last holder has dropped the entry.
+// Immutable once it is in the index. A link shares the entry of its target key, and every reader of a key holds the
+// key's entry. The place is freed when the last owner drops the entry.
 struct Entry {
   std::uint64_t size() const noexcept { return place.size(); }  // bytes
   Shape shape;
   Place place;             // none: no bytes
-  std::uint64_t seed = 0;  // of the digest: the hash of the key that was written, also where a link shares the entry
+  std::uint64_t seed = 0;  // of the checksum: the hash of the key that was written, also in entries that links share
   std::uint64_t digest = 0;
   bool has_digest = false;
 };
 using EntryPtr = std::shared_ptr<const Entry>;
 
-// Starts to load the entry and the count of its owners, which lies before it (make_shared).
+// Prefetches the entry and its reference count, which lies before it (make_shared).
 inline void prefetch_entry(const EntryPtr& entry) noexcept {
   constexpr std::size_t kCounts = 16;  // bytes
   if (entry != nullptr) prefetch(reinterpret_cast<const char*>(entry.get()) - kCounts, sizeof(Entry) + kCounts);
 }
 
-// Drops the entries, and with the last owner of each its place. Loads entries ahead: they may be long out of the cache.
+// Drops the entries; the last owner of an entry frees its place. Prefetches entries, which may not be in the cache any
+// more.
 inline void drop(std::vector<EntryPtr>&& entries) noexcept {
   constexpr std::size_t kAhead = 16;
   for (std::size_t i = 0; i < entries.size(); ++i) {

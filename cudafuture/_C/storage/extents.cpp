@@ -60,7 +60,7 @@ void Extents::give_back(std::uint64_t offset, std::uint64_t size) {
   add(offset, size);
 }
 
-// Keeps the nodes of the run: a batch of neighbours that is given back in order allocates nothing.
+// Keeps the nodes of the run: giving back a batch of neighbours in order allocates nothing.
 void Extents::extend(Runs::iterator run, std::uint64_t size) {
   auto sized = by_size_.extract({run->second, run->first});
   run->second += size;

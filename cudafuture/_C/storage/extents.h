@@ -1,4 +1,4 @@
-// The free space of one slab: runs of bytes, of which the smallest that will do is taken.
+// The free space of one slab: extents, allocated best-fit.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace cudafuture::storage {
 
 class Extents {
  public:
-  explicit Extents(std::uint64_t size);  // bytes; all of them are free
+  explicit Extents(std::uint64_t size);  // bytes; all of them free
 
-  std::optional<std::uint64_t> take(std::uint64_t size);     // where; none: no run is so long
-  bool take_at(std::uint64_t offset, std::uint64_t size);    // false: not all of that is free
-  void give_back(std::uint64_t offset, std::uint64_t size);  // joins what touches
+  std::optional<std::uint64_t> take(std::uint64_t size);     // returns the offset; none: no run is long enough
+  bool take_at(std::uint64_t offset, std::uint64_t size);    // false: part of it is not free
+  void give_back(std::uint64_t offset, std::uint64_t size);  // merges it with adjacent runs
 
   std::uint64_t size() const noexcept { return size_; }
   std::uint64_t free() const noexcept { return free_; }
@@ -26,7 +26,7 @@ class Extents {
 
   void add(std::uint64_t offset, std::uint64_t size);
   void remove(Runs::iterator run);
-  void extend(Runs::iterator run, std::uint64_t size);  // by that many bytes behind it
+  void extend(Runs::iterator run, std::uint64_t size);  // by `size` bytes at its end
 
   std::uint64_t size_;
   std::uint64_t free_ = 0;

@@ -1,4 +1,4 @@
-// A read or a write that failed. The binding makes one of cudafuture.errors of it, StorageError or NotFoundError.
+// A failed read or write. The binding maps it to StorageError or NotFoundError of cudafuture.errors.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class Failure final : public std::exception {
   const std::string& path() const noexcept { return path_; }
   std::uint64_t offset() const noexcept { return offset_; }  // of the whole read or write, in bytes
   std::uint64_t wanted() const noexcept { return wanted_; }  // bytes
-  std::uint64_t got() const noexcept { return got_; }        // bytes before the first that failed
+  std::uint64_t got() const noexcept { return got_; }        // bytes before the first failed one
   FailureKind kind() const noexcept { return kind_; }
 
  private:
@@ -41,12 +41,12 @@ class Failure final : public std::exception {
   FailureKind kind_;
 };
 
-// A system call on `path` that failed with the errno `code`; the message begins with `verb`.
+// Throws the failure of a system call on `path` with the errno `code`; the message begins with `verb`.
 [[noreturn]] inline void throw_errno(const char* verb, const std::string& path, int code) {
   throw Failure(std::string(verb) + " " + path + ": " + std::generic_category().message(code), code, path);
 }
 
-// Of a tensor on the disk whose bytes have changed there.
+// Returns the failure for a tensor whose bytes have changed on the disk.
 inline Failure not_as_written(const std::string& key, const std::string& path, std::uint64_t offset,
                               std::uint64_t size) {
   return {"key '" + key + "': its " + std::to_string(size) + " bytes at offset " + std::to_string(offset) + " of " +
@@ -63,7 +63,7 @@ inline Failure no_such_key(const std::string& key, const std::string& folder) {
   return {"there is no key '" + key + "'", 0, folder, 0, 0, 0, FailureKind::not_found};
 }
 
-// Of a tensor whose bytes have changed before they were written.
+// Returns the failure for a tensor whose bytes changed before they were written.
 inline Failure not_as_given(const std::string& key) {
   return {"key '" + key + "': the bytes that were to be written do not have the digest that they must have",
           0,

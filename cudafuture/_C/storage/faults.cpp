@@ -11,7 +11,7 @@ namespace {
 
 constexpr unsigned kMostRounds = 5;
 
-// As if the kernel had been asked for less.
+// Transfers as if the kernel had been asked for fewer bytes.
 std::int64_t transfer_part(const Block& block, std::size_t size) noexcept {
   Block part = block;
   std::size_t left = size;

@@ -1,4 +1,4 @@
-// A backend that lies: it makes up results by a seeded schedule, so that tests see what disks do once in years.
+// A backend that injects faults by a seeded schedule, so that tests see failures that are rare on real disks.
 #pragma once
 
 #include <atomic>
@@ -12,17 +12,17 @@
 
 namespace cudafuture::storage {
 
-// How often each happens, as a part of all results: 0 never, 1 always.
+// The rate of each fault, as a fraction of all results: 0 never, 1 always.
 struct FaultRates {
   std::uint64_t seed = 0;
-  double io_error = 0;                             // EIO, and nothing has gone over
+  double io_error = 0;                             // EIO, and no byte was transferred
   double no_space = 0;                             // ENOSPC, of writes
   double again = 0;                                // EAGAIN
   double interrupted = 0;                          // EINTR
-  double cut_short = 0;                            // less goes over than was asked for
-  double late = 0;                                 // the result comes after others, which came later
-  bool held = false;                               // no result comes before let_go()
-  std::unordered_map<std::uint64_t, int> at = {};  // errnos of certain results, by their number from 1 on
+  double cut_short = 0;                            // fewer bytes were transferred than requested
+  double late = 0;                                 // the result arrives after later ones
+  bool held = false;                               // no result arrives before let_go()
+  std::unordered_map<std::uint64_t, int> at = {};  // errnos of specific results, by their number from 1 on
 };
 
 class Faults final : public Backend {
@@ -36,7 +36,7 @@ class Faults final : public Backend {
   void use_buffers(std::byte* buffers, std::size_t bytes) noexcept override { real_->use_buffers(buffers, bytes); }
   const char* name() const noexcept override { return real_->name(); }
 
-  void let_go() noexcept;  // by any thread
+  void let_go() noexcept;  // any thread may call it
 
  private:
   struct Held {

@@ -50,7 +50,7 @@ int open_file(const std::string& path, int flags) {
   return descriptor;
 }
 
-// What the kernel says (since Linux 6.1); before that, what nearly all devices can do.
+// Returns the kernel's answer (since Linux 6.1); before that, an alignment that suits nearly all devices.
 Alignment alignment_of(int descriptor) {
 #ifdef STATX_DIOALIGN
   struct statx status = {};
@@ -62,7 +62,7 @@ Alignment alignment_of(int descriptor) {
   return {kPage, kPage};
 }
 
-// Reads or writes nothing that matters: some file systems open a file past the cache, and then refuse to use it.
+// Tries a direct read. Some file systems open a file for direct I/O and then refuse to do it.
 bool can_read_directly(int descriptor, const Alignment& alignment) {
   const std::size_t size = std::max({kPage, alignment.offset, alignment.memory});
   void* memory = nullptr;

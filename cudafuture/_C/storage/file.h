@@ -1,8 +1,8 @@
-// A file that an engine reads and writes: open past the page cache, through it, or both.
+// A file that an engine reads and writes: open for direct I/O, through the page cache, or both.
 //
-// Whole units of a file that is open past the page cache go past it; what covers a part of a unit goes through it. A
-// unit is at least a page: so no page is ever written both ways by neighbours that do not overlap, which could lose
-// what one of them has written.
+// In a file that is open for direct I/O, whole units are transferred directly; a part of a unit goes through the page
+// cache. A unit is at least a page. So neighbours that do not overlap never write one page both ways, which could lose
+// data.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@
 namespace cudafuture::storage {
 
 enum class Access : std::uint8_t { read, write, read_write };
-enum class Start : std::uint8_t { existing, empty, fresh };  // empty: made when it is not there; fresh: it must not be
+enum class Start : std::uint8_t { existing, empty, fresh };  // empty: created if missing; fresh: it must not exist
 enum class Direct : std::uint8_t { automatic, yes, no };
 
-// What a direct transfer needs where a file is; zeros: there are none.
+// The alignment that direct I/O needs on the file's device; zeros: not supported.
 struct Alignment {
   std::size_t offset = 0;  // of offsets and sizes, in bytes
   std::size_t memory = 0;  // of addresses
@@ -26,7 +26,7 @@ struct Alignment {
 
 class File {
  public:
-  // Throws Failure; with Direct::yes also where the file system has no direct I/O.
+  // Throws Failure; with Direct::yes also if the file system has no direct I/O.
   static std::shared_ptr<File> open(const std::string& path, Access access, Start start, Direct direct);
 
   ~File();
@@ -37,20 +37,20 @@ class File {
   Access access() const noexcept { return access_; }
   int through_cache() const noexcept { return cached_; }
   int past_cache() const noexcept { return direct_; }
-  // Whether transfers go past the page cache. Not for ever: a file system may refuse what it has promised.
+  // Returns true while transfers use direct I/O. It can change: a file system may refuse direct I/O later.
   bool is_direct() const noexcept { return is_direct_.load(std::memory_order_relaxed); }
   bool must_be_direct() const noexcept { return must_be_direct_; }
   void fall_back() noexcept { is_direct_.store(false, std::memory_order_relaxed); }
   std::size_t unit() const noexcept { return unit_; }
   const Alignment& alignment() const noexcept { return alignment_; }
 
-  // All of these throw Failure, and Error where the file is closed.
+  // All of these throw Failure, and Error if the file is closed.
   std::uint64_t size();               // bytes
-  void allocate(std::uint64_t size);  // has blocks for so many bytes, and is at least so long
+  void allocate(std::uint64_t size);  // allocates that many bytes of blocks, and extends the file to at least that size
   void truncate(std::uint64_t size);
-  void sync();  // data, and what it takes to read it
+  void sync();  // data, and the metadata needed to read it
 
-  // Keeps the descriptors open while something uses them.
+  // Keeps the descriptors open while it exists.
   class Use {
    public:
     Use() = default;
@@ -69,7 +69,7 @@ class File {
     File* file_ = nullptr;
   };
 
-  // Begins no more uses. The end of the last use closes the descriptors.
+  // Refuses further uses. The end of the last use closes the descriptors.
   void close() noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// What a folder needs beside files.
+// Operations on folders.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 
 namespace cudafuture::storage {
 
-// Has the names in a folder survive a crash. Throws Failure.
+// Makes the names in a folder durable. Throws Failure.
 void sync_folder(const std::string& path);
 
-void write_file(const std::string& path, const std::string& content);  // a new one, synced; throws Failure
+void write_file(const std::string& path, const std::string& content);  // creates and syncs it; throws Failure
 
-std::vector<std::string> names_in(const std::string& path);  // of what is in a folder; throws Failure
+std::vector<std::string> names_in(const std::string& path);  // names of the folder's entries; throws Failure
 
 }  // namespace cudafuture::storage

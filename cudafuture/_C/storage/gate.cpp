@@ -9,7 +9,7 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are looked for
+constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are searched
 
 std::uint64_t end_of(const Read& read) noexcept { return read.offset() + read.size(); }
 

@@ -1,10 +1,9 @@
-// Small reads on their way to the engine.
+// A read coalescer: small reads wait here while the engine is busy.
 //
-// As many go at once as keep it busy. Of the others, which wait, those of neighbours then go together: so many small
-// reads are few large ones, though each was asked for by itself; and one that waits here takes less memory than one
-// that the engine has.
+// It passes on as many reads as keep the engine busy. Reads that wait are then merged with adjacent ones, so many small
+// reads become few large ones. A read that waits here also takes less memory than one in the engine.
 //
-// Lock: mutex_ guards everything; nothing is taken under it, and no read is dropped.
+// Lock: mutex_ guards all fields; no other lock is taken and no read is dropped under it.
 #pragma once
 
 #include <cstddef>
@@ -20,31 +19,31 @@
 
 namespace cudafuture::storage {
 
-// A tensor that is to be read, or some of its bytes.
+// A read of a tensor, or of some of its bytes.
 struct Read {
   CallPtr call;
   std::string key;
   EntryPtr entry;
-  Memory memory;                    // of the bytes to be read
-  std::uint64_t* digest = nullptr;  // receives their digest; the call keeps it
-  std::uint64_t at = 0;             // the first byte of the tensor to be read, where a leaf begins
+  Memory memory;                    // destination of the bytes
+  std::uint64_t* digest = nullptr;  // receives their checksum; the call owns it
+  std::uint64_t at = 0;             // the tensor's first byte to read, where a leaf begins
 
   std::uint64_t offset() const noexcept { return entry->place.offset() + at; }  // in the slab
   std::uint64_t size() const noexcept { return memory.size(); }                 // bytes
 };
-using Reads = std::vector<Read>;    // that go together
-using ReadList = std::deque<Read>;  // all of a call; see WriteList
+using Reads = std::vector<Read>;    // merged into one request
+using ReadList = std::deque<Read>;  // all reads of a call; see WriteList
 
 class Gate {
  public:
-  // The engine is busy with so many reads; bytes that go together at most.
+  // `busy`: number of reads that keep the engine busy; `size`: maximum bytes of merged reads.
   Gate(std::size_t busy, std::uint64_t size) : busy_(busy), size_(size) {}
 
-  // Return what is to go now, each of which has to be followed by ended().
+  // Return the reads to submit now; ended() must follow each of them.
   std::vector<Reads> add(Read&& read);
   std::vector<Reads> ended();
 
-  // Puts together those that lie side by side, as far as they have so many bytes.
+  // Merges adjacent reads up to `size` bytes.
   static std::vector<Reads> join(ReadList reads, std::uint64_t size);
 
  private:

@@ -82,7 +82,7 @@ void Index::give_up(const std::string& key) noexcept {
 
 std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing) {
   std::vector<EntryPtr> dropped;
-  std::vector<Known> found;  // which outlives the lock
+  std::vector<Known> found;  // declared here to outlive the lock
   found.reserve(links.size());
   dropped.reserve(links.size());
   std::vector<Change> changes;
@@ -159,7 +159,7 @@ bool Index::needs_record(const Change& change) const {
   return at.durably_deleted <= change.turn && (!at.durable.entry || at.durable.turn <= change.turn);
 }
 
-// Batches are in the order in which writes ended, which is not that of their turns.
+// Batches are in the order in which writes ended, not in the order of their sequence numbers.
 void Index::replay(Record&& record) {
   turn_ = std::max(turn_, record.turn);
   const auto [known, is_new] = replayed_.try_emplace(record.key);
@@ -167,7 +167,7 @@ void Index::replay(Record&& record) {
 }
 
 void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
-  std::map<std::pair<std::uint64_t, std::uint64_t>, EntryPtr> linked;  // by slab and offset: what links may be to
+  std::map<std::pair<std::uint64_t, std::uint64_t>, EntryPtr> linked;  // by slab and offset: possible targets of links
   for (const auto& [key, record] : replayed_) {
     if (!record.is_deletion && record.is_link() && record.size != 0) linked[{record.slab, record.offset}] = nullptr;
   }
@@ -186,7 +186,7 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
     at.current = at.durable = {std::move(entry), record.turn, bytes};
     count(at.current, 1);
   };
-  for (auto& [key, record] : replayed_) {  // what links are to, before them
+  for (auto& [key, record] : replayed_) {  // targets of links before the links
     if (!record.is_deletion && !record.is_link()) install(key, record);
   }
   for (auto& [key, record] : replayed_) {

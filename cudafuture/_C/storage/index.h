@@ -1,11 +1,12 @@
-// The keys of a store and what is known of them.
+// The index of a store: its keys and their entries.
 //
-// What is written or deleted has a turn, given when it is asked for; the latest turn wins, whatever ends first.
+// Each write or deletion gets a sequence number (`turn`) when it is requested. The latest one wins, whichever ends
+// first.
 //
-// Of a durable store a key has two entries: that of readers, and that of the journal. A place is free when neither
-// has it: so nothing is written over that a crash could bring back.
+// A key of a durable store has two entries: the readers', and the journal's. A place is freed when neither refers to
+// it, so data that a crash could restore is never overwritten.
 //
-// Lock: mutex_ guards everything; nothing is taken under it, and no entry is dropped.
+// Lock: mutex_ guards all fields; no other lock is taken and no entry is dropped under it.
 #pragma once
 
 #include <cstddef>
@@ -33,64 +34,64 @@ class Index {
   };
   struct Deleted {
     std::uint64_t turn = 0;
-    bool was_there = false;  // or is being written
-    EntryPtr entry;          // for the caller to drop
+    bool was_there = false;  // or was being written
+    EntryPtr entry;          // the caller drops it
   };
 
-  enum class Reach : std::uint8_t { memory, journal };  // where it is known that something has ended
+  enum class Reach : std::uint8_t { memory, journal };  // how far a change is recorded when it ends
 
-  // Writes begin, and get their turns; finish() or give_up() has to follow for each. Nothing comes between their turns.
+  // Begins writes, and assigns consecutive sequence numbers; finish() or give_up() must follow for each.
   void begin(WriteList& writes);
   void give_up(const std::string& key) noexcept;
-  // Links begin: keys for what others have now. None does where one of those is not there; then `missing` names it.
-  // Where no journal has to know of them they take effect at once, and there are no changes to finish.
+  // Begins links: keys for the current entries of other keys. If one of those is missing, no link begins and `missing`
+  // names it. Without a journal the links take effect immediately, and there are no changes to finish.
   struct Link {
     std::string key;
     std::string to;
   };
   std::vector<Change> link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing);
-  // A deletion begins, if something was there: then finish() has to follow.
+  // Begins a deletion if the key exists or is being written; then finish() must follow.
   Deleted erase(const std::string& key);
-  // Changes take effect, all at once for readers; or they have failed, and what is in the journal is there again.
-  // Returns entries for the caller to drop.
+  // Applies changes, atomically for readers; if they failed, restores the journal's state. Returns entries for the
+  // caller to drop.
   [[nodiscard]] std::vector<EntryPtr> finish(const std::vector<Change>& changes, bool has_failed, Reach reach);
 
-  void forget(const std::vector<std::string>& keys);  // of a store that is only read
+  void forget(const std::vector<std::string>& keys);  // for a read-only store
 
-  // False where the journal has a later record, or no record of a key that was deleted.
+  // False if the journal has a later record, or no record of a deleted key.
   bool needs_record(const Change& change) const;
 
-  // What a journal says, in its order.
+  // Replays a record of the journal, in the journal's order.
   void replay(Record&& record);
-  void finish_replay(const std::function<Place(const Record&)>& adopt);  // of records of bytes
+  void finish_replay(const std::function<Place(const Record&)>& adopt);  // for records with bytes
 
   EntryPtr find(const std::string& key) const;
-  std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // all at one time
-  bool try_find(const std::string& key, EntryPtr& entry) const;            // false: it would have to wait
-  // The entry of a key, and the turn of the write or link that it is of; null where there is no such key.
+  std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // a consistent snapshot
+  bool try_find(const std::string& key, EntryPtr& entry) const;            // false: it would have to block
+  // The entry of a key, and the sequence number of its write or link; null if there is no such key.
   struct Version {
     EntryPtr entry;
     std::uint64_t turn = 0;
   };
-  std::vector<Version> versions(const std::vector<std::string>& keys) const;  // all at one time
-  bool try_version(const std::string& key, Version& version) const;           // false: it would have to wait
-  std::vector<std::string> keys() const;                                      // in the order of their turns
+  std::vector<Version> versions(const std::vector<std::string>& keys) const;  // a consistent snapshot
+  bool try_version(const std::string& key, Version& version) const;           // false: it would have to block
+  std::vector<std::string> keys() const;                                      // in the order of their sequence numbers
   std::vector<Record> records() const;                                        // of the durable entries
   Statistics statistics() const;
 
  private:
   struct Known {
     EntryPtr entry;           // null: none
-    std::uint64_t turn = 0;   // of the write or link that it is of
+    std::uint64_t turn = 0;   // sequence number of its write or link
     std::uint64_t bytes = 0;  // of the entry, which is often not in the processor's cache
   };
   struct Key {
     Known current;
     Known durable;
-    // ---- while there are writes and deletions that have not ended
+    // ---- while writes or deletions of the key are in flight
     std::size_t changing = 0;
-    std::uint64_t begun = 0;    // the turn of the last write
-    std::uint64_t deleted = 0;  // the turn of the last deletion
+    std::uint64_t begun = 0;    // sequence number of the last write
+    std::uint64_t deleted = 0;  // sequence number of the last deletion
     std::uint64_t durably_deleted = 0;
   };
   using Keys = KeyTable<Key>;
@@ -100,7 +101,7 @@ class Index {
   void undo_erase(Key& at, std::uint64_t turn);
   Version look_up(std::string_view key) const;
   void ended(Keys::Entry* key) noexcept;
-  void count(const Known& known, int sign) noexcept;  // nothing where there is no entry
+  void count(const Known& known, int sign) noexcept;  // does nothing without an entry
 
   mutable std::mutex mutex_;
   Keys keys_;

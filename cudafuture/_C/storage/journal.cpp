@@ -21,7 +21,7 @@ namespace cudafuture::storage {
 
 namespace {
 
-constexpr std::uint64_t kLeastRoom = 64 * 1024;  // bytes that are allocated at a time, at least
+constexpr std::uint64_t kLeastRoom = 64 * 1024;  // minimum bytes of one allocation
 
 void write_all(int file, std::string_view bytes, std::uint64_t offset, const std::string& path) {
   while (!bytes.empty()) {
@@ -33,7 +33,7 @@ void write_all(int file, std::string_view bytes, std::uint64_t offset, const std
   }
 }
 
-// With Damage::skip zeros stand for pages that cannot be read.
+// Reads a whole file. With Damage::skip, zeros replace pages that cannot be read.
 std::string read_all(int file, const std::string& path, Damage damage) {
   struct stat status = {};
   if (::fstat(file, &status) != 0) throw_errno("cannot read", path, errno);
@@ -60,8 +60,8 @@ void sync(int file, const std::string& path) {
   if (::fdatasync(file) != 0) throw_errno("cannot sync", path, errno);
 }
 
-// Gets blocks for so many bytes of a file whose size stays as it is; a file system without them counts as one that has
-// given them.
+// Allocates blocks for `size` bytes without changing the file's size. A file system without preallocation counts as a
+// success.
 void allocate(int file, std::uint64_t size, const std::string& path) {
   int code;
   do {
@@ -111,7 +111,7 @@ Journal::Journal(std::string folder, const Show& show) : folder_(std::move(folde
 void Journal::recover(const Show& show) {
   file_ = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
   if (file_ < 0) throw_errno("cannot open", path(), errno);
-  sync(file_, path());  // a killed process may have left a batch in the cache, and what it says is acted on
+  sync(file_, path());  // a killed process may have left a batch in the cache, and recovery relies on the content
   const std::string content = read_all(file_, path(), Damage::refuse);
   bool is_lost = false;
   findings_ = parse_journal(content, path(), Damage::refuse, [&](Record&& record, std::uint64_t at) {
@@ -124,7 +124,7 @@ void Journal::recover(const Show& show) {
   size_ = findings_.end;
   if (findings_.gaps.empty()) return;
   torn_end_ = content.substr(size_);
-  ::unlink(spare_path().c_str());  // so there are blocks for a copy of the torn end
+  ::unlink(spare_path().c_str());  // frees blocks for a copy of the torn end
 }
 
 void Journal::drop_torn_end() {
@@ -157,7 +157,7 @@ void Journal::open_spare() {
   spare_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (spare_ < 0) throw_errno("cannot open", path, errno);
   struct stat status = {};
-  if (::fstat(spare_, &status) == 0 && status.st_size == 0) return;  // its blocks are kept: there may be no others
+  if (::fstat(spare_, &status) == 0 && status.st_size == 0) return;  // keep its blocks: the disk may have no others
   if (::ftruncate(spare_, 0) != 0) throw_errno("cannot truncate", path, errno);
 }
 
@@ -193,13 +193,13 @@ void Journal::append(const std::vector<Record>& records) {
     write_all(file_, bytes, size_, path());
     write_header(file_, generation_ + 1, size_, snapshot_, path());
     ++generation_;
-  } catch (...) {  // and what is cut off must not come to stand beside what is written there next
+  } catch (...) {  // the cut-off bytes must not end up beside the next batch
     is_broken_ = ::ftruncate(file_, static_cast<off_t>(size_)) != 0 || ::fdatasync(file_) != 0;
-    allocated_ = 0;  // the blocks beyond the end went, too
+    allocated_ = 0;  // the truncation freed the blocks beyond the end, too
     reserve_if_possible();
     throw;
   }
-  if (::fdatasync(file_) != 0) {  // never tried again: what failed may count as written then
+  if (::fdatasync(file_) != 0) {  // never retried: the kernel may count the lost data as written afterwards
     is_broken_ = true;
     throw_errno("cannot sync", path(), errno);
   }
@@ -248,7 +248,7 @@ void Journal::close() noexcept {
   try {
     if (!is_broken_) write_header(file_, generation_ + 1, size_, snapshot_, path());
     if (!is_broken_) sync(file_, path());
-  } catch (const Failure&) {  // everything is durable; only a torn end would not be told from damage
+  } catch (const Failure&) {  // everything is durable, but damage at the end would look like a torn batch
   }
   close_files();
 }

@@ -10,8 +10,8 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr std::uint64_t kSector = 512;                 // bytes that a disk writes at once or not at all, at least
-constexpr std::uint64_t kBatch = 0x68637461'42664443;  // how a batch begins: "CDfBatch"
+constexpr std::uint64_t kSector = 512;                 // minimum bytes that a disk writes atomically
+constexpr std::uint64_t kBatch = 0x68637461'42664443;  // the first bytes of a batch: "CDfBatch"
 
 struct BatchHeader {
   std::uint64_t magic;
@@ -27,7 +27,7 @@ struct Batch {
   std::string_view records;
 };
 
-// The batch at an offset, if it is whole.
+// Returns the batch at an offset, if it is whole.
 std::optional<Batch> batch_at(std::string_view content, std::uint64_t at) {
   BatchHeader header;
   if (content.size() - at < sizeof header) return std::nullopt;
@@ -43,7 +43,7 @@ const std::string_view kMagic(reinterpret_cast<const char*>(&kBatch), sizeof kBa
 
 bool batch_magic_at(std::string_view content, std::uint64_t at) { return content.substr(at, kMagic.size()) == kMagic; }
 
-// The offset of the next whole batch that is not older than `number`; the end if there is none.
+// Returns the offset of the next whole batch with a number of at least `number`; the end if there is none.
 std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint64_t number) {
   for (std::size_t at = content.find(kMagic, from); at != std::string_view::npos; at = content.find(kMagic, at + 1)) {
     const std::optional<Batch> batch = batch_at(content, at);
@@ -52,21 +52,21 @@ std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint
   return content.size();
 }
 
-// Whether the header of a batch after `number` follows somewhere.
+// Returns true if the header of a batch after `number` follows.
 bool has_later_batch(std::string_view content, std::uint64_t at, std::uint64_t number) {
   BatchHeader header;
   for (std::size_t next = content.find(kMagic, at + 1); next != std::string_view::npos;
        next = content.find(kMagic, next + 1)) {
     if (content.size() - next < sizeof header) return false;
     std::memcpy(&header, content.data() + next, sizeof header);
-    const std::uint64_t most = number + (next - at) / sizeof header;  // a text in a key mostly has a greater number
+    const std::uint64_t most = number + (next - at) / sizeof header;  // text in a key usually has a greater one
     if (header.number > number && header.number <= most) return true;
   }
   return false;
 }
 
-// Whether a crash can have left the end of the file so, from where batch `number` should begin: the batch is cut off,
-// or one of its sectors was not written, and has zeros.
+// Returns true if a crash can have left this end of the file, where batch `number` should begin: the batch is cut off,
+// or one of its sectors was not written and contains zeros.
 bool is_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
   if (has_later_batch(content, at, number)) return false;
   const std::string_view end = content.substr(at);
@@ -87,7 +87,7 @@ bool is_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
   return false;
 }
 
-// Shows the valid records of a stretch of the file that has no whole batch, and notes the gaps between them.
+// Passes on the valid records in a range that has no whole batch, and notes the gaps between them.
 void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const ShowRecord& show,
           std::vector<Findings::Gap>& gaps) {
   const std::uint64_t begin = at;

@@ -1,12 +1,12 @@
-// A hash table of keys with one value each, laid out for batches of lookups.
+// A hash table of keys with one value each, optimised for batches of lookups.
 //
-// An index of thousands of keys does not stay in the processor's cache while tensors pass through it, so the time of a
-// lookup is that of its cache misses. A slot holds the whole hash of its key and the address of the entry, and probing
-// is linear: one miss for the slot, one for the entry, whose key lies behind its value. A batch starts the loads of
-// several keys before it needs the first (Batch).
+// An index of thousands of keys does not stay in the processor's cache while tensors pass through it, so cache misses
+// dominate a lookup. A slot holds the whole hash of its key and the address of the entry, and probing is linear. A
+// lookup costs one miss for the slot and one for the entry, which stores its key after its value. A batch prefetches
+// several keys ahead of their lookups (Batch).
 //
-// Entries do not move. They come from a pool: on the heap, among short-lived blocks, they would keep pages that are
-// nearly empty. The table is not thread-safe.
+// Entries do not move. They come from a pool: on the heap, between short-lived blocks, they would keep nearly empty
+// pages alive. The table is not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ class KeyTable {
     Entry(std::uint64_t hash, std::size_t size) : hash_(hash), size_(size) {}
 
     std::uint64_t hash_;
-    std::size_t size_;  // bytes of the key, which lie behind the entry
+    std::size_t size_;  // bytes of the key, which follow the entry
   };
 
   KeyTable() = default;
@@ -49,7 +49,7 @@ class KeyTable {
   std::size_t size() const noexcept { return size_; }
   static std::uint64_t hash_of(std::string_view key) noexcept { return std::hash<std::string_view>()(key); }
 
-  // Returns null where the key is not there. The hash is that of the key, from hash_of() or a Batch.
+  // Returns null if the key is missing. `hash` is the key's hash, from hash_of() or a Batch.
   Entry* find(std::string_view key) const noexcept { return find(key, hash_of(key)); }
   Entry* find(std::string_view key, std::uint64_t hash) const noexcept {
     if (slots_.empty()) return nullptr;
@@ -59,7 +59,7 @@ class KeyTable {
     return nullptr;
   }
 
-  // Returns the entry of the key; adds one with a default value where there is none.
+  // Returns the entry of the key; adds one with a default value if it is missing.
   Entry& find_or_add(std::string_view key) { return find_or_add(key, hash_of(key)); }
   Entry& find_or_add(std::string_view key, std::uint64_t hash) {
     if (Entry* const known = find(key, hash)) return *known;
@@ -75,7 +75,7 @@ class KeyTable {
   void erase(Entry* entry) noexcept {
     std::size_t hole = slot_of(entry->hash_);
     while (slots_[hole].entry != entry) hole = next(hole);
-    // Entries behind the hole that it would cut off from the slot where their probing begins move into it.
+    // Move entries behind the hole into it if the hole would separate them from the slot where their probing begins.
     for (std::size_t at = next(hole); slots_[at].entry != nullptr; at = next(at)) {
       const std::size_t distance = (at - slot_of(slots_[at].hash)) & mask();
       if (distance >= ((at - hole) & mask())) slots_[std::exchange(hole, at)] = slots_[at];
@@ -92,8 +92,8 @@ class KeyTable {
     }
   }
 
-  // The hashes of the keys of a batch. It loads slots and entries into the cache, several keys ahead of their lookups.
-  // `key_of(i)` returns key `i`; `load(entry)` may start to load what an entry refers to.
+  // The hashes of the keys of a batch. It prefetches slots and entries several keys ahead of their lookups. `key_of(i)`
+  // returns key `i`; `load(entry)` may prefetch the objects that an entry refers to.
   template <class KeyOf, class Load>
   class Batch {
    public:
@@ -101,7 +101,7 @@ class KeyTable {
         : table_(table), count_(count), key_of_(std::move(key_of)), load_(std::move(load)) {
       for (std::size_t i = 0; i < kDepth; ++i) load_ahead(i);
     }
-    // Each once, `i` rising from 0, directly before the lookup.
+    // Called once per key, with `i` rising from 0, directly before its lookup.
     std::uint64_t hash(std::size_t i) {
       const std::uint64_t hash = hashes_[i % kDepth];
       load_ahead(i + kDepth);
@@ -109,7 +109,7 @@ class KeyTable {
     }
 
    private:
-    // Three loads, of which each needs the one before: the slot, its entry, what the entry refers to.
+    // Three dependent loads: the slot, its entry, and the object that the entry refers to.
     static constexpr std::size_t kStage = 8;
     static constexpr std::size_t kDepth = 3 * kStage;
 
@@ -148,7 +148,7 @@ class KeyTable {
     if (!slots_.empty()) __builtin_prefetch(&slots_[slot_of(hash)]);
   }
 
-  // An entry that probably is that of the hash's key; the entry itself is not touched.
+  // Returns the first entry with that hash, probably the key's; the entry itself is not accessed.
   const Entry* first_with(std::uint64_t hash) const noexcept {
     if (slots_.empty()) return nullptr;
     for (std::size_t at = slot_of(hash); slots_[at].entry != nullptr; at = next(at)) {
@@ -163,7 +163,7 @@ class KeyTable {
     slots_[at] = slot;
   }
 
-  // At most half of the slots are taken.
+  // Keeps at most half of the slots occupied.
   void grow() {
     std::vector<Slot> old(slots_.empty() ? 16 : slots_.size() * 2);
     old.swap(slots_);
@@ -180,7 +180,7 @@ class KeyTable {
   }
 
   std::pmr::unsynchronized_pool_resource pool_;
-  std::vector<Slot> slots_;  // none, or a power of two
+  std::vector<Slot> slots_;  // empty, or a power of two
   std::size_t size_ = 0;
 };
 

@@ -25,7 +25,7 @@ void Ledger::end(Call& call) noexcept {
     if (const std::shared_ptr<Epoch> epoch = std::move(call.epoch)) {
       --epoch->left;
       if (const std::exception_ptr failure = call.failure()) note_failure(*epoch, failure);
-      // Only the last epoch still takes calls: it goes on when nobody waits for it.
+      // Only the last epoch takes calls: it stays if no flush waits for it.
       while (!epochs_.empty() && epochs_.front()->left == 0) {
         const std::shared_ptr<Epoch> done = std::move(epochs_.front());
         epochs_.pop_front();
@@ -43,7 +43,7 @@ void Ledger::end(Call& call) noexcept {
   for (const FuturePtr& closing : closed) closing->complete(Value());
 }
 
-// Of a call of that epoch. Each flush since then waits for it.
+// Records a failure of a call of that epoch for each flush since then.
 void Ledger::note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept {
   bool is_since = false;
   for (const std::shared_ptr<Epoch>& each : epochs_) {

@@ -1,6 +1,6 @@
-// Which calls of a store are under way, for those who wait for all of them.
+// The in-flight tracker of a store: it counts calls, and completes the futures of flush() and close().
 //
-// Lock: mutex_ guards everything; no future is completed under it.
+// Lock: mutex_ guards all fields; no future is completed under it.
 #pragma once
 
 #include <cstddef>
@@ -14,23 +14,23 @@
 
 namespace cudafuture::storage {
 
-// The calls between two flushes. Done when all of them and all earlier ones are.
+// The calls between two flushes. It is done when all of them and all earlier ones are done.
 struct Epoch {
   std::size_t left = 0;
-  FuturePtr flush;             // at its end; null: it is the last one, which takes calls
-  std::exception_ptr failure;  // the first one since that flush was asked for
+  FuturePtr flush;             // at its end; null: it is the current epoch, which takes calls
+  std::exception_ptr failure;  // the first one since that flush was requested
 };
 
 class Ledger {
  public:
-  void begin(Call& call);  // throws Error when it is closed
+  void begin(Call& call);  // throws Error if closed
   void end(Call& call) noexcept;
 
-  // Completes when all writes and deletions that have begun are done; fails as the first of them that fails from now
-  // on.
+  // Returns a future that completes when all writes and deletions that have begun are done. It fails with the first
+  // failure from now on.
   FuturePtr flush();
   bool is_closed() const;
-  FuturePtr close();  // begins no more calls; completes when all have ended
+  FuturePtr close();  // refuses new calls; completes when all calls have ended
 
  private:
   void note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept;

@@ -1,4 +1,4 @@
-// Operations that wait their turn, first in, first out. Owns nothing.
+// A first-in-first-out queue of operations. It owns nothing.
 #pragma once
 
 #include "storage/operation.h"

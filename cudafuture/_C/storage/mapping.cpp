@@ -16,7 +16,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// Places of files in neighbouring pages of memory.
+// A mapping of several places into adjacent pages of memory.
 class Mapping {
  public:
   Mapping(std::size_t into_page, std::size_t size) : into_page_(into_page), size_(into_page + size) {
@@ -27,7 +27,7 @@ class Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
-  // `at`: bytes from the beginning of the data; so far into a page as the place is.
+  // `at`: bytes from the beginning of the data, with the same offset in a page as the place.
   void add(std::size_t at, const Place& place, const File& file) {
     const std::size_t into_page = place.offset() % kPage;
     void* const wanted = static_cast<std::byte*>(data()) + at - into_page;
@@ -50,7 +50,7 @@ void add(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::str
   if (opened == nullptr && place.slab().failure != nullptr) std::rethrow_exception(place.slab().failure);
   if (opened == nullptr) throw Failure("the store is closed", EBADF, "");
   File& file = *opened;
-  const File::Use use(file);  // the descriptor stays open meanwhile
+  const File::Use use(file);  // keeps the descriptor open
   if (!use) throw Failure("the store is closed", EBADF, file.path());
   if (place.offset() + place.size() > file.size()) {
     throw Failure("key '" + key + "': its bytes are not there: " + file.path() + " ends before", 0, file.path(),
@@ -67,7 +67,7 @@ void add(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::str
   }
 }
 
-// Throws std::invalid_argument unless the tensors can lie in neighbouring pages.
+// Throws std::invalid_argument unless the tensors can be mapped to adjacent pages.
 void expect_neighbours(const std::vector<EntryPtr>& entries, const std::vector<std::string>& keys) {
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const Entry& entry = *entries[i];

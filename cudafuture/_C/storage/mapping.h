@@ -1,4 +1,4 @@
-// A tensor whose memory is stretches of files.
+// Tensors whose memory is a mapping of files.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,10 @@
 
 namespace cudafuture::storage {
 
-// The tensor of a key, without reading it: pages come from the disk when they are touched, and changes to them stay in
-// this process. It keeps the place. Of several keys: one flat tensor of all their elements. `verify` reads all of it
-// and compares the digests. Throws Failure, and std::invalid_argument where several tensors cannot lie side by side.
+// Returns the tensor of a key without reading it: pages are loaded when they are accessed, and changes stay in this
+// process. The tensor keeps the place allocated. For several keys, it returns one flat tensor of all their elements.
+// `verify` reads all of it and compares the checksums. Throws Failure, and std::invalid_argument if several tensors
+// cannot be adjacent.
 at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<std::string>& keys, bool verify);
 
 }  // namespace cudafuture::storage

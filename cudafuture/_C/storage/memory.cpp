@@ -26,12 +26,11 @@ struct OnDevice {
   std::size_t end() const { return at + bytes.nbytes(); }
 };
 
-// Bytes that go between a device and a pinned tensor in one copy, by way of a tensor on the device.
+// Bytes that one copy moves between a device and a pinned tensor, through a tensor on the device.
 using Together = std::vector<OnDevice>;
 
 bool may_join(const Together& together, const at::Tensor& bytes) {
-  constexpr std::size_t kSmall =
-      64 * 1024;  // bytes; what is larger takes longer to copy twice than in a copy of its own
+  constexpr std::size_t kSmall = 64 * 1024;  // bytes; copying more than this twice is slower than a separate copy
   if (together.empty()) return true;
   const at::Tensor& last = together.back().bytes;
   return last.nbytes() <= kSmall && bytes.nbytes() <= kSmall && last.device() == bytes.device();
@@ -41,7 +40,7 @@ at::Tensor place_of(const Together& together, const at::Tensor& pinned) {
   return slice(pinned, together.front().at, together.back().end() - together.front().at);
 }
 
-// All of it one after the other on the device, with zeros between.
+// Returns all parts in one tensor on the device, with zeros between them.
 at::Tensor joined(const Together& together) {
   std::size_t widest = 0;
   for (std::size_t i = 1; i < together.size(); ++i) {
@@ -62,7 +61,7 @@ void gather_together(Together& together, const at::Tensor& into) {
   if (together.size() > 1) {
     try {
       all = joined(together);
-    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
+    } catch (const c10::OutOfMemoryError&) {  // separate copies need no device memory
       for (const OnDevice& part : together) slice(into, part.at, part.bytes.nbytes()).copy_(part.bytes, true);
       return together.clear();
     }
@@ -78,7 +77,7 @@ void scatter_together(Together& together, const at::Tensor& from) {
   if (together.size() > 1) {
     try {
       all = at::empty(place.sizes(), together.front().bytes.options());
-    } catch (const c10::OutOfMemoryError&) {  // alone they need no memory on the device
+    } catch (const c10::OutOfMemoryError&) {  // separate copies need no device memory
     }
   }
   if (!all.defined()) {
@@ -112,7 +111,7 @@ void Memory::add_strided(void* data, std::size_t item, const std::int64_t* sizes
     if (size != 1) piece.outer.push_back({size, strides[i] * static_cast<std::ptrdiff_t>(item)});
   }
   if (piece.size == 0) return;
-  // The innermost dimensions that lie without gaps are one run.
+  // The innermost dimensions without gaps form one run.
   while (!piece.outer.empty() && piece.outer.back().stride == static_cast<std::ptrdiff_t>(piece.run)) {
     piece.run *= piece.outer.back().size;
     piece.outer.pop_back();
@@ -181,7 +180,7 @@ void Memory::walk_strided(const Piece& piece, std::size_t at, std::size_t size, 
     skipped = 0;
     size -= part;
     if (size == 0) return;
-    for (std::size_t i = index.size(); i-- > 0;) {  // the next run, as an odometer counts
+    for (std::size_t i = index.size(); i-- > 0;) {  // advance to the next run, like an odometer
       const Dim& dim = piece.outer[i];
       data += dim.stride;
       if (++index[i] < dim.size) break;
@@ -200,7 +199,7 @@ void Memory::walk(const Piece& piece, std::size_t at, std::size_t size, Copy&& c
   }
 }
 
-// Calls visit(piece, place in it, bytes) for each.
+// Calls visit(piece, offset in it, bytes) for each piece.
 template <class Visit>
 void Memory::visit(std::size_t at, std::size_t size, Visit&& visit) const {
   for (std::size_t i = find(at); size > 0; ++i) {
@@ -252,7 +251,7 @@ void Memory::gather(std::size_t at, std::size_t size, const at::Tensor& into) co
       if (!may_join(together, bytes)) gather_together(together, into);
       together.push_back({done, std::move(bytes)});
     } else {
-      if (piece.data != nullptr) gather_together(together, into);  // it lies between
+      if (piece.data != nullptr) gather_together(together, into);  // host memory separates them
       gather(piece.begin + skipped, part, begin + done);
     }
     done += part;
@@ -270,7 +269,7 @@ void Memory::scatter(std::size_t at, std::size_t size, const at::Tensor& from) c
       if (!may_join(together, bytes)) scatter_together(together, from);
       together.push_back({done, std::move(bytes)});
     } else {
-      if (piece.data != nullptr) scatter_together(together, from);  // it lies between
+      if (piece.data != nullptr) scatter_together(together, from);  // host memory separates them
       scatter(piece.begin + skipped, part, begin + done);
     }
     done += part;

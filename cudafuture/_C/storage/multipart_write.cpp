@@ -89,7 +89,7 @@ bool MultipartWrite::claim(std::uint64_t at, std::uint64_t size) {
   return true;
 }
 
-// Notes that a part, or commit(), is not in flight any more. Returns whether finish() must follow.
+// Notes that a part, or commit(), is not in flight any more. Returns true if finish() must follow.
 bool MultipartWrite::leave(const std::exception_ptr& error, Place& dropped) noexcept {
   std::lock_guard lock(mutex_);
   if (failure_ == nullptr) failure_ = error;
@@ -152,10 +152,10 @@ void MultipartWrite::ended(const Part& part, std::exception_ptr error) noexcept 
   if (error == nullptr && part.digest && *part.digest != part.checksum->digest(0)) {
     error = std::make_exception_ptr(not_as_given(key_));
   }
-  if (error == nullptr) checksum_.copy(part.at, *part.checksum);  // each part has leaves of its own
+  if (error == nullptr) checksum_.copy(part.at, *part.checksum);  // no leaf belongs to two parts
   Place dropped;
   const bool finishes = leave(error, dropped);
-  dropped = Place();  // before the call ends: then the place is free
+  dropped = Place();  // the place must be free before the call ends
   store_->end_part(part.call, error);
   if (finishes) finish();
 }
@@ -203,7 +203,7 @@ void MultipartWrite::finish() noexcept {
   Place place = std::move(place_);
   Write write = std::move(write_);
   if (error != nullptr) {
-    place = Place();  // before the call ends: then the place is free
+    place = Place();  // the place must be free before the call ends
     store_->give_up(write, error);
     return;
   }

@@ -1,12 +1,13 @@
-// A tensor that separate calls write in parts, and that takes effect as a whole.
+// A multipart write: separate calls write parts of a tensor, and commit() makes them visible atomically.
 //
 //     begin() ──► place of the whole tensor ──► put() ──► engine ──► commit() ──► index
 //                                                                └──► abort(): the place is free
 //
-// Readers see the old tensor of the key until commit() has ended. The place is free after abort() or a failed commit(),
-// once no part is in flight. A process that is killed before the commit leaves nothing: no journal names the place.
+// Readers see the old tensor of the key until commit() has completed. The place is freed after abort() or a failed
+// commit(), once no part is in flight. A process that is killed before the commit leaves nothing: no journal names the
+// place.
 //
-// Lock: mutex_ guards the fields after it, and nothing is taken under it. No lock is needed in finish(): nothing is in
+// Lock: mutex_ guards the fields after it, and no other lock is taken under it. finish() needs no lock: nothing is in
 // flight then, and put() and abort() do nothing.
 #pragma once
 
@@ -33,7 +34,7 @@ class Store;
 
 class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite> {
  public:
-  // Takes the place. Throws Error if the store is closed, and Failure if it is read-only or has no room.
+  // Allocates the place. Throws Error if the store is closed, and Failure if it is read-only or has no room.
   static std::shared_ptr<MultipartWrite> begin(const std::shared_ptr<Store>& store, const std::string& key,
                                                const Shape& shape, std::uint64_t size);
   MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Place&& place);
@@ -41,8 +42,8 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   MultipartWrite(const MultipartWrite&) = delete;
   MultipartWrite& operator=(const MultipartWrite&) = delete;
 
-  // Writes a part, which consists of whole leaves. `digest`: the digest that its bytes must have. Returns false and
-  // does nothing if some of the bytes belong to an earlier part. Throws Error after commit() or abort().
+  // Writes a part, which consists of whole leaves. `digest`: the required checksum of its bytes. Returns false and does
+  // nothing if some of the bytes belong to an earlier part. Throws Error after commit() or abort().
   bool put(std::uint64_t at, Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call);
   // Installs the tensor when no part is in flight, or fails and aborts. Throws Error after commit() or abort().
   void commit(std::optional<std::uint64_t> digest, const CallPtr& call);
@@ -70,7 +71,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   State state_ = State::open;
   Place place_;                 // none: the tensor has no bytes, or the place was dropped
   std::size_t in_flight_ = 0;   // parts, and the beginning of commit()
-  std::uint64_t missing_;       // bytes that belong to no part
+  std::uint64_t missing_;       // bytes that no part has claimed
   std::vector<bool> claimed_;   // by leaf
   Checksum checksum_;           // of the whole
   std::exception_ptr failure_;  // of the first part that failed
@@ -79,7 +80,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
 
 // The multipart writes of a store that have not been destroyed, for close().
 //
-// Lock: mutex_ guards everything; nothing is taken under it, and no multipart write is dropped.
+// Lock: mutex_ guards all fields; no other lock is taken and no multipart write is dropped under it.
 class OpenWrites {
  public:
   void add(const std::shared_ptr<MultipartWrite>& write);

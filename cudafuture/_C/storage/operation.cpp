@@ -14,7 +14,7 @@
 namespace cudafuture::storage {
 namespace {
 
-constexpr unsigned kMostInVain = 1000;  // a kernel that goes on like that has a fault
+constexpr unsigned kMostInVain = 1000;  // more results without progress mean a faulty kernel
 
 }  // namespace
 
@@ -58,7 +58,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
   return fill_buffer(block);
 }
 
-// Of a write.
+// For a write.
 Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
   if (block.is_staged && is_on_device(block)) {
     try {
@@ -104,7 +104,7 @@ Operation::Outcome Operation::copied(Block& block) noexcept {
   return Outcome::kernel;
 }
 
-// Takes the checksum of what a block has in its buffer or in memory.
+// Takes the checksum of a block's bytes, in its buffer or in memory.
 void Operation::check(const Block& block) noexcept {
   if (request_.checksum == nullptr) return;
   if (!block.is_staged) return check(block.at, block.wanted);
@@ -112,7 +112,7 @@ void Operation::check(const Block& block) noexcept {
   request_.checksum->take(block.at, &staged, 1);
 }
 
-// True: check() is called for the block's bytes, and checked() after it. False: they are too few for that.
+// Returns true if check(), and then checked(), will be called for the block's bytes. False: there are too few bytes.
 bool Operation::check_later(Block& block) noexcept {
   if (block.wanted < Block::kLong) return false;
   block.is_unchecked = true;
@@ -154,7 +154,7 @@ void Operation::cut_read(Block& block) const noexcept {
   const std::size_t left = size() - cut_;
   block.descriptor = request_.file->past_cache();
   block.ahead = block.offset % unit;
-  // What fits into one block goes in one, with all of its units; of more, the whole units go first.
+  // Bytes that fit into one block use one block, with all their units; otherwise the whole units come first.
   if (block.ahead == 0 && (left % unit == 0 || left > block.buffer_size)) {
     block.size = block.wanted = floor_to(std::min(left, block.buffer_size), unit);
     if (aim_at_memory(block) && suits_device(block)) return;
@@ -196,10 +196,10 @@ Operation::Outcome Operation::take(Block& block) noexcept {
   if (is_in_vain && ++block.in_vain < kMostInVain) return Outcome::kernel;
   if (result <= 0) return failed(block, static_cast<int>(-result));
   block.in_vain = 0;
-  if (block.was_refused) file.fall_back();  // it was not the request's fault
+  if (block.was_refused) file.fall_back();  // the request was not at fault
   block.advance(static_cast<std::size_t>(result));
   if (block.done >= block.ahead + block.wanted) return ended(block);
-  // The end of the file, or of the room: the rest is no whole unit any more.
+  // At the end of the file or of the space, the rest is not a whole unit.
   if (block.descriptor == file.past_cache() && block.offset % file.unit() != 0) block.descriptor = file.through_cache();
   return Outcome::kernel;
 }
@@ -228,7 +228,7 @@ Operation::Outcome Operation::ended(Block& block) noexcept {
   return give_back(block, Outcome::ended);
 }
 
-// The operation has done with a block, which may still be with a device.
+// Ends the operation's use of a block. A device may still use the block.
 Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept {
   if (!block.is_staged) --using_memory_;
   --under_way_;
@@ -237,7 +237,7 @@ Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept 
   return outcome;
 }
 
-// Of a read.
+// For a read.
 Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
   try {
     block.copied = request_.device->scatter(request_.memory, block);
@@ -270,7 +270,8 @@ void Operation::finish() noexcept {
     events = request_.device->end_read(failure_);
     targets = request_.device->targets();
   }
-  // Who hears of the end may want the room of the file; and what owns the tensors is to be the last to drop them.
+  // Release the file and the memory first: a callback of the future may need the file's space, and the tensors' owner
+  // must drop them last.
   use_ = File::Use();
   request_.file = nullptr;
   request_.memory = Memory();

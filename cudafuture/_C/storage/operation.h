@@ -1,4 +1,4 @@
-// One read or write of the user's: cut into blocks, and ended when all of them have.
+// One read or write by the user: it is cut into blocks, and ends when all of them have ended.
 //
 //     next() ──► block ──► kernel ──► take() ──► again, for the rest
 //        ▲          │        ▲           │
@@ -6,17 +6,18 @@
 //        │        device ──► copied()
 //        └─────── while there is more
 //
-// The checksum of a long block that is not staged is taken in the caller's memory while the kernel is busy: of a write
-// after the kernel was asked, of a read when the block is free again.
+// The checksum of a long block that is not staged is taken from the caller's memory while the kernel is busy: for a
+// write after the request was issued, for a read when the block is free again.
 //
-// What is on a device goes by the block's buffer. Of a write the device fills it first. Of a read the device empties
-// it last, when the block has ended for the operation: its future is complete when the last such copy is enqueued.
+// Device memory goes through the block's buffer. In a write the device fills the buffer first. In a read the device
+// empties it last, after the operation has ended its use of the block: the future completes when the last such copy is
+// enqueued.
 //
-// Of a file that goes past the page cache whole units do, and the kernel takes them from the user's memory if that is
-// aligned; else they are staged in the block's buffer. A part of a unit is written through the cache; it is read past
-// it, with all of its unit, into the buffer. After a failure nothing more is cut.
+// In a file that is open for direct I/O, whole units are transferred directly. The kernel uses the user's memory if it
+// is aligned; otherwise they are staged in the block's buffer. A part of a unit is written through the page cache. It
+// is read directly, with its whole unit, into the buffer. After a failure no more blocks are cut.
 //
-// Used by one thread at a time, but for stage() and check(): each block, and each part of the checksum, has one thread.
+// Used by one thread at a time, except stage() and check(): each block, and each part of the checksum, has one thread.
 #pragma once
 
 #include <cstddef>
@@ -38,18 +39,18 @@ struct Request {
   Direction direction = Direction::read;
   std::shared_ptr<File> file;
   std::uint64_t offset = 0;  // in the file, bytes
-  Foreign keep;              // whatever owns the memory
+  Foreign keep;              // owns the memory
   Memory memory;
   std::shared_ptr<DeviceSide> device;  // null: all of it is on the host
-  bool is_part = false;                // of a call that orders its devices itself, when all parts are there
-  std::shared_ptr<Checksum> checksum;  // null, or to be taken on the way; blocks have to be whole leaves
-  FuturePtr future;  // completes with the bytes that went over; is released when a write does not need the memory
+  bool is_part = false;                // part of a call that orders its devices itself, after all parts
+  std::shared_ptr<Checksum> checksum;  // null, or computed during the transfer; blocks must then be whole leaves
+  FuturePtr future;  // completes with the number of bytes; is released when a write does not need the memory any more
 };
 
 class Operation {
  public:
-  // Where a block goes next: to the kernel; to stage(), on any thread, and then to staged(); to wait for the copies of
-  // devices, and after those of a write to copied(); nowhere.
+  // The next step of a block: the kernel; stage() on any thread, then staged(); the copies of devices, then copied() if
+  // it is a write; or none.
   enum class Outcome : std::uint8_t { kernel, host, device, ended };
 
   explicit Operation(Request&& request) noexcept
@@ -57,14 +58,14 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // False when it was cancelled, or its file was closed: then it is over. Does nothing the second time.
+  // False: the operation was cancelled or its file was closed, and it has ended. A second call does nothing.
   bool begin() noexcept;
   bool has_next() const noexcept { return failure_ == nullptr && cut_ < request_.memory.size(); }
   Outcome next(Block& block) noexcept;
   Outcome take(Block& block) noexcept;
   void stage(Block& block) noexcept;
-  void check(std::size_t at, std::size_t size) noexcept;  // takes the checksum of bytes of the memory; on any thread
-  void checked() noexcept;                                // after it
+  void check(std::size_t at, std::size_t size) noexcept;  // takes the checksum of a range of the memory; any thread
+  void checked() noexcept;                                // called after check()
   Outcome staged(Block& block) noexcept;
   Outcome copied(Block& block) noexcept;
   bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
@@ -78,7 +79,7 @@ class Operation {
   bool is_urgent() const noexcept { return is_urgent_; }
   bool waits_for_source() const noexcept;
 
-  Operation* next_in_line = nullptr;  // of its engine
+  Operation* next_in_line = nullptr;  // in its engine's queue
   bool is_in_line = false;
 
  private:
@@ -103,13 +104,13 @@ class Operation {
 
   Request request_;
   const bool is_urgent_;  // of a negative priority
-  File::Use use_;         // from the beginning to the end
+  File::Use use_;         // from begin to end
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
-  std::size_t under_way_ = 0;     // blocks, and checks of blocks
-  std::size_t using_memory_ = 0;  // of them those that are not staged, or not yet
-  std::exception_ptr failure_;    // at the first byte that has failed
-  std::size_t failed_after_ = 0;  // bytes before that one
+  std::size_t under_way_ = 0;     // blocks in flight, and checks of blocks
+  std::size_t using_memory_ = 0;  // those that are not staged, or not yet
+  std::exception_ptr failure_;    // of the first byte that failed
+  std::size_t failed_after_ = 0;  // bytes before that byte
 };
 
 }  // namespace cudafuture::storage

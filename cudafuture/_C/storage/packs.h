@@ -1,9 +1,9 @@
-// Small writes on their way to the disk together.
+// A write batcher: small writes go to the disk in batches (packs).
 //
-// A full pack goes at once; one that is not goes when no other is under way. So a small write never waits for company
-// while the disk is idle, and many of them are few large ones.
+// A full pack is submitted at once; a partial one is submitted when no other pack is in flight. So a small write never
+// waits while the disk is idle, and many small writes become few large ones.
 //
-// Lock: mutex_ guards everything; nothing is taken under it.
+// Lock: mutex_ guards all fields; no other lock is taken under it.
 #pragma once
 
 #include <cstddef>
@@ -26,12 +26,12 @@ struct Write {
   Shape shape;
   Memory memory;
   std::uint64_t turn = 0;
-  std::optional<std::uint64_t> digest = std::nullopt;  // that its bytes must have
-  bool* written = nullptr;                             // set when it was written; the call keeps it
+  std::optional<std::uint64_t> digest = std::nullopt;  // the required checksum of its bytes
+  bool* written = nullptr;                             // set after the write; the call owns it
 };
-using Writes = std::vector<Write>;  // that go together
-// All of a call. In a vector, those of many keys would be one allocation of megabytes, which fits into no gap of the
-// heap; and this frees memory from the front on, while its elements move on.
+using Writes = std::vector<Write>;  // submitted together
+// All writes of a call. A vector of the writes of many keys would be one allocation of megabytes, which fits into no
+// gap of the heap. A deque also frees memory from the front while its elements are moved out.
 using WriteList = std::deque<Write>;
 std::vector<std::uint64_t> sizes_of(const Writes& writes);  // bytes
 
@@ -39,7 +39,7 @@ class Packs {
  public:
   explicit Packs(std::uint64_t size) : size_(size) {}  // bytes of a pack at most
 
-  // Return what is to go now, each of which has to be followed by ended().
+  // Return the packs to submit now; ended() must follow each of them.
   std::vector<Writes> add(WriteList&& writes);
   std::vector<Writes> ended();
 
@@ -52,7 +52,7 @@ class Packs {
   const std::uint64_t size_;
   std::mutex mutex_;
   WriteList waiting_;
-  std::uint64_t bytes_ = 0;  // of those
+  std::uint64_t bytes_ = 0;  // of the waiting writes
   std::size_t under_way_ = 0;
 };
 

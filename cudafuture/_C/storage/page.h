@@ -1,4 +1,4 @@
-// Pages of the page cache, and rounding to them or to any other unit.
+// Pages of the page cache, and rounding to pages or other units.
 #pragma once
 
 #include <cstdint>

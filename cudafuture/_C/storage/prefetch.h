@@ -1,4 +1,4 @@
-// Starts to load memory into the processor's cache.
+// Prefetching of memory into the processor's cache.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace cudafuture::storage {
 
-// Each cache line of that memory; it need not be valid.
+// Prefetches each cache line of the memory; the address need not be valid.
 inline void prefetch(const void* memory, std::size_t size) noexcept {
   constexpr std::uintptr_t kCacheLine = 64;
   const auto begin = reinterpret_cast<std::uintptr_t>(memory);

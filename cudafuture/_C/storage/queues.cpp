@@ -25,7 +25,7 @@ Line* Queues::next_of(Turns& turns, ForDevices blocks, bool& must_wait) noexcept
     if (turns.queues[queue].empty()) continue;
     if ((queue & 2) == 0 || blocks == ForDevices::some) return &turns.queues[queue];
     if (blocks == ForDevices::none) continue;
-    turns.turn = queue;  // once: other buffers are taken when no block is in use
+    turns.turn = queue;  // once: the buffers are replaced when no block is in use
     must_wait = true;
     return nullptr;
   }

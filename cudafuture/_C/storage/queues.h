@@ -1,9 +1,8 @@
-// The operations of an engine that wait for blocks, and the order in which they get them.
+// The queues of an engine's operations that wait for blocks, and the order in which they get them.
 //
-// Operations wait by whether they need devices and whether they are more than a block: in each queue first in, first
-// out, and the queues take turns, a block each. So a small operation never waits for all of a large one. Urgent
-// operations (of a negative priority) have queues of their own, which go before the others; those get one block of
-// some.
+// There is a first-in-first-out queue for each combination of "needs devices" and "larger than a block". The queues are
+// served round-robin, one block at a time, so a small operation never waits for all of a large one. Urgent operations
+// (of a negative priority) have their own queues, which come first; the other queues still get one block of every few.
 #pragma once
 
 #include <array>
@@ -19,11 +18,11 @@ class Queues {
  public:
   void push(Operation* operation, std::size_t block_size) noexcept;
 
-  // The blocks that operations with devices may have now. Later: the free blocks are for none but them, once all are
-  // free, since the engine takes other buffers then.
+  // The blocks that operations with devices may have now. Later: free blocks are reserved for them until all blocks are
+  // free, because the engine then replaces the buffers.
   enum class ForDevices : std::uint8_t { none, some, later };
 
-  // The queue whose first operation gets the next block; null: none does now.
+  // Returns the queue whose first operation gets the next block; null: none does now.
   Line* next(ForDevices blocks) noexcept;
 
  private:

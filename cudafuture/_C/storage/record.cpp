@@ -136,7 +136,7 @@ std::optional<Record> take_record(std::string_view& bytes) {
   const std::size_t least = size_of_deletion({}) - kFrame;  // of a body
   if (frame.size < least || frame.size > bytes.size() - kFrame) return std::nullopt;
   const std::string_view body = bytes.substr(kFrame, frame.size);
-  try {  // the fields first: that is faster than a hash where there is no record
+  try {  // parse the fields first: that is faster than a hash if there is no record
     Reader reader(body);
     Record record = body_of(reader);
     if (!reader.empty() || hash_of(body.data(), body.size()) != frame.hash) return std::nullopt;

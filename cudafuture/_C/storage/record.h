@@ -1,7 +1,7 @@
-// A record of the journal: a key that was written or deleted.
+// A record of the journal: a written or deleted key.
 //
-// As bytes: the size of the body, the hash of the body, the body. So a record can be verified by itself, where others
-// beside it are damaged.
+// It is stored as the size of the body, the hash of the body, and the body. So each record can be verified even if
+// others are damaged.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct Record {
   std::string key;
   std::uint64_t turn = 0;
   bool is_deletion = false;
-  // ---- otherwise
+  // ---- for a written key
   Shape shape;
   std::uint64_t size = 0;
   std::uint64_t slab = 0;
@@ -38,10 +38,10 @@ void append_record(std::string& bytes, const Record& record);
 constexpr std::size_t kLongestKey = 1024;  // bytes
 constexpr int kMostDims = 1024;            // of a tensor
 
-// Returns the record at the beginning of `bytes` and removes it from them; none if there is no valid record.
+// Removes the record at the beginning of `bytes` and returns it; none if there is no valid record.
 std::optional<Record> take_record(std::string_view& bytes);
 
-std::uint64_t size_of_deletion(const std::string& key) noexcept;  // of its record, bytes
+std::uint64_t size_of_deletion(const std::string& key) noexcept;  // bytes of its record
 std::uint64_t size_of(const Record& record) noexcept;             // bytes
 
 }  // namespace cudafuture::storage

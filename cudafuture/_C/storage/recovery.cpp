@@ -17,11 +17,11 @@ void adopt_slabs(Index& index, Slabs& slabs) {
   index.finish_replay([&slabs](const Record& record) { return slabs.adopt(record.slab, record.offset, record.size); });
 }
 
-constexpr char kSetAside[] = "set-aside.";  // so begin the names of files that no store reads
+constexpr char kSetAside[] = "set-aside.";  // prefix of the names of files that no store reads
 
-// Keeps the torn end of the journal, which may be damaged and not torn, and the slabs that no key has. What was kept of
-// another torn end goes; a crash may have interrupted this for the same one. Notes the file with the torn end, unless a
-// full disk has no room for it.
+// Keeps the torn end of the journal, which may be damaged instead, and the slabs that no key refers to. Removes the
+// files that were kept for another torn end. A crash may have interrupted this function for the same one. Notes the
+// file with the torn end, unless a full disk has no room for it.
 void set_aside(const std::string& folder, const Journal& journal, Slabs& slabs, Recovery& recovery) {
   const std::string prefix = kSetAside + std::to_string(journal.findings().end) + ".";
   for (const std::string& name : names_in(folder)) {

@@ -12,15 +12,15 @@
 
 namespace cudafuture::storage {
 
-// salvage: read what is left of a store whose journal is damaged.
+// salvage: read what is left of a store with a damaged journal.
 enum class Opening : std::uint8_t { write, read, salvage };
 
 struct Recovery {
   std::unique_ptr<Journal> journal;    // with Opening::write
-  std::uint64_t torn_bytes = 0;        // at the end of the journal, which were dropped
+  std::uint64_t torn_bytes = 0;        // dropped bytes at the end of the journal
   std::vector<std::string> torn_keys;  // keys of the valid records in them
-  std::vector<std::string> removed;    // slabs that no key had
-  std::string set_aside;               // the file that has them now; empty: the disk had no room
+  std::vector<std::string> removed;    // slabs that no key refers to
+  std::string set_aside;               // file with those bytes; empty: the disk had no room
   bool has_lost_header = false;        // one of the two headers of the journal is damaged
   // ---- with Opening::salvage
   std::vector<Findings::Gap> gaps;     // damaged bytes of the journal

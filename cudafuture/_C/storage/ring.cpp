@@ -30,8 +30,8 @@ constexpr std::array<unsigned, 3> kSetups = {
     0,
 };
 
-// Orders a ring after those that have ended. It may get the very memory that one of them had; the kernel sees to that,
-// but liburing maps it past libc, where ThreadSanitizer does not look.
+// Orders a ring after rings that have ended. A ring may get the memory of an ended one. The kernel makes that safe, but
+// liburing maps the memory without libc, so ThreadSanitizer does not see it.
 std::atomic<unsigned> rings_made_and_ended{0};
 
 class Ring final : public Backend {
@@ -92,7 +92,7 @@ class Ring final : public Backend {
   }
 
   void wait(bool may_block, std::vector<Block*>& ended) noexcept override {
-    // EINTR, EAGAIN, EBUSY: whoever calls this comes again.
+    // EINTR, EAGAIN, EBUSY: the caller calls again.
     if (may_block) {
       io_uring_submit_and_wait(&ring_, 1);
     } else {

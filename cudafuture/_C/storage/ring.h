@@ -1,8 +1,7 @@
-// A backend on io_uring, through liburing where the build has found it.
+// A backend on io_uring, through liburing if the build has found it.
 //
-// One ring for each engine, used by the engine's thread alone (SINGLE_ISSUER, DEFER_TASKRUN where the kernel has them).
-// A ring that other threads submit to is no alternative: the kernel cancels what a thread has submitted when that
-// thread ends.
+// Each engine has one ring, which only the engine's thread uses (SINGLE_ISSUER and DEFER_TASKRUN, if the kernel has
+// them). Other threads must not submit to it, because the kernel cancels a thread's requests when that thread ends.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +12,8 @@
 
 namespace cudafuture::storage {
 
-// A ring for so many blocks at a time, made by the thread that uses it; null, with the reason, where there is none.
-// Its buffers are registered with the kernel where the limit of locked memory allows.
+// Makes a ring for `depth` concurrent blocks, in the thread that uses it. Returns null, with the reason, if io_uring is
+// not available. Its buffers are registered with the kernel if the limit of locked memory allows.
 std::unique_ptr<Backend> make_ring(std::size_t depth, std::string& why_not);
 
 }  // namespace cudafuture::storage

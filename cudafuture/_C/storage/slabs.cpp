@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::uint64_t kSmallestSlab = 16 << 20;
 constexpr std::uint64_t kLargestSlab = 1 << 30;
-constexpr std::uint64_t kLine = 64;  // what is smaller than a page lies at multiples of this
+constexpr std::uint64_t kLine = 64;  // places smaller than a page begin at multiples of this
 constexpr char kPrefix[] = "slab-";
 
 struct Pages {
@@ -33,7 +33,7 @@ struct Pages {
 };
 Pages pages_of(std::uint64_t offset, std::uint64_t size) { return {offset / kPage, (offset + size - 1) / kPage}; }
 
-// Of a slab of that name; none: it is no slab's.
+// Returns the number of a slab's file name; none: the name is not a slab's.
 std::optional<std::uint64_t> number_of(std::string_view name) {
   if (!name.starts_with(kPrefix)) return std::nullopt;
   name.remove_prefix(sizeof kPrefix - 1);
@@ -100,7 +100,7 @@ std::vector<Place> Slabs::try_take(const std::vector<std::uint64_t>& sizes) {
 std::vector<Place> Slabs::take(const std::vector<std::uint64_t>& sizes) {
   if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;
   std::lock_guard growth(growth_);
-  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;  // another thread has grown it
+  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;  // another thread has created a slab
   const Layout layout = layout_of(sizes);
   const SlabPtr slab = grow(layout.size);
   std::lock_guard lock(mutex_);
@@ -120,7 +120,7 @@ std::vector<Place> Slabs::places_in(const SlabPtr& slab, std::uint64_t begin, co
   return places;
 }
 
-// Notes which pages are touched by more than one. The places are in order.
+// Notes the pages that several places touch. The places are in order.
 void Slabs::share_pages(Slab& slab, const std::vector<Place>& places) {
   std::uint64_t last = ~std::uint64_t{0};
   for (const Place& place : places) {
@@ -137,13 +137,13 @@ std::uint64_t Slabs::bytes_of_files() const {
   return bytes;
 }
 
-// The more there is, the larger is what is added; a disk that has no room for that may have some for less.
+// The larger the store, the larger the new slab. If the disk has no room for it, a smaller one may fit.
 Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   const std::uint64_t capacity = ceil_to(options_.capacity, kPage);
-  // Files in which nothing is stay while there is room for more; within the capacity there may be none.
+  // Empty slabs stay while there is room for more; the capacity may leave no room.
   if (capacity != 0 && size + bytes_of_files() > capacity) trim();
   const std::uint64_t all = bytes_of_files();
-  const std::uint64_t most = std::max(kLargestSlab, all / 16);  // each has two descriptors
+  const std::uint64_t most = std::max(kLargestSlab, all / 16);  // each slab has two descriptors
   std::uint64_t wanted = std::max(size, std::clamp(all, kSmallestSlab, most));
   if (capacity != 0) {
     const std::uint64_t left = capacity - std::min(capacity, all);
@@ -168,7 +168,7 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   }
 }
 
-// Places are at pages: a file that wants larger units past the page cache goes through it.
+// Places begin at pages: a file whose direct I/O needs larger units goes through the page cache.
 std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) const {
   const Access access = options_.read_only ? Access::read : Access::read_write;
   auto file = File::open(path, access, start, options_.direct);
@@ -181,7 +181,7 @@ std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) con
 }
 
 Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
-  while (::access(path_of(next_).c_str(), F_OK) == 0) ++next_;  // what could not be removed
+  while (::access(path_of(next_).c_str(), F_OK) == 0) ++next_;  // files that could not be removed
   auto slab = std::make_shared<Slab>(weak_from_this(), next_, size);
   const std::string path = path_of(next_);
   try {
@@ -196,7 +196,7 @@ Slabs::SlabPtr Slabs::make_slab(std::uint64_t size) {
   return slab;
 }
 
-// ---- what was there before
+// ---- adoption of existing files
 
 Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   const auto known =
@@ -205,8 +205,7 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   SlabPtr slab;
   try {
     auto file = open_file(path_of(number), Start::existing);
-    // Waits for direct writes that a process which was killed has left with the kernel: they may be to places that are
-    // free now.
+    // Waits for direct writes that a killed process left with the kernel: they may go to places that are free now.
     if (!options_.read_only) {
       file->truncate(file->size() + kPage);
       file->truncate(file->size() - kPage);
@@ -227,7 +226,8 @@ Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t siz
   const SlabPtr slab = open_slab(number);
   const bool has_pages = !options_.read_only && ceil_to(offset + size, kPage) <= slab->extents.size();
   if (has_pages) {
-    // The first and the last page may be another's as well. All are counted; finish_adoption() forgets those of one.
+    // The first and the last page may also belong to another place. Both are counted; finish_adoption() forgets those
+    // with one.
     Pages pages = pages_of(offset, size);
     const bool has_one = pages.first == pages.last;
     if (slab->shared[pages.first]++ != 0) ++pages.first;
@@ -269,7 +269,7 @@ std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>&
 // ---- giving back
 
 void Slabs::give_back(const Place& place) noexcept {
-  if (is_forked_child()) return;  // all that is the parent's
+  if (is_forked_child()) return;  // everything belongs to the parent
   std::lock_guard lock(mutex_);
   charged_ -= charge_of(place.size());
   used_ -= place.size();

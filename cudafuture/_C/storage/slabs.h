@@ -1,13 +1,13 @@
-// The files of a store, and who has which bytes of them.
+// The slab files of a store, and the allocation of their bytes.
 //
-// A slab is a file whose blocks are allocated when it is made. A place is a stretch of bytes in one; the pages that it
-// touches belong to it, and are free again when it is dropped. Places that were taken together may share a page.
+// A slab is a preallocated file. A place is an extent in a slab. It owns the pages that it touches, which are freed
+// when it is dropped. Places that were allocated together may share a page.
 //
-// Slabs that are empty stay for what comes next, as writing over blocks that a file has is fastest. trim() removes
-// them; so does taking, when the disk is full.
+// Empty slabs are kept for later writes, because overwriting allocated blocks is fastest. trim() removes them; so does
+// take() when the disk is full.
 //
-// Locks: mutex_ guards everything, and the kernel is not called under it once the store is open. growth_ is held while
-// a slab is made, which may take seconds; mutex_ is taken under it.
+// Locks: mutex_ guards all fields, and no system call is made under it once the store is open. growth_ is held while a
+// slab is created, which may take seconds; mutex_ is taken under it.
 #pragma once
 
 #include <cstddef>
@@ -35,10 +35,9 @@ struct Slab {
   std::weak_ptr<Slabs> owner;
   std::uint64_t number;
   std::shared_ptr<File> file;  // null: it could not be opened
-  std::exception_ptr failure;  // why it could not be opened, or takes no more places
+  std::exception_ptr failure;  // the reason why it could not be opened, or takes no more places
   Extents extents;
-  std::unordered_map<std::uint64_t, std::uint32_t>
-      shared;  // pages, and how many places touch them when that is not one
+  std::unordered_map<std::uint64_t, std::uint32_t> shared;  // pages that several places touch, with their number
 };
 
 class Place {
@@ -69,7 +68,7 @@ class Place {
   std::shared_ptr<Slab> slab_;
   std::uint64_t offset_ = 0;
   std::uint64_t size_ = 0;
-  bool has_pages_ = true;  // false: its file ends before it does, or the store is only read
+  bool has_pages_ = true;  // false: its file ends before it does, or the store is read-only
 };
 
 class Slabs : public std::enable_shared_from_this<Slabs> {
@@ -77,9 +76,9 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   struct Options {
     std::string folder;
     Direct direct = Direct::automatic;
-    bool durable = false;  // then a slab's name is on the disk before anything is written to it
+    bool durable = false;  // a slab's name is durable before the slab is written to
     bool read_only = false;
-    std::uint64_t capacity = 0;  // bytes that places may have in all; 0: any number
+    std::uint64_t capacity = 0;  // maximum bytes of all places; 0: unlimited
   };
   struct Statistics {
     std::uint64_t slabs = 0;
@@ -89,37 +88,37 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
 
   explicit Slabs(Options options) : options_(std::move(options)) {}
 
-  // One place after the other in one stretch of whole pages: those of less than a page anywhere, the others at pages.
-  // None is empty, and their charge was reserved. May make a slab. Throws Failure when there is no room; then nothing
-  // is taken.
+  // Allocates consecutive places in one extent of whole pages. Places smaller than a page may begin anywhere, the
+  // others at pages. No size is 0, and the charge was reserved. May create a slab. Throws Failure if there is no room;
+  // then nothing is allocated.
   std::vector<Place> take(const std::vector<std::uint64_t>& sizes);
-  // The same where the slabs have room; else none are taken, and nothing blocks.
+  // Does the same if the slabs have room; otherwise it allocates nothing. Never blocks.
   std::vector<Place> try_take(const std::vector<std::uint64_t>& sizes);
 
-  // Counts bytes that are to be taken soon against the capacity. Throws Failure.
+  // Reserves bytes of the capacity. Throws Failure.
   void reserve(std::uint64_t bytes);
   void cancel_reservation(std::uint64_t bytes) noexcept;
-  static std::uint64_t charge_of(std::uint64_t size) noexcept;  // of a place of so many bytes
-  // Where the next one of a stretch begins, of so many bytes, when the one before ends there.
+  static std::uint64_t charge_of(std::uint64_t size) noexcept;  // of a place of that size
+  // Returns the offset of the next place, of `size` bytes, after one that ends at `end`.
   static std::uint64_t next_offset(std::uint64_t end, std::uint64_t size) noexcept;
 
-  // Of a store that is opened again: the place of what was written before. Throws Failure when it cannot be.
+  // For a store that is opened again: returns the place of existing data. Throws Failure if that is impossible.
   Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
   void finish_adoption();
-  // Removes the slabs that no key has, or renames them, which takes no room on the disk: slabs with a prefix are none.
-  // Returns their names before.
+  // Removes the slabs that no key refers to, or renames them with a prefix, which needs no disk space: prefixed files
+  // are not slabs. Returns their old names.
   std::vector<std::string> remove_orphans(const std::optional<std::string>& rename_with);
 
-  // Has a slab take no more places: a disk that is full did not sync it, so what was written there and is in no journal
-  // may be lost, though a later sync succeeds.
+  // Makes a slab take no more places. A full disk failed to sync it, so data that was written there and is in no
+  // journal may be lost, even if a later sync succeeds.
   void retire(const Slab& slab, const std::exception_ptr& failure) noexcept;
   std::exception_ptr failure_of(const Slab& slab) const noexcept;
 
   std::uint64_t trim() noexcept;  // returns bytes
-  bool has_files() const;         // in the folder, from before
+  bool has_files() const;         // in the folder, from earlier
   enum class Files : std::uint8_t { stay, go };
-  void close(Files files) noexcept;  // when nothing is read or written any more
-  // The file of a slab, which perhaps is closing meanwhile; null: it could not be opened, or the store is closed.
+  void close(Files files) noexcept;  // when no read or write is in flight
+  // Returns the file of a slab, which may close concurrently; null: it could not be opened, or the store is closed.
   static std::shared_ptr<File> file_of(const Slab& slab);
   Statistics statistics() const;
 

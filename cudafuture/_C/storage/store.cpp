@@ -14,7 +14,7 @@
 
 namespace cudafuture::storage {
 
-// What the engine is asked to do at once.
+// One write request to the engine.
 struct Store::Writing {
   Writes writes;
   std::vector<Place> places;
@@ -63,7 +63,7 @@ void Store::refuse(const CallPtr& call) noexcept {
 void Store::close() {
   ledger_.close()->wait_until(nullptr);
   open_writes_.abort_all();
-  if (committer_ != nullptr) committer_->close();  // from now on another process may have the journal
+  if (committer_ != nullptr) committer_->close();  // from now on another process may open the journal
   slabs_->trim();
   slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go);
 }
@@ -88,7 +88,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
 void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
   begin(call);
   if (options_.opening != Opening::write) return refuse(call);
-  call->expect(writes.size() + 1);  // and this function
+  call->expect(writes.size() + 1);  // plus one for this function
   std::uint64_t charge = 0;
   for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
   try {
@@ -116,8 +116,8 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
       put(std::move(one), false, when_full);
     }
   }
-  std::erase_if(writes, [](const Write& write) { return write.call == nullptr; });  // small ones are left
-  if (call->device != nullptr) {  // such tensors are not packed with those of other calls: each has its own streams
+  std::erase_if(writes, [](const Write& write) { return write.call == nullptr; });  // keep the small ones
+  if (call->device != nullptr) {  // not batched with tensors of other calls: each call has its own streams
     for (Writes& pack : Packs::cut(std::move(writes), pack_size_)) put(std::move(pack), false, when_full);
   } else if (!writes.empty()) {
     for (Writes& pack : packs_.add(std::move(writes))) put(std::move(pack), true, when_full);
@@ -127,7 +127,7 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
   end_part(call, nullptr);
 }
 
-// Full::exceed: on the engine's thread, which makes no slabs unless there is no other thread.
+// Full::exceed: called on the engine's thread, which must not create a slab unless no other thread can be started.
 void Store::put(Writes&& writes, bool is_pack, Full when_full) {
   if (std::vector<Place> places = slabs_->try_take(sizes_of(writes)); !places.empty()) {
     return submit(std::move(writes), std::move(places), is_pack, when_full);
@@ -169,7 +169,7 @@ void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, F
   request.device = writing->writes.front().call->device;
   request.is_part = true;
   request.checksum = writing->checksum = checksum_of(writing->writes, options_.checksum);
-  request.memory.reserve(writing->writes.size() + 1);  // and the rest of the last page
+  request.memory.reserve(writing->writes.size() + 1);  // plus the rest of the last page
   for (std::size_t i = 0; i < writing->writes.size(); ++i) {
     const Place& place = writing->places[i];
     request.memory.skip(place.offset() - first.offset() - request.memory.size());
@@ -179,7 +179,7 @@ void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, F
   request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
   request.future = c10::make_intrusive<Future>(writing->writes.front().call->future->priority());
   request.future->promise_release();
-  // Before it is submitted: what is attached later could have to wait for callbacks of this thread.
+  // Attach before submitting: later, attaching could have to wait for callbacks of this thread.
   then(request.future->released(), [writing](Future&) {
     for (const Write& write : writing->writes) write.call->part_released();
   });
@@ -242,7 +242,7 @@ void Store::commit_now(std::vector<Change>&& changes) noexcept {
   }
 }
 
-// One write of an atomic call has ended. With the last one all take effect, or none.
+// Ends one write of an atomic call. The last one makes all of them take effect, or none.
 void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noexcept {
   std::optional<AtomicWrite::Outcome> outcome = call->atomic->end(std::move(change));
   if (!outcome || outcome->changes.empty()) return;
@@ -251,18 +251,18 @@ void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noex
     add(counters_.writes);
     index_.give_up(written.key);
     written.entry = nullptr;
-    end_part(written.call, nullptr);  // the error is of another part
+    end_part(written.call, nullptr);  // the error belongs to another part
   }
 }
 
-// The last step of each write, link and deletion.
+// Finishes each write, link and deletion: this is their last step.
 void Store::install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept {
   std::vector<EntryPtr> dropped = index_.finish(changes, error != nullptr, reach());
   for (Change& change : changes) {
     if (change.entry != nullptr && change.call->kind == Call::Kind::write) add(counters_.writes);
     change.entry = nullptr;
   }
-  drop(std::move(dropped));  // before the calls end: then their places are free
+  drop(std::move(dropped));  // their places must be free before the calls end
   for (Change& change : changes) {
     if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
@@ -307,7 +307,7 @@ void Store::read(ReadList&& reads, const CallPtr& call, Full when_full) {
     end_part(call, nullptr);
   }
   std::erase_if(reads, [](const Read& read) { return read.size() == 0; });
-  // Neither an urgent read waits in the gate, nor one of an engine that blocks callers.
+  // An urgent read does not wait in the gate, nor does a read of an engine that blocks callers.
   const bool may_wait = engine_->options().max_pending == 0 && call->future->priority() == 0;
   if (may_wait && reads.size() == 1 && reads.front().size() < kSmall && call->device == nullptr) {
     for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, when_full);
@@ -353,7 +353,7 @@ void Store::get(Reads&& reads, bool is_gated, Full when_full) {
 }
 
 void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept {
-  if (error != nullptr && reading.reads.size() > 1) {  // whose fault was it?
+  if (error != nullptr && reading.reads.size() > 1) {  // retry separately to find the read at fault
     for (Read& read : reading.reads) {
       Reads one;
       one.push_back(std::move(read));
@@ -367,7 +367,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     add(counters_.reads);
     const CallPtr call = std::move(read.call);
     const bool is_whole = read.size() == read.entry->size();
-    read.memory = Memory();  // before the call ends: what is on a device has to die with what the call keeps
+    read.memory = Memory();  // before the call ends: device memory is freed with the call
     std::exception_ptr wrong = error;
     if (wrong == nullptr && reading.checksum != nullptr) {
       if (is_whole) wrong = check(read, reading.checksum->digest(i, read.entry->seed));

@@ -1,15 +1,15 @@
-// Tensors by name, in slabs.
+// A store: tensors by key, in slabs.
 //
 //     write    keys ──► places ──► engine ──► [committer] ──► index
 //              small ones ──► packs ──┘
 //     read     index ──► places, side by side in one read ──► engine ──► digests
 //              small ones ──► gate ──┘
 //
-// A key's entry holds its place, and so does every read of it that is under way: a key that is written again gets
-// another place, and the old one is free when nobody reads it any more.
+// A key's entry holds its place, and so does every read of it in flight. A key that is rewritten gets another place,
+// and the old one is freed when the last reader has finished.
 //
-// What goes to the engine is one tensor of many blocks, or several in one block: so the leaves of a digest are whole in
-// a block. Its blocks have to be as large as the largest that is packed, and a page.
+// A request to the engine is one tensor of many blocks, or several tensors in one block, so no leaf of a checksum spans
+// blocks. The engine's blocks must be as large as the largest packed tensor plus a page.
 #pragma once
 
 #include <atomic>
@@ -58,11 +58,11 @@ class Store final : public std::enable_shared_from_this<Store> {
   Store& operator=(const Store&) = delete;
 
   using Full = Engine::Full;
-  // Each throws Error when the store is closed; whatever else goes wrong is in the future of the call. Full::exceed:
-  // the calling thread must not wait for the engine, nor for the file system.
+  // Each throws Error if the store is closed; the call's future reports all other errors. Full::exceed: the calling
+  // thread must not wait for the engine or for the file system.
   void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
   void read(ReadList&& reads, const CallPtr& call, Full when_full = Full::wait);
-  void link(std::vector<Index::Link>&& links, const CallPtr& call);  // all of them, or none
+  void link(std::vector<Index::Link>&& links, const CallPtr& call);  // atomically
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return ledger_.flush(); }
 
@@ -89,10 +89,10 @@ class Store final : public std::enable_shared_from_this<Store> {
   friend class MultipartWrite;
   struct Writing;
   struct Reading;
-  static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which on a tensor is read and written by itself
+  static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which a tensor is read and written separately
 
   Failure read_only() const;
-  void refuse(const CallPtr& call) noexcept;  // to change a store that is only read
+  void refuse(const CallPtr& call) noexcept;  // refuses a change to a read-only store
 
   void put(Writes&& writes, bool is_pack, Full when_full);
   void grow_and_put(Writes&& writes, bool is_pack, Full when_full);
@@ -110,7 +110,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
-  // Where a change is recorded before it ends.
+  // How far a change is recorded before it ends.
   Index::Reach reach() const noexcept { return committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal; }
   void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
@@ -124,7 +124,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   Gate gate_;
   Ledger ledger_;
   OpenWrites open_writes_;
-  std::unique_ptr<Committer> committer_;  // null: nothing survives, or nothing is written
+  std::unique_ptr<Committer> committer_;  // null: the store is not durable, or read-only
   Recovery recovery_;
 
   StoreCounters counters_;

@@ -16,9 +16,9 @@ struct StoreStatistics {
   std::uint64_t slabs = 0;
   std::uint64_t slab_bytes = 0;
   std::uint64_t journal_bytes = 0;
-  std::uint64_t reads = 0;  // tensors, that have ended
+  std::uint64_t reads = 0;  // tensors whose read has ended
   std::uint64_t writes = 0;
-  std::uint64_t transfers = 0;  // that the engine was asked for
+  std::uint64_t transfers = 0;  // requests to the engine
   std::uint64_t checksum_errors = 0;
   std::uint64_t pending = 0;  // calls
 };

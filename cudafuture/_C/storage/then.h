@@ -1,4 +1,4 @@
-// A continuation from a function: called with the future when that is done, on the thread that completes it.
+// A continuation made from a function, which the completing thread calls with the future.
 #pragma once
 
 #include <exception>
@@ -22,7 +22,7 @@ class Then final : public Continuation {
   Function function_;
 };
 
-// The error with which a future has ended; null: none.
+// Returns the error of a done future; null: none.
 inline std::exception_ptr error_of(Future& done) noexcept {
   done.mark_seen();
   return done.state() == State::failed ? done.value().error : nullptr;

@@ -20,7 +20,7 @@ Threads::Threads(std::size_t count) {
   threads_.reserve(count);
   try {
     for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { loop(); });
-  } catch (const std::system_error&) {  // the system has no more: those that there are will do
+  } catch (const std::system_error&) {  // the system refuses more: use those that were started
     if (threads_.empty()) throw;
   }
 }
@@ -41,7 +41,7 @@ void Threads::begin() noexcept {
   hand_over();
 }
 
-// Under the lock: gives the threads what was put.
+// Gives the new blocks to the threads. Called under the lock.
 void Threads::hand_over() noexcept {
   for (Block* const block : new_) {
     block->next = nullptr;

@@ -1,6 +1,6 @@
-// A backend of threads that block in the kernel: for where io_uring is not there, or is forbidden.
+// A backend of threads that block in the kernel, for systems where io_uring is missing or forbidden.
 //
-// Lock: mutex_ guards the two lists and the flags; nothing is taken under it.
+// Lock: mutex_ guards the two lists and the flags; no other lock is taken under it.
 #pragma once
 
 #include <condition_variable>
@@ -29,7 +29,7 @@ class Threads final : public Backend {
   void loop() noexcept;
   void hand_over() noexcept;
 
-  std::vector<Block*> new_;  // of the engine's thread
+  std::vector<Block*> new_;  // used by the engine's thread only
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable end_;
@@ -41,7 +41,7 @@ class Threads final : public Backend {
   std::vector<std::thread> threads_;
 };
 
-// Asks the kernel in the calling thread. The result is bytes, or a negative errno.
+// Makes the request in the calling thread. Returns bytes, or a negative errno.
 std::int64_t transfer(const Block& block) noexcept;
 
 }  // namespace cudafuture::storage

@@ -9,7 +9,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// Of a write: its device has done what was enqueued before.
+// Notifies the engine when the device work before a write has finished.
 class Source final : public Continuation {
  public:
   Source(Watching& engine, Operation* operation) noexcept : engine_(engine), operation_(operation) {
@@ -34,7 +34,7 @@ class Source final : public Continuation {
 
 }  // namespace
 
-// The device work may need the interpreter, so the wait is outside.
+// The device work may need the interpreter, so this waits outside it.
 std::exception_ptr synchronize(const Future& done) noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   void* const state = runtime.step_out();

@@ -1,4 +1,4 @@
-// What devices have done, brought to an engine by the watcher: a source that a write may take, buffers that are free.
+// Notifications from the watcher to an engine: a write's source is ready, or devices have finished with a buffer.
 #pragma once
 
 #include <exception>
@@ -9,24 +9,24 @@
 
 namespace cudafuture::storage {
 
-// An engine, as the watcher's thread sees it. It lives until everything that is watched has come back.
+// An engine as the watcher's thread sees it. It lives until every watched object has come back.
 class Watching {
  public:
-  virtual void put_in(Operation* operation) noexcept = 0;   // its source is ready
-  virtual void arrived(Block& block) noexcept = 0;          // devices have done with its buffer
+  virtual void put_in(Operation* operation) noexcept = 0;   // the device work before it has finished
+  virtual void arrived(Block& block) noexcept = 0;          // devices have finished with its buffer
   virtual void checked(Operation* operation) noexcept = 0;  // another thread has taken a checksum
 
  protected:
   ~Watching() = default;
 };
 
-// Block until the device work behind a future has finished, and return the device's error. This replaces the watcher
-// when the process exits or the system has no thread for it.
+// Blocks until the device work behind a future has finished, and returns the device's error. It replaces the watcher
+// when the process exits or the system refuses a thread for it.
 std::exception_ptr synchronize(const Future& done) noexcept;
 
 void watch_source(Watching& engine, Operation* operation);
 
-// Brings one block back, as often as it is sent.
+// Returns one block to the engine each time it is watched.
 class Arrival final : public Continuation {
  public:
   Arrival(Watching& engine, Block& block) noexcept : engine_(engine), block_(block) {}
