@@ -1,4 +1,4 @@
-// Waiting for the first of several futures, for Python: wait() and as_completed().
+// Waits for the first of several futures, for Python: wait() and as_completed().
 #include "core/arrivals.h"
 
 #include <memory>
@@ -20,7 +20,7 @@ class PyArrivals {
     arrivals_ = std::make_unique<Arrivals>(std::move(cores));
   }
 
-  // The next future that is done; None when the timeout is over before, or after close().
+  // Returns the next future that is done; None after the timeout, or after close().
   nb::object next(nb::handle timeout) {
     const Entry entry;
     refuse_after_fork();

@@ -1,11 +1,12 @@
-// `await future`: at once where the future is done and its devices are, through the event loop where not.
+// `await future`: returns immediately if the future and its devices are done, and goes through the event loop
+// otherwise.
 #include "bind/errors.h"
 #include "bind/future.h"
 
 namespace cudafuture::bind {
 namespace {
 
-// An iterator that ends at once with a value. It costs one small object; CPython's own machinery does the rest.
+// An iterator that ends immediately with a value. It costs one small object; CPython's own machinery does the rest.
 struct Done {
   PyObject_HEAD PyObject* value;
 };
@@ -26,7 +27,7 @@ PySendResult done_send(PyObject* self, PyObject*, PyObject** result) {
 PyObject* done_next(PyObject* self) {
   PyObject* value;
   done_send(self, nullptr, &value);
-  // A tuple or an exception as value would be taken apart by PyErr_SetObject.
+  // PyErr_SetObject would unpack a value that is a tuple or an exception.
   PyObject* stop = PyObject_CallOneArg(PyExc_StopIteration, value);
   Py_DECREF(value);
   if (stop != nullptr) {

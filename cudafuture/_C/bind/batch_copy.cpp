@@ -16,8 +16,8 @@
 namespace cudafuture::bind {
 namespace {
 
-// True for tensors whose copy is their bytes, so that they can lie in a slab. Classes that derive from torch's can mean
-// more than their memory.
+// Returns true for tensors whose copy is their bytes, so that they can lie in a slab. A class derived from torch's can
+// carry more than its memory.
 bool is_packable(nb::handle object) {
   static Imported parameter{"torch.nn", "Parameter"};
   static Imported buffer{"torch.nn", "Buffer"};

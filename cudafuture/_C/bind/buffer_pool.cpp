@@ -1,4 +1,4 @@
-// Pools of buffers.
+// Buffer pools of cudafuture.storage.
 #include "storage/buffer_pool.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -20,7 +20,7 @@ namespace {
 
 using storage::BufferPool;
 
-// Asks for `size` bytes. The future's value is `buffer`, whose `loan` is filled by then.
+// Requests `size` bytes. The future's value is `buffer`; its `loan` is filled by then.
 nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, std::shared_ptr<BufferPool::Loan> loan,
                        const std::string& name) {
   const Entry entry;
@@ -33,7 +33,7 @@ nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, 
   return result;
 }
 
-// A capsule of an allocator that lends the pool's memory, and keeps the pool.
+// Returns a capsule of an allocator that lends the pool's memory, and keeps the pool alive.
 nb::capsule allocator(std::shared_ptr<BufferPool> self) {
   auto made = std::make_unique<storage::BufferPoolAllocator>(std::move(self));
   c10::Allocator* const base = made.get();
@@ -66,7 +66,7 @@ void bind_buffer_pool(nb::module_& m) {
         self.close();
       });
   m.def("make_buffer_loan", [] { return std::make_shared<BufferPool::Loan>(); });
-  // Made by a shared pointer: parts of the memory keep the pool alive.
+  // A shared pointer, because parts of the memory keep the pool alive.
   m.def(
       "make_buffer_pool",
       [](nb::handle arena, bool is_pinned) { return std::make_shared<BufferPool>(take_on_host(arena), is_pinned); },

@@ -19,11 +19,11 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
   future->set_name(name);
   future->set_default_executor(callbacks.executor);
   if (!origin.is_none()) future->set_origin(foreign(std::move(origin)));
-  future->start();  // the other ranks count on it: too late to cancel
+  future->start();  // the other ranks rely on it: too late to cancel
   return future;
 }
 
-// The future of a collective: it follows `work` and completes with `value`.
+// Returns the future of a collective: it follows `work` and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
                       nb::object origin, double timeout, std::optional<BackendsPtr> backends) {
   const Entry entry;
@@ -36,15 +36,15 @@ nb::object collective(nb::handle work, nb::object value, const std::string& name
   return result;
 }
 
-// One that Python completes.
+// Returns a future that Python completes.
 nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::object origin) {
   const Entry entry;
   refuse_after_fork();
   return wrap(make_future(name, callbacks, std::move(origin)));
 }
 
-// Calls `notice` with what made each future that is overdue, and then fails them: whoever hears of it must not run into
-// the same engine again.
+// Calls `notice` with the origin of each overdue future before it fails the futures, so that the callers that see the
+// failure do not use the same engine again.
 void fail_overdue(double grace, nb::handle notice) {
   const Entry entry;
   std::vector<FuturePtr> overdue;

@@ -1,10 +1,11 @@
-// gather, collect_all and collect_any: one future out of many.
+// gather, collect_all and collect_any: a future made from many.
 //
 //     part ── Link ──┐
 //     part ── Link ──┼──► Combined (counts down) ──► the future of all
 //     part ── Link ──┘
 //
-// Links hold the future of all, and the Combined holds the parts, as Python objects: the collector sees every edge.
+// Links hold the combined future, and the Combined holds the parts, as Python objects: the collector sees every
+// reference.
 #include <algorithm>
 #include <atomic>
 #include <iterator>
@@ -40,8 +41,8 @@ class Link final : public Continuation {
   void let_go() noexcept;
 };
 
-// Cancels futures. Parts that are gathers themselves come back here, and from some depth on add theirs to the list of
-// the outermost call.
+// Cancels futures without deep recursion. Parts that are gathers call this again; beyond a depth, they add theirs to
+// the list of the outermost call.
 void cancel_in_turn(std::vector<nb::object> futures) {
   constexpr int kMaxDepth = 100;
   static thread_local std::vector<nb::object>* outermost = nullptr;
@@ -66,8 +67,8 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   ~Combined() override { let_go_of_parts(); }
 
-  // Parts that are still pending, and may be for long, are left alone: they keep neither the whole nor this object.
-  // They are cancelled only when the whole is cancelled for good: a callback of a part may still complete the whole.
+  // Detaches from parts that are still pending, so that they keep neither the combined future nor this object alive.
+  // They are cancelled only when the combined future is cancelled for good: a callback of a part may still complete it.
   void finished(Future& whole) noexcept override {
     if (left_.load(std::memory_order_relaxed) > 0) take_back_links();
     if (cancel_parts_ && whole.state() == State::cancelled) {
@@ -85,7 +86,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     return 0;
   }
 
-  // One part is done. Returns false when that decides about the whole in a way that needs the interpreter, and this
+  // Notes that one part is done. Returns false if the outcome is decided in a way that needs the interpreter, and this
   // thread is outside it.
   bool part_done(Future& whole, std::size_t index, Future& part) noexcept {
     const bool last = left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
@@ -102,7 +103,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   bool finish_whole(Future& whole, std::size_t index, Future& part) noexcept {
     if (whole.done()) return true;
-    const std::shared_ptr<Combined> alive = shared_from_this();  // completing the whole drops its producer
+    const std::shared_ptr<Combined> alive = shared_from_this();  // completing the combined future drops its producer
     try {
       switch (how_) {
         case How::gather:
@@ -127,7 +128,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     return list;
   }
 
-  std::vector<Link> links;  // the nodes that stand in the parts' lists; never resized
+  std::vector<Link> links;  // the nodes in the parts' lists; never resized
 
  private:
   void take_back_links() noexcept {
@@ -180,7 +181,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     whole.complete(std::move(values), std::move(events), std::move(named));
   }
 
-  // Who waits for the whole may use the values of the parts.
+  // Consumers of the combined future may use the values of the parts.
   void finish_all(Future& whole) {
     EventSet events = kept(joined(whole.priority()), Edge::gather_events);
     std::vector<at::Tensor> used;
@@ -220,11 +221,11 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   std::atomic<std::size_t> left_;
 };
 
-// Finishes the whole on the callback thread.
+// Finishes the combined future on the callback thread.
 class Finish final : public Continuation {
  public:
-  // Takes over the link's reference to the whole. A reference to its core would not do: the core's count must never
-  // rise from one outside the interpreter, or the collector sees two different graphs.
+  // Takes over the link's reference to the combined future. A reference to its core would not do: the core's count must
+  // never rise from one outside the interpreter, or the collector sees two different graphs.
   Finish(std::shared_ptr<Combined> combined, Foreign whole, std::size_t index)
       : Continuation(foreign), combined_(std::move(combined)), whole_(std::move(whole)), index_(index) {}
   void run(Future& part) noexcept override {
@@ -262,14 +263,15 @@ void Link::abandon() noexcept { let_go(); }
 
 int Link::visit(ForeignVisitor visitor) const { return visitor(whole); }
 
-// The link lives in the Combined, which may die here.
+// The link lives in the Combined, which may be destroyed here.
 void Link::let_go() noexcept {
   PyObject* const future = std::exchange(whole, nullptr);
   const std::shared_ptr<Combined> last = std::move(combined);
   if (future != nullptr) release_foreign(future);
 }
 
-// The callbacks of the whole have the order of its parts: of the first that has one, and of the deepest step in that.
+// Returns the order of the combined future's callbacks: that of the first part that has one, at the deepest step among
+// the parts of that order.
 OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
   OrderedExecutor* order = nullptr;
   for (PyObject* part : parts) {
@@ -285,11 +287,11 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
   refuse_after_fork();
   std::vector<PyObject*> parts;
   const nb::object sequence =
-      nb::steal(PySequence_Tuple(futures.ptr()));  // keeps the parts to the end of this function
+      nb::steal(PySequence_Tuple(futures.ptr()));  // keeps the parts alive until this function ends
   if (!sequence.is_valid()) throw nb::python_error();
   const Py_ssize_t count = PyTuple_GET_SIZE(sequence.ptr());
   parts.reserve(static_cast<std::size_t>(count));
-  int priority = 0;  // that of the most urgent part
+  int priority = 0;  // the most urgent part's
   for (Py_ssize_t i = 0; i < count; ++i) {
     const Future& part = expect_future(PyTuple_GET_ITEM(sequence.ptr(), i), "combining");
     priority = i == 0 ? part.priority() : std::min(priority, part.priority());
@@ -315,7 +317,7 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
     link.index = i;
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    if (whole.done()) {  // a part that was done already has decided
+    if (whole.done()) {  // a part that was already done has decided the outcome
       combined->links[i].abandon();
     } else {
       core_of(parts[i]).attach(&combined->links[i]);

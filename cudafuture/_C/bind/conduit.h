@@ -1,4 +1,4 @@
-// The C++ objects behind torch's own Python objects, through pybind11's conduit.
+// Access to the C++ objects behind torch's own Python objects, through pybind11's conduit.
 #pragma once
 
 #include <pybind11/conduit/pybind11_conduit_v1.h>
@@ -12,9 +12,9 @@ using TorchFuture = c10::ivalue::Future;
 using TorchFuturePtr = c10::intrusive_ptr<TorchFuture>;
 using torch::jit::PythonFutureWrapper;
 
-// The C++ object behind a pybind11 one, which is of the class. The conduit is the way that pybind11 promises to keep,
-// and takes microseconds: it calls a method. It is asked once whether the pointer is where torch's own pybind11 headers
-// have it, and from then on only if it is not.
+// Returns the C++ object behind a pybind11 object of class T. The conduit is the interface that pybind11 guarantees,
+// but it calls a method and takes microseconds. The first call checks whether the pointer is where torch's own pybind11
+// headers place it. Later calls use the conduit only if it is not.
 template <class T>
 T* behind(nb::handle object) {
   enum { unknown, right, wrong };

@@ -1,4 +1,4 @@
-// Devices, streams and tensors, as Python hands them over.
+// Conversions of devices, streams and tensors from Python.
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMaxNativeDepth = 64;
 
-// An index for a device that was named by its type alone.
+// Adds an index to a device that was named by its type alone.
 c10::Device with_index(c10::Device device) {
   if (device.has_index() || !has_streams(device)) return device;
   return c10::Device(device.type(), c10::impl::VirtualGuardImpl(device.type()).getDevice().index());
@@ -40,8 +40,8 @@ bool is_plain_data(PyObject* o) noexcept {
          PyBytes_CheckExact(o) || PyComplex_CheckExact(o);
 }
 
-// Shows the tensors of lists, tuples and dicts without leaving C++, and lists the objects that only Python can search.
-// Runs no Python.
+// Visits the tensors in lists, tuples and dicts without leaving C++, and lists the objects that only Python can search.
+// Runs no Python code.
 template <class Show>
 class Walk {
  public:
@@ -71,13 +71,13 @@ class Walk {
         visit(key, depth + 1);
         visit(value, depth + 1);
       }
-    } else if (core_of_or_null(o) == nullptr) {  // a future has events of its own
+    } else if (core_of_or_null(o) == nullptr) {  // a future has its own events
       objects.push_back(o);
     }
   }
 
-  // A container with one reference cannot be met twice. The first that have more are not noted: the commonest values
-  // have few, and noting them allocates.
+  // Returns false for a container that was visited before. A container with one reference cannot be met twice. The
+  // first ones with more are not noted: common values have few, and noting them allocates.
   bool enter(PyObject* o, int depth) {
     constexpr int kUnnoted = 16;
     if (depth == kMaxNativeDepth) {
@@ -94,7 +94,7 @@ class Walk {
   std::unique_ptr<std::unordered_set<PyObject*>> seen_;
 };
 
-// Notes the devices that have streams, in the order in which they come.
+// Collects the devices that have streams, in the order of their appearance.
 class DeviceList {
  public:
   void operator()(const at::Tensor& tensor) {
@@ -109,7 +109,7 @@ class DeviceList {
   c10::Device last_{c10::DeviceType::CPU};
 };
 
-// Notes what lives on devices that have streams: tensors, or their memory.
+// Collects the tensors, or their memory, on devices that have streams.
 template <class Item>
 class ItemList {
  public:
@@ -132,15 +132,14 @@ void add_item(std::vector<DeviceMemory>& items, c10::Device device, c10::Storage
   items.emplace_back(device, std::move(storage));
 }
 
-// A tensor that stands for its memory.
+// Adds a tensor that represents its memory.
 void add_item(std::vector<at::Tensor>& items, c10::Device, c10::Storage storage) {
   items.push_back(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(),
                                                            caffe2::TypeMeta::Make<std::uint8_t>()));
 }
 
-// The outcome of a search through Python objects, kept with the value because the search is slow. The references are
-// weak: a storage that has died belonged to a tensor that was replaced or dropped since, and the value is searched
-// again.
+// The result of a search through Python objects, kept with the value because the search is slow. The references are
+// weak. A freed storage belonged to a tensor that has been replaced or dropped since; the value is then searched again.
 class KeptSearch final : public torch::CustomClassHolder {
  public:
   KeptSearch(std::vector<PyObject*> objects, const std::vector<at::Tensor>& tensors, bool may_stop)
@@ -151,7 +150,7 @@ class KeptSearch final : public torch::CustomClassHolder {
     }
   }
 
-  // Adds what was found. False when that no longer stands for these objects.
+  // Adds the result. False if it is not valid for these objects any more.
   template <class Item>
   bool add_to(std::vector<Item>& items, const std::vector<PyObject*>& objects) const {
     if (objects != objects_) return false;
@@ -167,7 +166,7 @@ class KeptSearch final : public torch::CustomClassHolder {
     return true;
   }
 
-  // Add the outcome of another search, for a list of both values.
+  // Adds the result of another search, for a list of both values.
   void append(const KeptSearch& other) {
     may_stop |= other.may_stop;
     objects_.insert(objects_.end(), other.objects_.begin(), other.objects_.end());
@@ -179,7 +178,7 @@ class KeptSearch final : public torch::CustomClassHolder {
   KeptSearch() = default;
 
  private:
-  std::vector<PyObject*> objects_;  // addresses, compared and never followed
+  std::vector<PyObject*> objects_;  // addresses, compared and never dereferenced
   std::vector<std::pair<c10::Device, c10::weak_intrusive_ptr<c10::StorageImpl>>> uses_;
 };
 
@@ -188,7 +187,7 @@ c10::intrusive_ptr<KeptSearch> kept_search(const Value& value) {
   return c10::dynamic_intrusive_pointer_cast<KeptSearch>(value.native.toCapsule());
 }
 
-// Searches parts of the value in Python, for tensors on devices with streams.
+// Searches parts of the value in Python for tensors on devices with streams.
 std::vector<at::Tensor> search_in_python(const std::vector<PyObject*>& parts, nb::handle value, bool may_stop) {
   std::vector<nb::object> owned;
   for (PyObject* part : parts) owned.push_back(nb::borrow(nb::handle(part)));
@@ -200,7 +199,7 @@ std::vector<at::Tensor> search_in_python(const std::vector<PyObject*>& parts, nb
   return std::move(list.found);
 }
 
-// Containers are walked each time, so that changes of them are followed. Objects are searched once.
+// Walks containers each time, to see their changes. Searches objects once.
 template <class Item>
 std::vector<Item> items_in_value(Future& future) {
   const nb::object object = result_of(future);

@@ -1,4 +1,4 @@
-// Digests of tensors on the host.
+// Checksums of host tensors.
 #include <ATen/core/Tensor.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -17,7 +17,7 @@ namespace {
 
 using storage::Checksum;
 
-// The digests of parts of a tensor's bytes: each from a place on, of a length.
+// Returns the checksums of parts of a tensor's bytes, given as offsets and lengths.
 std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
   const at::Tensor tensor = take_on_host(object);
   const std::size_t size = tensor.nbytes();
@@ -37,8 +37,8 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
   return digests;
 }
 
-// Takes the bytes of a tensor from `at` on, which begin with a leaf. Returns their own digest. Other bytes may be taken
-// in other threads.
+// Hashes a tensor as the bytes from `at` on, which begin with a leaf. Returns their own checksum. Other threads may
+// hash other bytes at the same time.
 std::uint64_t take(Checksum& self, std::size_t at, nb::handle object) {
   const at::Tensor tensor = take_on_host(object);
   const iovec bytes = {const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};

@@ -1,4 +1,4 @@
-// The seam through which tests cut one synchronisation edge.
+// The interface through which tests cut one sync edge.
 #include "core/edge.h"
 
 #include <nanobind/stl/string_view.h>

@@ -27,7 +27,7 @@ const char* class_of(ErrorKind kind) {
   return "CUDAFutureError";
 }
 
-// The text of an engine need not be UTF-8.
+// An engine's text may not be UTF-8.
 nb::object make(PyObject* type, std::string_view message) {
   const auto size = static_cast<Py_ssize_t>(message.size());
   const nb::object text = nb::steal(PyUnicode_DecodeUTF8(message.data(), size, "backslashreplace"));
@@ -40,7 +40,8 @@ bool is(const c10::Error& error) {
   return dynamic_cast<const T*>(&error) != nullptr;
 }
 
-// The same classes that torch's own binding raises; those of its own are found by name, since it does not export them.
+// Maps to the classes that torch's own binding raises. torch does not export its own classes, so they are found by
+// name.
 nb::object of_c10(const c10::Error& error) {
   const auto torch_class = [](const char* name) { return nb::object(nb::module_::import_("torch._C").attr(name)); };
   nb::object type = nb::borrow(nb::handle(PyExc_RuntimeError));
@@ -107,7 +108,7 @@ nb::object exception_of(const std::exception_ptr& error) {
     return e.as_exception();
   } catch (nb::python_error& e) {
     return nb::borrow(e.value());
-  } catch (const python_error& e) {  // torch's own
+  } catch (const python_error& e) {  // torch's own class
     if (e.value != nullptr) return nb::borrow(e.value);
     return make(PyExc_RuntimeError, e.what());
   } catch (const c10::Error& e) {

@@ -1,4 +1,4 @@
-// The events of a future, read-only.
+// The events of a future, as a read-only mapping.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -33,7 +33,8 @@ void wait_on_stream(const EventView& view, nb::handle stream) {
   }
 }
 
-// An event of torch's that is reached when this one is: recorded on a pool stream that waits for it.
+// Returns one of torch's events that completes with this one: it is recorded on a pool stream that waits for this
+// event.
 nb::object to_torch_event(const EventView& view) {
   static Imported event_class{"torch", "Event"};
   const c10::Device device = view.event->device();

@@ -1,4 +1,4 @@
-// The executors of the core, as Python objects.
+// Python objects for the executors of the core.
 #pragma once
 
 #include <string>

@@ -38,7 +38,7 @@ class Forward final : public Continuation {
 
  private:
   static void forward(Future& inner, Future& child) {
-    if (child.done()) return;  // cancelled, say: it has not looked at how this one ended
+    if (child.done()) return;  // cancelled, for example: it has not seen the outcome
     child.inherit_host_time(inner);
     if (inner.state() == State::cancelled) {
       inner.mark_seen();
@@ -71,7 +71,7 @@ void break_promise(const nb::object& child) noexcept {
   if (Py_REFCNT(child.ptr()) <= 1 || nb::inst_ptr<PyFuture>(child)->is_garbage) return;
   if (is_finalizing() || is_forked_child()) return;
   const Entry entry;
-  const nb::error_scope raised_already;  // this may be inside the unwinding of any error
+  const nb::error_scope raised_already;  // this may run while any other error unwinds
   try {
     const FuturePtr future = nb::inst_ptr<PyFuture>(child)->core;
     nb::object error = make_error(
@@ -79,7 +79,7 @@ void break_promise(const nb::object& child) noexcept {
         is_shut_down() ? "the process is exiting: the callback that would complete this future does not run any more"
                        : "the future that this one waits for was dropped before anybody completed it; keep the "
                          "producer's future alive until it is done");
-    future->mark_seen();  // nobody raised it: no report if nobody looks
+    future->mark_seen();  // no caller got this error: do not report it as unseen
     future->fail(Value::of_error(foreign(std::move(error)), Foreign()));
   } catch (nb::python_error& e) {
     e.discard_as_unraisable("cudafuture");

@@ -1,4 +1,4 @@
-// The class itself: arguments in, the core, results out.
+// The class CUDAFuture: conversion of arguments, calls to the core, conversion of results.
 #include "bind/future.h"
 
 #include <nanobind/typing.h>
@@ -43,7 +43,7 @@ int clear(PyObject* self) {
   return 0;
 }
 
-// The collector calls this for a whole island of garbage before it takes the first object apart.
+// The collector calls this for a whole island of garbage before it destroys the first object.
 void finalize(PyObject* self) {
   if (!nb::inst_ready(self)) return;
   const Entry entry;
@@ -241,7 +241,7 @@ std::string repr(PyFuture& self) {
 
 void report_unseen_failure(Value&& error, const std::string& name, Foreign&& origin) {
   if (is_finalizing() || is_forked_child()) return;
-  // Reported where Python is; a future that dies on an engine's thread has its error carried to the callback thread.
+  // Reports the error where Python runs: a future destroyed on an engine's thread passes it to the callback thread.
   class Report final : public Continuation {
    public:
     Report(Value&& error, std::string name, Foreign&& origin)
@@ -249,7 +249,7 @@ void report_unseen_failure(Value&& error, const std::string& name, Foreign&& ori
     void run(Future&) noexcept override { report(); }
     void abandon() noexcept override { delete this; }
     void report() noexcept {
-      PyObject *type, *value, *traceback;  // this may be inside the destructor of any object
+      PyObject *type, *value, *traceback;  // this may run inside the destructor of any object
       PyErr_Fetch(&type, &value, &traceback);
       try {
         const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))

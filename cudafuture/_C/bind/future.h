@@ -1,8 +1,8 @@
 // The Python class CUDAFuture: one wrapper object for each core future.
 //
-// Whatever a future keeps for Python (callbacks, children, parts, value) it keeps as references to Python objects, and
-// shows them to the cyclic collector when nothing but its wrapper owns the core future. An engine that also owns it
-// will complete it, so then it counts as reachable.
+// A future keeps Python data (callbacks, children, parts, value) as references to Python objects. It shows them to the
+// cyclic collector only if its wrapper is the sole owner of the core future. An engine that also owns the core future
+// will complete it, so then the references count as reachable.
 #pragma once
 
 #include <optional>
@@ -19,7 +19,7 @@ namespace cudafuture::bind {
 struct PyFuture {
   FuturePtr core;
   PyObject* self;
-  bool is_garbage = false;  // the collector found nobody who could ever look at it
+  bool is_garbage = false;  // the collector found it unreachable
 
   PyFuture(FuturePtr core, PyObject* self) : core(std::move(core)), self(self) { this->core->wrapper = self; }
   ~PyFuture() {
@@ -29,42 +29,43 @@ struct PyFuture {
   PyFuture& operator=(const PyFuture&) = delete;
 };
 
-// The Python object of a future: always the same one while it lives.
+// Returns the Python object of a future: always the same one while it is alive.
 nb::object wrap(FuturePtr core);
 Future& core_of(nb::handle future);                         // of a CUDAFuture
-Future* core_of_or_null(nb::handle object) noexcept;        // null when it is none
-Future& expect_future(nb::handle object, const char* who);  // TypeError when it is none
+Future* core_of_or_null(nb::handle object) noexcept;        // null if it is not a CUDAFuture
+Future& expect_future(nb::handle object, const char* who);  // TypeError if it is not a CUDAFuture
 
 // ---- once done
-nb::object result_of(Future& future);     // of a completed one
-nb::object exception_of(Future& future);  // of a failed or cancelled one; marks it seen
+nb::object result_of(Future& future);     // of a completed future
+nb::object exception_of(Future& future);  // of a failed or cancelled future; marks it seen
 [[noreturn]] void raise_outcome(Future& future);
 nb::object value_or_raise(Future& future);
 
-// ---- completing, with the events of the value's devices recorded on `streams` or on the current ones
-// Both return false when the future was done already. A value outside the bounding set fails the future, and so does
-// one whose tensors cannot be searched, unless its producer has named tensors (`named`).
+// ---- completion, with the events of the value's devices recorded on `streams` or on the current ones
+// Both return false if the future was done already. A value outside the bounding set fails the future. So does a value
+// whose tensors cannot be searched, unless its producer has named the tensors (`named`).
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
               std::optional<std::vector<at::Tensor>> named = {}, Edge record = Edge::result_record);
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {},
           Edge record = Edge::failure_record);
-// Fails it behind device work that has events already.
+// Fails the future behind device work that already has events.
 bool fail_after(Future& future, nb::object exception, EventSet events);
-// What is wrong with `used` for a future with a bounding set; empty: nothing.
+// Returns a message if `used` violates the future's bounding set; otherwise an empty string.
 std::string outside_bounding_set(const Future& future, const std::vector<c10::Device>& used);
 [[noreturn]] void raise_done_already(const Future& future, const char* verb);
 
 // ---- waiting
 bool try_wait_until_done(Future& future, const Deadline& deadline);  // false: the deadline has passed
 void wait_until_done(Future& future, const Deadline& deadline);      // TimeoutError
-// Raises InvalidStateError where the host cannot ask about the device work of a completed future; `what` is the
-// operation that would. A failed future has an error of its own to raise.
+// Raises InvalidStateError if the host cannot query the device work of a completed future; `what` names the operation
+// that needs it. A failed future raises its own error instead.
 void refuse_captured(const Future& future, const char* what);
-// Raises what a device or an engine reported after completion. Not of a failed future: that would hide its own error.
+// Raises the error that a device or an engine reported after completion. Does nothing for a failed future, whose own
+// error must not be hidden.
 void raise_late_error(Future& future);
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline);
 
-// A callback of which a thread is inside, so that waiting for its own child is an error and not a deadlock.
+// A callback that the thread is running, so that waiting for its own child is an error and not a deadlock.
 class RunningChild {
  public:
   explicit RunningChild(const Future& child) noexcept;
@@ -76,8 +77,8 @@ class RunningChild {
   RunningChild* outer_;
 };
 
-// KeyboardInterrupt and SystemExit out of a callback wait here until the outermost completion of the main thread
-// returns to Python, and are raised there.
+// KeyboardInterrupt and SystemExit from a callback are kept until the outermost completion of the main thread returns
+// to Python, and are raised there.
 void keep_interrupt(nb::object exception);
 void raise_kept_interrupt();
 void raise_kept_interrupt_soon() noexcept;
@@ -89,33 +90,33 @@ std::vector<c10::Stream> streams_from(nb::handle streams);
 std::vector<c10::Device> devices_of_streams(const std::vector<c10::Stream>& streams);
 at::Tensor tensor_from(nb::handle object);
 nb::object device_object(c10::Device device);
-c10::Device device_from(nb::handle object);  // with an index, if it has streams
+c10::Device device_from(nb::handle object);  // with an index, if the device has streams
 nb::object stream_object(const c10::Stream& stream);
 std::string device_set(c10::ArrayRef<c10::Device> devices);
 
 // ---- tensors of a value that live on devices with streams
 struct FoundTensors {
   std::vector<c10::Device> devices;
-  c10::IValue search;  // kept in Value::native, so that waiting does not search Python objects again; None: not needed
+  c10::IValue search;  // kept in Value::native, so that waits do not search Python objects again; None: not needed
 };
-bool may_use_devices(nb::handle value);  // false: there is nothing to search for
-// Where the search gives up or raises, that is an error unless it `may_stop`.
+bool may_use_devices(nb::handle value);  // false: no search is needed
+// An incomplete or failed search is an error unless it `may_stop`.
 FoundTensors find_tensors(nb::handle value, bool may_stop);
-c10::IValue searches_of(c10::ArrayRef<PyObject*> parts);  // of the values of futures, for a list of those values
+c10::IValue searches_of(c10::ArrayRef<PyObject*> parts);  // for a list of the values of these futures
 std::vector<at::Tensor> tensors_of(Future& future);
 std::vector<DeviceMemory> memory_of(Future& future);
 
-// ---- the rest of the binding, each in the file of its name
+// ---- other functions of the binding, each in the file of its name
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async);
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name);
-// An engine's exception in the words of what made the future.
+// Lets the future's origin rephrase an engine's exception.
 nb::object as_origin_says(void* origin, nb::object exception);
-// The late error as the Python object that waiting raises; None: there is none.
+// Returns the late error as the Python object that waiting raises; None: there is no late error.
 nb::object late_error_of(Future& future);
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor);
-// Runs `fn` when the device work has finished, in no order with the future's other callbacks: for waiting, which takes
-// no place in a serial queue.
+// Runs `fn` when the device work has finished, unordered with the future's other callbacks. Waits use it, because they
+// take no place in a serial queue.
 void add_ready_callback(nb::handle future, nb::object fn);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;

@@ -1,7 +1,9 @@
-// Surviving Gloo: a message that is larger than what a rank expects (another shape or dtype on a peer) makes Gloo throw
-// in its own thread, where nobody catches, and that ends the process. Here that thread is stopped instead, in the
-// middle of what it does: its groups are dead, their collectives run into their timeout, and the message goes into the
-// errors. The thread holds locks that their destructors would wait for, so these groups are kept for good.
+// Protection against Gloo's uncaught exceptions.
+//
+// If a peer sends a message that is larger than expected (another shape or dtype), Gloo throws in its own thread.
+// Nothing catches the exception, so the process would end. Instead, that thread is stopped where it is. Its groups are
+// then dead, their collectives time out, and the message is added to the errors. The thread holds locks that the
+// groups' destructors would wait for, so the groups are never destroyed.
 #include <cxxabi.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -19,12 +21,12 @@
 namespace cudafuture::bind {
 namespace {
 
-constexpr char kGlooError[] = "N4gloo13EnforceNotMetE";  // gloo::EnforceNotMet: torch installs no header of it
+constexpr char kGlooError[] = "N4gloo13EnforceNotMetE";  // gloo::EnforceNotMet: torch installs no header for it
 
-PyObject* on_failure = nullptr;  // takes the message, returns what is to be kept
+PyObject* on_failure = nullptr;  // takes the message, returns the objects to keep
 std::terminate_handler usual = nullptr;
 
-// Tells Python, on the callback thread.
+// Calls Python, on the callback thread.
 class Report final : public Continuation {
  public:
   explicit Report(std::string message) : Continuation(foreign), message_(std::move(message)) {}

@@ -1,4 +1,5 @@
-// The virtual time of host threads: a simulated accelerator sets the clock; Python code with its own queues joins it.
+// The binding of the virtual time of host threads: a simulated accelerator sets the clock; Python code with its own
+// queues joins it.
 #include "core/host_clock.h"
 
 #include "bind/future.h"

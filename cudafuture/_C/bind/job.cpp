@@ -9,8 +9,8 @@
 namespace cudafuture::bind {
 namespace {
 
-// What an executor of concurrent.futures is given: a callable that owns a callback whose time has come. An executor may
-// call it, drop it, call it twice, or cancel its own handle while it runs: the callback is taken out once.
+// The callable that a concurrent.futures executor gets; it owns a callback that is due. An executor may call it, drop
+// it, call it twice, or cancel its own handle while it runs: the callback is taken out once.
 class Job {
  public:
   Job(Deferred* callback, FuturePtr parent) : callback_(callback), parent_(std::move(parent)) {}
@@ -23,13 +23,13 @@ class Job {
     callback->dispose();
   }
 
-  // The executor's own handle is done. If this was never called, the handle says why.
+  // Called when the executor's own handle is done. If the job was never called, the handle gives the reason.
   void settle(nb::handle handle) {
     if (callback_ != nullptr)
       refuse(nb::cast<bool>(handle.attr("cancelled")()) ? nb::none() : handle.attr("exception")());
   }
 
-  // It will not be called. Without an error its future is cancelled.
+  // Refuses the callback, which will not be called. Without an error its future is cancelled.
   void refuse(nb::object error) {
     Deferred* const callback = std::exchange(callback_, nullptr);
     if (callback == nullptr) {
@@ -68,7 +68,8 @@ PyType_Slot job_slots[] = {
     {0, nullptr},
 };
 
-// The bare RuntimeError with which executors of concurrent.futures refuse work when they, or Python, have ended.
+// Converts the bare RuntimeError with which concurrent.futures executors refuse work after they, or Python, have shut
+// down.
 nb::object shut_down_error(const nb::object& error) {
   nb::object typed = make_error(
       "InvalidStateError", "the executor does not take the callback any more: " + std::string(nb::str(error).c_str()));

@@ -5,7 +5,7 @@
 
 namespace cudafuture::bind {
 
-// A callback whose time has come. One of execute() and the two of refuse() is called, then dispose().
+// A callback that is due. One of execute() and the two overloads of refuse() is called, then dispose().
 class Deferred {
  public:
   virtual void execute(Future& parent) noexcept = 0;
@@ -18,10 +18,10 @@ class Deferred {
   ~Deferred() = default;
 };
 
-// Gives the callback to the executor, and to itself: from here on it may have run, and be gone.
+// Gives the callback to the executor, which then owns it: on return it may have run and been destroyed.
 void hand_over(nb::object executor, Deferred* callback, Future& parent) noexcept;
 
-// KeyboardInterrupt and SystemExit are raised again in the main thread. True: it was one.
+// Keeps KeyboardInterrupt and SystemExit, to raise them again in the main thread. True: it was one of them.
 bool keep_if_interrupt(const nb::object& exception);
 
 void bind_job(nb::module_& m);

@@ -1,4 +1,4 @@
-// cudafuture._C: what the native module offers to the Python files of the package.
+// The native module cudafuture._C, for the Python files of the package.
 #include <chrono>
 
 #include "bind/errors.h"
@@ -26,12 +26,12 @@ nb::dict statistics() {
   return d;
 }
 
-PyObject* interrupt = nullptr;  // Ctrl-C while the last callbacks ran
+PyObject* interrupt = nullptr;  // Ctrl-C during the last callbacks
 
 void shut_down_at_exit() {
   keep_threads_from_unwinding();
   {
-    const WithoutGil released;  // the threads may need it to finish what they are doing
+    const WithoutGil released;  // the threads may need it to finish
     shut_down([]() noexcept {
       const PyGILState_STATE state = PyGILState_Ensure();
       const bool interrupted = PyErr_CheckSignals() != 0;
@@ -49,7 +49,7 @@ void shut_down_at_exit() {
 NB_MODULE(_C, m) {
   using namespace cudafuture;        // NOLINT
   using namespace cudafuture::bind;  // NOLINT
-  nb::set_leak_warnings(false);      // futures that live until the end of the process are no error
+  nb::set_leak_warnings(false);      // futures that live until the process ends are not leaks
   install_runtime();
   install_translators();
   bind_future(m);

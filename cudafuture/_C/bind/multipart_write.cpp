@@ -27,7 +27,7 @@ using storage::Call;
 using storage::CallPtr;
 using storage::MultipartWrite;
 
-// The multipart write is aborted when Python drops the handle.
+// The Python handle of a multipart write, which is aborted when Python drops the handle.
 struct MultipartHandle {
   std::shared_ptr<MultipartWrite> write;
   int priority;
@@ -89,7 +89,7 @@ MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dty
   return {MultipartWrite::begin(self, name, shape, bytes), priority};
 }
 
-// The first byte of a part. Throws ValueError unless the part lies in the tensor and consists of whole leaves.
+// Returns the offset of a part. Throws ValueError unless the part lies in the tensor and consists of whole leaves.
 std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t total) {
   constexpr std::uint64_t kLeaf = storage::Checksum::kLeaf;
   std::uint64_t begin = 0;

@@ -17,7 +17,8 @@ thread_local constinit CallbackOrder::Kind CallbackOrder::current_{};
 
 namespace {
 
-// The lane whose callback issues a collective on the group with these ordered callbacks. None: the program itself.
+// Returns the lane whose callback issues a collective on the group with these ordered callbacks. None: the program
+// itself.
 nb::object issuing_lane(const HostExecutor& callbacks) {
   refuse_after_fork();
   using Kind = CallbackOrder::Kind;
@@ -42,9 +43,9 @@ nb::object issuing_lane(const HostExecutor& callbacks) {
   return nb::none();
 }
 
-constexpr std::chrono::milliseconds kSlice{50};  // how long Ctrl-C and the end of the process may have to wait
+constexpr std::chrono::milliseconds kSlice{50};  // the maximum delay of Ctrl-C and of the process's exit
 
-// Waits until the callbacks have run that were attached before this point. False: `timeout` seconds are over.
+// Waits until all callbacks attached before this point have run. False: `timeout` seconds have passed.
 bool wait_for_issue_order(double timeout) {
   const Entry entry;
   refuse_after_fork();

@@ -1,4 +1,4 @@
-// In what order a callback runs, for those who issue collectives in it.
+// The order in which a callback runs, for operations that issue collectives in it.
 #pragma once
 
 #include "bind/python.h"
@@ -6,11 +6,12 @@
 
 namespace cudafuture::bind {
 
-// Stands around the call of a callback, and says of the calling thread:
-//   program         it is no callback, or runs where its author put it: whoever wrote it answers for the order
-//   in_lane         the callback of a lane: the same order on every rank
-//   by_completion   whenever its future was completed: another order on every rank; or attached in one of these
-//   beside          so too, of a future whose callbacks have an order, which this one was taken out of
+// A scope around the call of a callback, which describes the calling thread:
+//   program         not in a callback, or in one whose executor its author chose: the author answers for the order
+//   in_lane         in a callback of a lane: the same order on every rank
+//   by_completion   in a callback that runs when its future completes, or that was attached in one: the order differs
+//                   between ranks
+//   beside          like by_completion, for a future whose callbacks have an order, from which this one was removed
 class CallbackOrder {
  public:
   struct Kind {

@@ -1,4 +1,4 @@
-// How a future ends, and what comes out of it afterwards.
+// Completion of futures, and access to their outcome.
 #include <algorithm>
 
 #include "bind/errors.h"
@@ -11,7 +11,7 @@
 namespace cudafuture::bind {
 namespace {
 
-// Says which operation failed in the exception itself, once.
+// Adds the name of the failed operation to the exception itself, once.
 void add_note(nb::handle exception, const std::string& name) {
   if (name.empty()) return;
   const nb::str note(("in CUDAFuture '" + name + "'").c_str());
@@ -23,7 +23,7 @@ void add_note(nb::handle exception, const std::string& name) {
     }
     exception.attr("__notes__").attr("append")(note);
   } catch (...) {
-    park_if_unwinding();  // an exception class that takes no attributes, or odd ones, keeps its silence
+    park_if_unwinding();  // some exception classes accept no attributes: they get no note
   }
 }
 
@@ -37,15 +37,15 @@ nb::object list_of_values(nb::handle parts) {
   return values;
 }
 
-// Turns the parts of a gather into the list of their values. A gather of gathers of gathers is unfolded from the inside
-// out, one after the other: nesting may be as deep as memory allows.
+// Turns the parts of a gather into the list of their values. Nested gathers are unfolded iteratively, from the inside
+// out, so only memory limits the depth.
 void unfold(Future& whole) {
   const auto is_folded = [](nb::handle f) { return core_of(f).value().form == Value::Form::parts; };
   std::vector<nb::object> stack{wrap(FuturePtr::unsafe_reclaim_from_nonowning(&whole))};
   while (!stack.empty()) {
     const nb::object top = stack.back();
     Value& value = core_of(top).value();
-    if (value.form != Value::Form::parts) {  // another thread was quicker, or it stood here twice
+    if (value.form != Value::Form::parts) {  // another thread has unfolded it, or it is on the stack twice
       stack.pop_back();
       continue;
     }
@@ -55,7 +55,7 @@ void unfold(Future& whole) {
       if (is_folded(part)) stack.push_back(nb::borrow(part));
     }
     if (stack.size() > before) continue;
-    nb::object values = list_of_values(parts);  // may let another thread in
+    nb::object values = list_of_values(parts);  // may release the GIL
     if (value.form == Value::Form::parts) {
       value.form = Value::Form::object;
       value.object = foreign(std::move(values));
@@ -82,7 +82,7 @@ nb::object result_of(Future& future) {
   return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
 }
 
-// What made the future knows more about an engine's error than the engine does: its `error` method says it.
+// Lets the origin's `error` method rephrase an engine's error: the origin knows more about it than the engine.
 nb::object as_origin_says(void* origin_of_future, nb::object exception) {
   const nb::handle origin = static_cast<PyObject*>(origin_of_future);
   if (!origin.is_valid()) return exception;
@@ -118,7 +118,7 @@ nb::object exception_of(Future& future) {
   return nb::borrow(nb::handle(static_cast<PyObject*>(value.object.get())));
 }
 
-// The traceback is set back to what it was when the future failed, or it would grow with every wait().
+// Resets the traceback to its state when the future failed; otherwise it would grow with every wait().
 void raise_outcome(Future& future) {
   const nb::object exception = exception_of(future);
   auto* traceback = static_cast<PyObject*>(future.value().traceback.get());
@@ -142,13 +142,13 @@ std::string outside_bounding_set(const Future& future, const std::vector<c10::De
 
 namespace {
 
-// With a value that may use devices, or with streams or tensors that the producer named.
+// Completes with a value that may use devices, or with streams or tensors that the producer named.
 [[gnu::noinline]] bool complete_on_devices(Future& future, nb::object object, const std::vector<c10::Stream>& streams,
                                            std::optional<std::vector<at::Tensor>>&& named, Edge record) {
   FoundTensors found;
   try {
     found = find_tensors(object, named.has_value());
-  } catch (nb::python_error& e) {  // raised here it would leave the future pending
+  } catch (nb::python_error& e) {  // raising it here would leave the future pending
     const nb::object error = nb::borrow(e.value());
     keep_if_interrupt(error);
     return fail(future, error, streams);
@@ -163,14 +163,14 @@ namespace {
     if (std::find(used.begin(), used.end(), device) == used.end()) used.push_back(device);
   };
   for (c10::Device device : devices_of(also)) add(device);
-  for (const c10::Stream& stream : streams) add(stream.device());  // named by the producer: there is work on them
+  for (const c10::Stream& stream : streams) add(stream.device());  // the producer named them: they have pending work
   if (const std::string message = outside_bounding_set(future, used); !message.empty()) {
     return fail(future, make_error("DeviceMismatchError", message), streams);
   }
   EventSet events;
   try {
     if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
-  } catch (...) {  // of a device that refuses all work
+  } catch (...) {  // from a device that refuses all work
     park_if_unwinding();
     return fail(future, exception_of(std::current_exception()), streams);
   }
@@ -225,7 +225,7 @@ void keep_interrupt(nb::object exception) {
   kept_interrupt = exception.release().ptr();
 }
 
-// From where nothing can be raised, as a destructor: CPython raises it when it looks for signals the next time.
+// For callers that cannot raise, such as destructors: CPython raises it when it next checks for signals.
 void raise_kept_interrupt_soon() noexcept {
   if (kept_interrupt == nullptr || CompletionQueue::current().draining()) return;
   Py_AddPendingCall(

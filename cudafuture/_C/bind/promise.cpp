@@ -11,7 +11,7 @@ namespace cudafuture::bind {
 namespace {
 
 std::mutex& list_mutex() {
-  static auto* mutex = new std::mutex;  // leaked: engines go on to the very end of the process
+  static auto* mutex = new std::mutex;  // leaked: engines run until the end of the process
   return *mutex;
 }
 Promise* first = nullptr;
@@ -38,7 +38,7 @@ Promise::Promise(FuturePtr future, Foreign value, double timeout, std::vector<c1
 Promise::~Promise() {
   const FuturePtr future = take();
   if (future == nullptr || future.use_count() == 1 || is_shut_down() || is_forked_child()) return;
-  future->mark_seen();  // nobody raised it: no report if nobody looks
+  future->mark_seen();  // no caller got this error: do not report it as unseen
   future->fail(Value::of_error(std::make_exception_ptr(Error(
       ErrorKind::invalid_state, "the torch future that this one follows was dropped before anybody completed it"))));
 }

@@ -1,4 +1,4 @@
-// What an engine of torch owns of a future that follows it.
+// The part of a future that one of torch's engines owns when the future follows it.
 #pragma once
 
 #include <limits>
@@ -12,12 +12,11 @@ inline constexpr double kNoTimeout = std::numeric_limits<double>::infinity();
 
 class Promise {
  public:
-  // `value`: what the future completes with; none: what the engine has. `timeout`: seconds within which the engine says
-  // that it will be done.
-  // `devices`: those of `value`.
+  // `value`: the value to complete the future with; none: the engine's value. `timeout`: seconds within which the
+  // engine should be done. `devices`: the devices of `value`.
   explicit Promise(FuturePtr future, Foreign value = {}, double timeout = kNoTimeout,
                    std::vector<c10::Device> devices = {});
-  // An engine that drops it says nothing any more: whoever waits is told.
+  // Fails the future if the engine drops its promise without completing it.
   ~Promise();
   Promise(const Promise&) = delete;
   Promise& operator=(const Promise&) = delete;
@@ -27,15 +26,15 @@ class Promise {
   void complete(c10::IValue value, EventSet events);
   void fail(std::exception_ptr error, EventSet events);
 
-  // Every future whose engine is overdue by `grace` seconds.
+  // Returns every future whose engine is overdue by `grace` seconds.
   static std::vector<FuturePtr> overdue(double grace);
 
  private:
-  FuturePtr future_;  // of one with a timeout: guarded by the lock of the list
+  FuturePtr future_;  // with a timeout: guarded by the lock of the list
   Foreign value_;
   const std::vector<c10::Device> devices_;
   const Future::Clock::time_point due_;
-  Promise* next_ = nullptr;  // in the list of those with a timeout
+  Promise* next_ = nullptr;  // in the list of promises with a timeout
   Promise* before_ = nullptr;
 };
 

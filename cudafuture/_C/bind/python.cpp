@@ -12,16 +12,16 @@
 namespace cudafuture::bind {
 namespace {
 
-// How many of our functions this thread is inside. None: an engine's thread (Gloo's) that enters Python behind our
-// back, to drop a tensor.
+// The number of this library's functions that the thread is inside. Zero: an engine's thread (Gloo's) that enters
+// Python without the library, to drop a tensor.
 [[gnu::tls_model("initial-exec")]] thread_local int entries = 0;  // counted several times for each callback
 
-// The callback thread keeps one thread state for its life, so that threading.local works in callbacks.
+// The callback thread keeps one thread state for its whole life, so that threading.local works in callbacks.
 thread_local PyThreadState* kept_state = nullptr;
 
 bool enter() noexcept {
   if (is_finalizing()) return false;
-  ++entries;  // for good: it serves Python
+  ++entries;  // never undone: the thread serves Python
   if (kept_state != nullptr) {
     take_gil(std::exchange(kept_state, nullptr));
   } else {
@@ -38,20 +38,20 @@ void retire() noexcept {
   PyGILState_Release(PyGILState_UNLOCKED);  // undoes the first enter()
 }
 
-// What is dropped while Python finalizes is leaked: its type may be gone already.
+// Leaks an object that is dropped while Python finalizes: its type may not exist any more.
 void release(void* object) noexcept {
   if (!is_finalizing()) Py_DECREF(static_cast<PyObject*>(object));
 }
 
 pthread_t main_thread;
 
-// PyGILState_Check says yes to everybody once the interpreter is gone.
+// PyGILState_Check returns true in every thread once the interpreter is gone.
 bool is_inside() noexcept {
   if (Py_IsInitialized() == 0 || (is_finalizing() && !is_main_thread())) return false;
   return PyGILState_Check() != 0;
 }
 
-// The process is about to end, and takes this thread with it.
+// Blocks until the process ends.
 [[noreturn]] void park() noexcept {
   for (;;) pause();
 }
@@ -60,7 +60,7 @@ bool is_inside() noexcept {
 
 Entry::Entry() noexcept { ++entries; }
 
-// On a thread that is not to go on this is a part of its unwinding.
+// During finalization this can be a part of the thread's unwinding.
 Entry::~Entry() {
   if (is_finalizing() && !is_main_thread()) park();
   --entries;
@@ -68,8 +68,8 @@ Entry::~Entry() {
 
 WithoutGil::~WithoutGil() { take_gil(state_); }
 
-// CPython before 3.14 ends a thread that asks for the GIL while the interpreter finalizes, by unwinding its stack. A
-// function that may not be unwound stops that here, in `park`.
+// CPython before 3.14 ends a thread that requests the GIL while the interpreter finalizes, by unwinding its stack. A
+// noexcept function parks the thread here instead.
 void take_gil(PyThreadState* state) noexcept {
   if (is_finalizing() && !is_main_thread()) park();
   const Entry entry;
@@ -135,7 +135,7 @@ Deadline deadline_in(nb::handle timeout) {
   double seconds = PyFloat_AsDouble(timeout.ptr());
   if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
     if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw nb::python_error();
-    PyErr_Clear();  // a whole number too large for a float: no deadline, or a negative one
+    PyErr_Clear();  // an integer too large for a float: no deadline, or a negative one
     seconds = PyObject_RichCompareBool(timeout.ptr(), nb::int_(0).ptr(), Py_LT) != 0 ? -1.0 : 1e300;
   }
   if (std::isnan(seconds) || seconds < 0) {

@@ -1,4 +1,4 @@
-// What every file of the binding includes: Python, nanobind, and how the two meet the core.
+// Includes of every file of the binding: Python, nanobind, and the interface between them and the core.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@ namespace cudafuture::bind {
 
 namespace nb = nanobind;
 
-// Gives the GIL up for a scope. A thread that comes back while the interpreter is finalizing is parked for good: taking
+// Releases the GIL for a scope. A thread that returns while the interpreter is finalizing is parked permanently: taking
 // the GIL then would end the thread in the middle of C++ frames.
 class WithoutGil {
  public:
@@ -29,14 +29,14 @@ class WithoutGil {
 
 void take_gil(PyThreadState* state) noexcept;
 
-// Calls `callable`. Null, with the error set, when it raises. A thread that CPython ends inside this call is parked
-// here, before anything of ours is unwound without the GIL. The first, for callbacks, takes one argument or none
-// (null), and is called inside an Entry.
+// Calls `callable`. Returns null, with the error set, if it raises. A thread that CPython ends inside this call is
+// parked here, before any of this library's frames are unwound without the GIL. The first overload, for callbacks,
+// takes one argument or none (null), and is called inside an Entry.
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
-// Stands in every function of ours that runs Python, directly or not. A thread that CPython ends by unwinding it while
-// the interpreter finalizes is parked there.
+// A scope in every function of this library that runs Python, directly or indirectly. It parks a thread that CPython
+// ends by unwinding while the interpreter finalizes.
 class Entry {
  public:
   Entry() noexcept;
@@ -45,17 +45,17 @@ class Entry {
   Entry& operator=(const Entry&) = delete;
 };
 
-// From now on that is done where a function may not be unwound at all, too. Only inside an Entry: other threads that
-// end so are not ours, and an engine that joins its own would wait for ever. Called at exit.
+// Extends the parking to functions that must not be unwound. It applies only inside an Entry: other threads are not
+// this library's, and an engine that joins its own parked thread would wait forever. Called at exit.
 void keep_threads_from_unwinding() noexcept;
 
 bool is_finalizing() noexcept;
 bool is_main_thread() noexcept;
 
-// Tells the core how to get into the interpreter; called once, at import.
+// Installs the foreign runtime in the core; called once, at import.
 void install_runtime();
 
-// An attribute of a Python module, looked up once and never dropped.
+// An attribute of a Python module, looked up once and never released.
 class Imported {
  public:
   constexpr Imported(const char* module, const char* name) : module_(module), name_(name) {}
@@ -68,12 +68,12 @@ class Imported {
   PyObject* object_ = nullptr;
 };
 
-// Seconds from Python. None and very long ones: no deadline. Negative and NaN: ValueError.
+// Converts seconds from Python. None and very long times: no deadline. Negative and NaN: ValueError.
 using Clock = Future::Clock;
 using Deadline = std::optional<Clock::time_point>;
 Deadline deadline_in(nb::handle timeout);
 
-// The same for several arguments. Throws what it raises.
+// Does the same for several arguments. Throws the exception that it raises.
 template <class... Arguments>
 nb::object call(nb::handle callable, const Arguments&... arguments) {
   PyObject* const list[] = {nb::handle(arguments).ptr()...};
@@ -82,7 +82,8 @@ nb::object call(nb::handle callable, const Arguments&... arguments) {
   return result;
 }
 
-// In a handler for all exceptions: the unwinding of a thread that is not to go on looks like one, and ends here.
+// Called in handlers for all exceptions: the unwinding of a thread at finalization looks like an exception, and ends
+// here.
 void park_if_unwinding() noexcept;
 
 inline Foreign foreign(nb::object object) noexcept { return Foreign(object.release().ptr()); }

@@ -83,7 +83,7 @@ nb::object torch_size_of(const Snapshot& self) {
   return call(size(), sizes);
 }
 
-// One part of a read; the bytes go into `out`.
+// Returns one part of a read; its bytes go into `out`.
 storage::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& snapshot, nb::handle at,
                       nb::handle out) {
   if (!snapshot.is_of(self))
@@ -128,8 +128,8 @@ nb::object read_parts(const StorePtr& self, nb::list parts, nb::object digests, 
   Tensors taken = take_tensors(outs, Direction::read, priority);
   for (std::size_t i = 0; i < reads.size(); ++i) reads[i].memory = std::move(taken.memory[i]);
   if (told) taken.keep.append(nb::steal(THPVariable_Wrap(told->detach())));
-  // Not in the call: the callback thread would have to drop it, and take the GIL for that while the thread that waits
-  // for this read needs the GIL.
+  // Not kept in the call: the callback thread would have to drop it, which needs the GIL while the thread that waits
+  // for this read needs the GIL, too.
   call->future->keep(foreign(std::move(taken.keep)));
   nb::object result = wrap(call->future);
   {

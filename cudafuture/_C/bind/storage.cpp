@@ -30,7 +30,7 @@ using storage::Start;
 
 constexpr std::uint64_t kMostBytes = std::numeric_limits<std::int64_t>::max();
 
-// Reads or writes tensors, one after the other from `offset` on. The future keeps them until it is done.
+// Reads or writes tensors consecutively from `offset` on. The future keeps them until it is done.
 nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,
                     std::uint64_t offset, const std::string& name, int priority) {
   const Entry entry;
@@ -50,7 +50,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   }
   wait_for_room(*self.engine);
   nb::object result = wrap(request.future);
-  if (request.device != nullptr) taken.keep.append(result);  // whose tensors are not to die on the engine's thread
+  if (request.device != nullptr) taken.keep.append(result);  // its tensors must not be freed on the engine's thread
   request.keep = foreign(std::move(taken.keep));
   {
     const WithoutGil released;

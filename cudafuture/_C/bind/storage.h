@@ -1,4 +1,4 @@
-// What Python holds of a storage engine.
+// The Python handle of a storage engine.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace cudafuture::bind {
 
-// When Python lets go, the engine takes no more.
+// Closes the engine when Python drops the handle.
 struct EngineHandle {
   std::shared_ptr<storage::Engine> engine;
 
@@ -21,8 +21,8 @@ struct EngineHandle {
   }
 };
 
-// Waits until `done(deadline)`, which waits itself until then at most, without the GIL; Ctrl-C comes through. Throws
-// what the handler of a signal raises.
+// Waits without the GIL until `done(deadline)` returns true; each call waits at most until its deadline. Ctrl-C
+// interrupts the wait. Throws the exceptions of signal handlers.
 template <class Done>
 void wait_until_done(Done&& done) {
   constexpr std::chrono::milliseconds kSignalInterval{50};

@@ -95,7 +95,7 @@ storage::Shape shape_of(nb::handle object) {
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
 
-// What the bytes of each tensor must have, if anything.
+// Returns the required checksum of each tensor's bytes, if any.
 std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const Keys& keys) {
   std::vector<std::optional<std::uint64_t>> found(keys.size());
   if (digests.is_none()) return found;
@@ -141,7 +141,7 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   return result;
 }
 
-// Without the GIL where it takes long: while a journal is made anew.
+// Finds an entry; releases the GIL if the index is locked, as during a compaction.
 storage::EntryPtr find(const Store& store, const std::string& key) {
   storage::EntryPtr found;
   if (store.try_find(key, found)) return found;
@@ -149,7 +149,7 @@ storage::EntryPtr find(const Store& store, const std::string& key) {
   return store.find(key);
 }
 
-// What is there of each key; none, and the call has failed: one is not there.
+// Returns the entry of each key; returns none and fails the call if a key is missing.
 std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr& call) {
   Entries entries;
   if (keys.size() == 1) {
@@ -183,7 +183,7 @@ nb::list make_tensors(const Entries& entries, c10::Device device) {
 void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const nb::handle out = outs[i];
-    if (!THPVariable_Check(out.ptr())) continue;  // refused right after
+    if (!THPVariable_Check(out.ptr())) continue;  // refused below
     const storage::Shape shape = shape_of(out);
     if (shape == entries[i]->shape) continue;
     const auto text = [](const storage::Shape& s) {
@@ -228,8 +228,8 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   nb::object result = wrap(call->future);
   if (call->device != nullptr) taken.keep.append(result);
   if (told) taken.keep.append(nb::steal(THPVariable_Wrap(told->detach())));
-  // The result owns its tensor. The callback thread would have to drop a second owner, and take the GIL for that while
-  // the thread that waits for this read needs the GIL.
+  // The result owns its tensor. The callback thread would have to drop a second owner, which needs the GIL while the
+  // thread that waits for this read needs the GIL, too.
   if (const nb::object kept = taken.kept(); gives_list || !kept.is(tensors[0])) call->keep = foreign(kept);
   {
     const WithoutGil released;

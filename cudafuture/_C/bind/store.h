@@ -23,11 +23,12 @@ Keys keys_of(nb::handle objects);
 
 storage::CallPtr new_call(storage::Call::Kind kind, const std::string& name, int priority);
 
-// A contiguous tensor on the host with one dimension and an element for each of `count` results; none for None. `what`
+// Returns a contiguous one-dimensional host tensor with an element for each of `count` results; none for None. `what`
 // names the results in the ValueError for any other tensor.
 std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what);
 
-// Capsules for other extension modules: a StoreAccess, and a PoolAccess. They keep what they give access to.
+// Return capsules for other extension modules, of a StoreAccess and a PoolAccess. They keep the store and the pool
+// alive.
 nb::capsule access_to_store(const StorePtr& self);
 nb::capsule access_to_pool(std::shared_ptr<storage::BufferPool> self);
 

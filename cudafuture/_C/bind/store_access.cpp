@@ -1,4 +1,4 @@
-// Stores and buffer pools as other extension modules use them; see storage/store_access.h.
+// Stores and buffer pools for other extension modules; see storage/store_access.h.
 #include "storage/store_access.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -78,7 +78,7 @@ CallPtr call_for(Call::Kind kind, const std::string& name, storage::StoreAccess:
   return call;
 }
 
-// Runs a function that begins a call; the call fails with what the function throws.
+// Runs a function that begins a call; an exception of the function fails the call.
 template <class Begin>
 void begin(const CallPtr& call, Begin&& function) {
   try {
@@ -147,7 +147,7 @@ class StoreAdapter final : public storage::StoreAccess {
   const StorePtr store_;
 };
 
-// A request to a pool: whether it was served within the call that made it.
+// A request to a pool, with a flag for whether the call that made it has returned.
 struct Taking {
   std::mutex mutex;
   bool has_returned = false;
@@ -162,7 +162,7 @@ class PoolAdapter final : public storage::PoolAccess {
     const auto loan = std::make_shared<BufferPool::Loan>();
     const auto future = c10::make_intrusive<Future>();
     const auto taking = std::make_shared<Taking>();
-    // A buffer that returns serves the next request within a destructor, which may hold any lock.
+    // A buffer that returns serves the next request inside a destructor, which may hold any lock.
     storage::then(future, [loan, taking, taken](Future& done) {
       const std::exception_ptr error = storage::error_of(done);
       std::unique_lock lock(taking->mutex);
@@ -191,7 +191,7 @@ class PoolAdapter final : public storage::PoolAccess {
   const std::shared_ptr<BufferPool> pool_;
 };
 
-// A capsule of a shared pointer: who copies that needs neither the capsule nor the GIL to drop it.
+// Returns a capsule of a shared pointer. A copy of that pointer can be dropped without the capsule and without the GIL.
 template <class Access>
 nb::capsule capsule_of(std::shared_ptr<Access> access, const char* name) {
   using Pointer = std::shared_ptr<Access>;

@@ -10,7 +10,7 @@ namespace {
 
 storage::StoreStatistics statistics_without_gil(const storage::Store& self) {
   refuse_after_fork();
-  const WithoutGil released;  // who makes a file has the lock for a while
+  const WithoutGil released;  // a thread that creates a file holds the lock for a while
   return self.statistics();
 }
 

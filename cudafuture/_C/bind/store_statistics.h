@@ -1,4 +1,4 @@
-// What a store tells of itself, as dicts.
+// Statistics of a store, as dicts.
 #pragma once
 
 #include "bind/python.h"
@@ -7,6 +7,6 @@
 namespace cudafuture::bind {
 
 nb::dict store_statistics(const storage::Store& self);
-nb::dict recovery_of(const storage::Store& self);  // what opening it has found
+nb::dict recovery_of(const storage::Store& self);  // the findings when it was opened
 
 }  // namespace cudafuture::bind

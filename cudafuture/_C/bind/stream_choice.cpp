@@ -12,7 +12,7 @@ namespace cudafuture::bind {
 StreamChoice stream_choice_from(const Future& parent, nb::handle stream) {
   StreamChoice choice;
   static PyObject* const pool = PyUnicode_InternFromString("pool");
-  if (stream.is(nb::handle(pool))) return choice;  // what nearly every call says
+  if (stream.is(nb::handle(pool))) return choice;  // the usual argument
   if (nb::isinstance<nb::str>(stream)) {
     const std::string word = nb::cast<std::string>(stream);
     if (word == "pool") return choice;
@@ -48,7 +48,7 @@ std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& c
   for (c10::Device device : parent.devices()) {
     if (!has_streams(device)) continue;
     if (!has_event(device) && !has_context(device))
-      continue;  // nothing to order there, and a stream would make a context
+      continue;  // no work to order there, and a stream would create a context
     const auto here = [&](const c10::Stream& s) { return s.device() == device; };
     const auto chosen = std::find_if(choice.streams.begin(), choice.streams.end(), here);
     streams.push_back(chosen != choice.streams.end() ? *chosen : pool_stream(device, priority));

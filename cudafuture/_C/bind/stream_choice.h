@@ -7,16 +7,17 @@
 
 namespace cudafuture::bind {
 
-// Which streams are current in a callback.
+// The streams that are current in a callback.
 struct StreamChoice {
   bool pool = true;
-  std::vector<c10::Stream> streams;  // otherwise these, and pool streams for the other devices
+  std::vector<c10::Stream> streams;  // if `pool` is false: these, and pool streams for the other devices
 };
 
-// Out of Python's argument. Raises ValueError, TypeError, or DeviceMismatchError for a stream outside the bounding set.
+// Converts Python's argument. Raises ValueError, TypeError, or DeviceMismatchError for a stream outside the bounding
+// set.
 StreamChoice stream_choice_from(const Future& parent, nb::handle stream);
 
-// The streams of one run of a callback, at least one for each of the parent's devices.
+// Returns the streams of one run of a callback, at least one for each of the parent's devices.
 std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& choice, int priority);
 
 }  // namespace cudafuture::bind

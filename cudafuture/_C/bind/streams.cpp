@@ -1,4 +1,4 @@
-// Streams for Python: from the pool, the current ones, and making some current for a scope.
+// Streams for Python: from the pool, the current ones, and a scope that makes streams current.
 #include <memory>
 
 #include "bind/errors.h"
@@ -68,14 +68,14 @@ void bind_streams(nb::module_& m) {
       .def("__exit__", [](UseStreams& self, const nb::args&) {
         if (!self.scopes.empty()) self.scopes.pop_back();
       });
-  // `exchange`: a capsule of the function, as a simulated accelerator has it.
+  // `exchange`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_exchange_capture_mode",
       [](nb::handle device, const nb::capsule& exchange) {
         set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
       },
       nb::arg("device"), nb::arg("exchange"));
-  // `make`: a capsule of the function, likewise.
+  // `make`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_make_stream",
       [](nb::handle device, const nb::capsule& make) {

@@ -63,13 +63,13 @@ void add_on_host(Memory& memory, const at::Tensor& tensor, Direction direction) 
                      static_cast<std::size_t>(tensor.dim()));
 }
 
-// Autograd is told that a tensor changes.
+// Tells autograd that a tensor changes.
 void note_change(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// What is not to die on a thread without the GIL: it may be the last but one to hold what Python has seen, and then
-// torch takes the GIL.
+// Objects that must not be freed on a thread without the GIL: if only Python's reference remains after them, torch
+// takes the GIL.
 struct Owned {
   std::vector<at::Tensor> bytes;
   std::shared_ptr<DeviceSide> device;
@@ -96,7 +96,7 @@ Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
     at::Tensor tensor = expect_tensor(object);
     expect_memory(tensor, direction);
     nb::object owner = nb::borrow(object);
-    if (tensor.is_cpu() && (tensor.is_conj() || tensor.is_neg())) {  // made real: that is what is stored
+    if (tensor.is_cpu() && (tensor.is_conj() || tensor.is_neg())) {  // the resolved values are stored
       tensor = tensor.resolve_conj().resolve_neg();
       owner = nb::steal(THPVariable_Wrap(tensor));
     }

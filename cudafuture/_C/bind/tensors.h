@@ -1,4 +1,4 @@
-// Tensors that Python gives to be read or written, as memory for the storage engine.
+// Python's tensors as memory for the storage engine's reads and writes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,17 +15,17 @@
 namespace cudafuture::bind {
 
 struct Tensors {
-  std::deque<storage::Memory> memory;           // of each
+  std::deque<storage::Memory> memory;           // of each tensor
   std::shared_ptr<storage::DeviceSide> device;  // null: all are on the host
-  nb::list keep;                                // what owns the memory
+  nb::list keep;                                // the owners of the memory
 
   nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
 
-// A contiguous tensor on the host that has the memory of its elements. Throws TypeError and ValueError.
+// Returns a contiguous host tensor that owns its elements' memory. Throws TypeError and ValueError.
 at::Tensor take_on_host(nb::handle object);
 
-// Throws TypeError and ValueError. Of a read the tensors are noted as changed.
+// Throws TypeError and ValueError. For a read, autograd is told that the tensors change.
 Tensors take_tensors(nb::handle tensors, storage::Direction direction, int priority);
 
 }  // namespace cudafuture::bind

@@ -27,7 +27,7 @@
 namespace cudafuture::bind {
 namespace {
 
-// contextvars, for a scope.
+// A scope in which contextvars are entered.
 class EnteredContext {
  public:
   explicit EnteredContext(PyObject* context) : context_(context) {
@@ -82,10 +82,10 @@ class Then final : public Continuation, public Deferred {
     return 0;
   }
 
-  // By identity: nothing of Python runs under the future's lock.
+  // Compares by identity, because no Python code may run under the future's lock.
   bool is_callback_of(nb::handle fn) const { return !child_.is_valid() && fn_.is(fn); }
 
-  // The callback itself, in whatever thread.
+  // Runs the callback itself, on any thread.
   void execute(Future& parent) noexcept override {
     const Entry entry;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
@@ -110,11 +110,11 @@ class Then final : public Continuation, public Deferred {
       refusal_ = error;
       return false;
     }
-    core_of(child_).fail(Value::of_error(error));  // natively: this thread may be outside the interpreter
+    core_of(child_).fail(Value::of_error(error));  // native: this thread may be outside the interpreter
     return true;
   }
 
-  // Its executor will not run it: it was shut down, or (where an error is given) could not.
+  // Called when the executor will not run it: the executor was shut down, or (with an error) could not.
   void refuse() noexcept override {
     if (child_.is_valid()) core_of(child_).cancel();
   }
@@ -126,16 +126,16 @@ class Then final : public Continuation, public Deferred {
   StreamChoice choice;
   bool async = false;
   bool plain_call = false;      // submit(): call fn(), not fn(parent)
-  bool is_wake_up = false;      // fn uses no device: a stream that waited for it would join a capture for nothing
-  bool names_executor = false;  // of concurrent.futures: whoever chose it answers for the order
-  bool is_unordered = false;    // attached in a callback that has no order itself
+  bool is_wake_up = false;      // fn uses no device: a stream that waited for it would join a capture needlessly
+  bool names_executor = false;  // of concurrent.futures: the caller that chose it answers for the order
+  bool is_unordered = false;    // attached in a callback that has no order
   bool after_devices = false;   // non_blocking=False
 
  private:
   static FuturePtr wrapped_core(nb::handle future) { return nb::inst_ptr<PyFuture>(future)->core; }
 
-  // In virtual time it runs after it was attached and after the parent is done, and where it follows the devices, after
-  // those: the watcher, which saw them finish, is another thread, so this one asks again.
+  // In virtual time, the callback runs after its attachment and after the parent's completion, and after the devices if
+  // it follows them. The watcher, which saw the devices finish, is another thread, so this thread queries them again.
   void join_host_clock_of(Future& parent) const noexcept {
     if (!has_host_clock()) return;
     join_host_time(attached_at_);
@@ -144,7 +144,7 @@ class Then final : public Continuation, public Deferred {
   }
 
   void call(Future& parent, Future* child) {
-    if ((flags & unwatchable) != 0 && child != nullptr) {  // without one it wakes a waiter, whose wait() refuses
+    if ((flags & unwatchable) != 0 && child != nullptr) {  // without a child it wakes a waiter, whose wait() refuses
       raise_error("InvalidStateError",
                   "non_blocking=False runs a callback when the device work has finished, but this future was completed "
                   "inside a stream capture, whose events the host cannot query; use non_blocking=True");
@@ -154,7 +154,7 @@ class Then final : public Continuation, public Deferred {
     if (contextvars_.is_valid()) caller.emplace(caller_);
     const EnteredContext context(contextvars_.ptr());
     const bool has_events = !is_wake_up && !parent.events().empty();
-    // A device that has reported an error refuses whatever it is asked, and the callback is to hear of it.
+    // A device that has reported an error refuses every call; the callback must still run to see the error.
     const bool is_broken = has_events && parent.late_error() != nullptr;
     std::vector<c10::Stream> streams;
     if (!is_wake_up && !is_broken && (has_events || !choice.pool || parent.is_bounded())) {
@@ -172,7 +172,7 @@ class Then final : public Continuation, public Deferred {
     }
   }
 
-  // What it means for the order of collectives that they are issued in here.
+  // Returns the order in which collectives issued in this callback run.
   CallbackOrder::Kind order_in(const Future& parent) const noexcept {
     if (is_unordered) return CallbackOrder::by_completion();
     if (executor != nullptr && executor == Lane::current()) return CallbackOrder::in_lane();
@@ -212,7 +212,7 @@ class Then final : public Continuation, public Deferred {
              {});
       return;
     }
-    child->give_back();  // nothing of it runs any more: it may be cancelled while it waits
+    child->give_back();  // no code of it runs any more: it may be cancelled while it waits
     inner->attach(make_forward(child_));
   }
 
@@ -246,7 +246,7 @@ void expect_callable(nb::handle fn, const char* who) {
   throw nb::type_error(message.c_str());
 }
 
-// executor=: ours goes into the continuation, one of concurrent.futures into the callback.
+// executor=: an executor of this library goes into the continuation, one of concurrent.futures into the callback.
 void choose_executor(Then& then, nb::handle executor, Executor* usual) {
   then.is_unordered = CallbackOrder::current().is_unordered();
   if (executor.is_none()) {
@@ -273,8 +273,8 @@ void choose_executor(Then& then, nb::handle executor, Executor* usual) {
   then.names_executor = true;
 }
 
-// The child does not inherit lifetime="hold". Its callback allocates on pool streams, so the condition under which
-// holding references is enough does not carry over.
+// The child does not inherit lifetime="hold". Its callback allocates on pool streams, so holding references is not
+// enough for its memory.
 FuturePtr make_child(const Future& parent, int priority) {
   auto child = c10::make_intrusive<Future>(priority);
   if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());
@@ -282,8 +282,8 @@ FuturePtr make_child(const Future& parent, int priority) {
   return child;
 }
 
-// Where the child's callbacks run: in the order of its own callback, else in its parent's. The result of a then_async()
-// comes a step later, and has an order of its own.
+// Returns the executor of the child's callbacks: the ordered executor of its own callback, otherwise the parent's. The
+// result of a then_async() is one step deeper, with its own order.
 Executor* usual_executor(const Future& parent, const Then& then) {
   OrderedExecutor* order = then.executor != nullptr ? then.executor->ordered() : nullptr;
   if (order == nullptr) order = parent.ordered_executor();
@@ -345,7 +345,7 @@ void add_ready_callback(nb::handle future, nb::object fn) {
   const Entry entry;
   Future& parent = core_of(future);
   refuse_after_fork();
-  if (!parent.device_work_finished()) {  // the wake-up may come from another thread: the caller hears if it cannot
+  if (!parent.device_work_finished()) {  // the wake-up may come from another thread: raise if it cannot start
     CallbackThread::get().require();
     if (any_device_with_streams()) Watcher::get().require();
   }
@@ -359,7 +359,7 @@ void add_ready_callback(nb::handle future, nb::object fn) {
 
 int remove_done_callback(nb::handle future, nb::handle fn) {
   const Entry entry;
-  if (is_forked_child()) return 0;  // nothing will ever run it
+  if (is_forked_child()) return 0;  // no thread will ever run it
   int removed = 0;
   const auto calls_fn = [&](const Continuation& c) {
     const auto* then = dynamic_cast<const Then*>(&c);

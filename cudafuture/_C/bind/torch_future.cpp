@@ -21,8 +21,9 @@
 namespace cudafuture::bind {
 namespace {
 
-// A torch.futures.Future can carry an unwrap function, which turns a value into the exception that it stands for. RPC
-// sets it at once, set_exception() only when it completes the future. It is Python, so it runs where Python runs.
+// Converts a value with torch's unwrap function, which a torch.futures.Future can carry to turn a value into the
+// exception that it represents. RPC sets it at once, set_exception() only on completion. It is Python, so it runs
+// inside the interpreter.
 class Unwrap final : public Continuation {
  public:
   using UnwrapFunction = PythonFutureWrapper::UnwrapFunc;
@@ -33,7 +34,7 @@ class Unwrap final : public Continuation {
         source_(std::move(source)),
         events_(std::move(events)) {}
 
-  // The future that it completes stands in the place of the parent.
+  // `future` is the one that this completes, in the place of the parent.
   void run(Future& future) noexcept override {
     try {
       outcome(future);
@@ -69,7 +70,7 @@ class Unwrap final : public Continuation {
   EventSet events_;
 };
 
-// Completes torch's future when ours is done.
+// Completes torch's future when this library's future is done.
 class Deliver final : public Continuation {
  public:
   explicit Deliver(nb::object target)
@@ -89,10 +90,10 @@ class Deliver final : public Continuation {
     delete this;
   }
 
-  // Torch's future may have got callbacks and children of its own meanwhile, which nobody else would ever run.
+  // Fails torch's future, which may have callbacks and children of its own by now: otherwise they would never run.
   void abandon() noexcept override {
     if (!is_finalizing() && !is_forked_child()) {
-      const nb::error_scope raised_already;  // this may be inside the destructor of any object
+      const nb::error_scope raised_already;  // this may run inside the destructor of any object
       fail_target(make_error("InvalidStateError",
                              "the CUDAFuture that this one follows was dropped before anybody completed it"));
     }
@@ -114,12 +115,12 @@ class Deliver final : public Continuation {
   }
 
   void deliver(Future& source) {
-    const CallbackOrder order(CallbackOrder::by_completion());  // of the callbacks that torch's future has
-    if (source.state() != State::completed) {                   // torch's future can have no events then
+    const CallbackOrder order(CallbackOrder::by_completion());  // for the callbacks of torch's future
+    if (source.state() != State::completed) {                   // torch's future cannot have events then
       fail_target(exception_of(source));
       return;
     }
-    // Torch records its events here, and tells the allocator itself who waits for the value.
+    // Here torch records its events, and tells the allocator about consumers of the value.
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
     if (stands(Edge::to_torch_stream)) source.events().block_current_streams();
     if (is_known_to_torch(source)) {
@@ -136,9 +137,9 @@ class Deliver final : public Continuation {
                        [&](c10::Device d) { return std::find(known.begin(), known.end(), d) != known.end(); });
   }
 
-  // A device got its context after torch's future was made, which therefore does not know it. Torch refuses such a
-  // value, unless it is given the storages that it has to order: those on the other devices, because here the host has
-  // waited.
+  // Completes torch's future when a device got its context after that future was created, so the future does not know
+  // the device. Torch refuses such a value unless it gets the storages to order. These are the storages on the other
+  // devices, because the host has waited here.
   void set_result_on_known_devices(Future& source) {
     const std::vector<c10::Device>& known = native_->devices();
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
@@ -172,13 +173,13 @@ class Deliver final : public Continuation {
 
 }  // namespace
 
-// Asked before the conduit: a conduit that leads nowhere costs more than all the rest.
+// Checked before the conduit: a conduit for an unrelated object costs more than everything else.
 bool is_torch_future(nb::handle object) {
   static Imported future_class{"torch._C", "Future"};
   return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(future_class().ptr())) != 0;
 }
 
-// Runs inside torch's callback: the current streams are ordered after the value. Of a failure torch keeps no events.
+// Called inside torch's callback: the current streams are ordered after the value. Torch keeps no events of a failure.
 EventSet record_devices(const TorchFuture& source) {
   if (source.devices().empty() || source.hasError() || !stands(Edge::from_torch_record)) return {};
   return EventSet::record(source.devices());
@@ -189,7 +190,7 @@ void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_
   const TorchFuturePtr source = wrapper.fut;
   source->addCallback([weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, producer = std::move(producer),
                        promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
-    // Here the wrapper that completes it is still alive; later, on the callback thread, it may be gone.
+    // The wrapper that completes it is still alive here; later, on the callback thread, it may be gone.
     const auto alive = weak.lock();
     auto* c = new Unwrap(alive != nullptr ? alive->unwrap_func : unwrap,
                          TorchFuturePtr::unsafe_reclaim_from_nonowning(&done), record_devices(done));
@@ -229,8 +230,8 @@ nb::object to_torch(nb::handle future) {
   const Entry entry;
   refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
-  // Torch takes a stream of every device that it is given, which would make a context there: so it gets the devices
-  // that are in use, and those that are current.
+  // Torch takes a stream of every device that it gets, which would create a context there. So it gets only the devices
+  // in use and the current ones.
   nb::list devices;
   if (core.done()) {
     for (c10::Device device : core.events().devices()) devices.append(device_object(device));

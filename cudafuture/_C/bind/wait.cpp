@@ -22,8 +22,8 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-constexpr milliseconds kSignalInterval{50};  // how long Ctrl-C may have to wait, at most
-constexpr microseconds kSpin{50};            // polling a device without pause pays for about this long
+constexpr milliseconds kSignalInterval{50};  // maximum delay of Ctrl-C
+constexpr microseconds kSpin{50};            // polling without pauses pays off for about this long
 constexpr microseconds kShortPause{25};
 constexpr microseconds kLongPause{200};
 constexpr unsigned long kTimerSlack = 1000;  // nanoseconds
@@ -43,7 +43,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// A wait that would never end because this very thread stands in the way.
+// Raises an error for a wait that would never end because this thread itself blocks the completion.
 void refuse_deadlock(const Future& future) {
   if (!RunningChild::is_on_this_thread(future)) return;
   raise_error("InvalidStateError", "a callback waits for its own result" +
@@ -51,8 +51,8 @@ void refuse_deadlock(const Future& future) {
                                        ", which can only come after it returns; return the value, or use then_async()");
 }
 
-// Threads that nothing interrupts sleep until they are woken; the main thread looks for signals now and then, and the
-// library's own threads for the end of the process.
+// Blocks until the future is done. Threads that cannot be interrupted sleep until they are woken. The main thread
+// checks for signals from time to time, and the library's own threads for the exit of the process.
 bool block(Future& future, const Deadline& deadline) {
   const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {
@@ -81,12 +81,12 @@ bool block(Future& future, const Deadline& deadline) {
   }
 }
 
-// The pauses of a thread between its looks at a device: so short that the end is noticed within 30 us, and so long that
-// a machine with good timers spends a fifth of a core, where a driver that spins takes a whole one. Who has waited for
-// a tenth of a second is told with less haste.
+// The pauses of a thread that polls a device. They are short enough to notice the end within 30 us. They are long
+// enough that, with good timers, polling takes a fifth of a core, where a driver that spins takes a whole one. After a
+// tenth of a second the pauses grow longer.
 class Naps {
  public:
-  // The kernel may lengthen a sleep by the thread's slack, which is 50 us as a rule.
+  // The kernel may lengthen a sleep by the thread's slack, usually 50 us.
   Naps() noexcept : slack_before_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, kTimerSlack); }
   ~Naps() {
     if (slack_before_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_before_));
@@ -105,10 +105,10 @@ class Naps {
 
  private:
   int slack_before_;
-  nanoseconds overslept_{0};  // the last time: what this machine adds to a sleep
+  nanoseconds overslept_{0};  // of the last sleep: the delay that this machine adds
 };
 
-// Polls, because a driver's own blocking call hears neither Ctrl-C nor a timeout.
+// Polls, because a driver's own blocking call reacts neither to Ctrl-C nor to a timeout.
 void poll_devices(Future& future, const Deadline& deadline) {
   const Clock::time_point begin = Clock::now();
   Clock::time_point signals_seen = begin;
@@ -136,8 +136,8 @@ void poll_devices(Future& future, const Deadline& deadline) {
   }
 }
 
-// Wait until the device work behind the events has finished. Inside a capture, or of captured work, the host cannot do
-// so: a completed future refuses then, and a failed one raises its own error without waiting.
+// Waits until the device work behind the events has finished. The host cannot wait inside a capture, or for captured
+// work: a completed future then raises an error, and a failed one raises its own error without waiting.
 void finish_devices(Future& future, const Deadline& deadline) {
   try {
     for (c10::Device device : future.events().devices()) refuse_while_capturing(device);
@@ -149,8 +149,8 @@ void finish_devices(Future& future, const Deadline& deadline) {
   if (!future.events().is_captured()) poll_devices(future, deadline);
 }
 
-// Order the current streams after the future's events. A failed future raises its own error: what a broken device
-// reports here becomes the late error.
+// Orders the current streams after the future's events. A failed future raises its own error: a broken device's error
+// becomes the late error.
 void order_streams(Future& future) {
   if (future.state() == State::completed) {
     order_current_streams(future, memory_of(future));

@@ -23,7 +23,7 @@
 namespace cudafuture::bind {
 namespace {
 
-// Null where torch was built without torch.distributed.
+// Returns null if torch was built without torch.distributed.
 PyTypeObject* work_class() {
   static Imported is_available{"torch.distributed", "is_available"};
   static const bool available = nb::cast<bool>(is_available()());
@@ -44,7 +44,7 @@ void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
   }
 }
 
-// The thread has just left the interpreter to complete torch's future with an object of Python's.
+// Enters the interpreter again: the thread has just left it to complete torch's future with a Python object.
 std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
   if (is_finalizing()) return {};
   const Entry entry;
@@ -65,7 +65,7 @@ EventSet record_work(const std::vector<c10::Device>& devices) {
   return stands(Edge::work_record) ? EventSet::record(devices) : EventSet();
 }
 
-// The value stays as it is in C++; no interpreter is needed.
+// Follows without the interpreter: the value stays in C++.
 void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise,
                      std::shared_ptr<WorkErrors> errors) {
   source->addCallback([promise = std::move(promise), errors = std::move(errors)](TorchFuture& done) {
@@ -79,10 +79,11 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
   });
 }
 
-// Two futures of torch's ProcessGroupNCCL cannot be followed, though their Work is enqueued and can be waited for:
-//   - of a gather, on every rank but the root: it fails at once, since it cannot hold the undefined tensor that stands
-//     for the missing output;
-//   - of a coalesced batch of sends and receives: its events are recorded before the batch is launched.
+// Returns true for the two futures of ProcessGroupNCCL that cannot be followed, although the Work is enqueued and can
+// be waited for:
+//   - a gather's, on every rank except the root: it fails immediately, because it cannot hold the undefined tensor that
+//     represents the missing output;
+//   - a coalesced batch of sends and receives: its events are recorded before the batch is launched.
 bool has_no_usable_future(c10d::Work& work, const TorchFuture& native) {
   if (native.devices().empty() || !native.completed()) return false;
   if (work.retrieveOpType() == c10d::OpType::COALESCED) return true;
@@ -101,8 +102,8 @@ void follow_by_its_wait(c10d::Work& work, const TorchFuture& native, Promise& pr
   }
 }
 
-// The same for the future of a Work that names no devices, although its tensors may be on some: Gloo's, which has made
-// the current streams of its thread wait for its copies. The devices are taken from the value.
+// Follows the future of a Work that names no devices although its tensors may be on some. Gloo's has made the current
+// streams of its thread wait for its copies. The devices are taken from the value.
 void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
   source->addCallback([promise = std::move(promise)](TorchFuture& done) {
     if (done.hasError()) {
@@ -122,7 +123,7 @@ void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promis
 std::vector<at::Tensor> output_of(c10d::Work& work) {
   try {
     return work.result();
-  } catch (const c10::Error&) {  // it has none to show
+  } catch (const c10::Error&) {  // it has no result
     return {};
   }
 }
@@ -143,12 +144,12 @@ void wait_for(c10d::Work& work, Promise& promise) noexcept {
   }
 }
 
-// A Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of the end. Each has a
-// thread of its own, since a bounded pool would deadlock; it is detached, since nothing can wake it.
+// Follows a Work without a future (Gloo's send and recv): only a thread blocked in its wait() learns of its completion.
+// Each has its own thread, since a bounded pool would deadlock. The thread is detached, since nothing can wake it.
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
   try {
     std::thread([work = std::move(work), promise]() mutable {
-      const Entry entry;  // the last owner of a tensor asks for the GIL
+      const Entry entry;  // the last owner of a tensor takes the GIL
       wait_for(*work, *promise);
       promise.reset();
       work.reset();
@@ -158,14 +159,14 @@ void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Prom
   }
 }
 
-// The backends that may carry the Work of a caller who names no group: all that torch knows.
+// Returns the backends that may carry a Work if the caller names no group: all that torch knows.
 BackendsPtr all_backends() {
   static Imported known{"cudafuture.distributed._backends", "of_all_groups"};
   const nb::object backends = call(known());
   return backends.is_none() ? nullptr : nb::cast<BackendsPtr>(backends);
 }
 
-// NCCL's futures are complete when the work is enqueued; a failure after that is an asynchronous one.
+// Adds the async error source: NCCL's futures are complete when the work is enqueued, and failures come later.
 std::shared_ptr<WorkErrors> add_errors(Future& future, c10d::Work& work, const std::optional<Group>& group) {
   const nb::object origin = group ? group->origin : nb::none();
   const std::shared_ptr<WorkErrors> errors = WorkErrors::of(work, group ? group->backends : all_backends(), origin);
@@ -197,13 +198,13 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, const
   }
 }
 
-// A Work whose class is written in Python: its C++ side knows neither how to unwrap an error nor how long Python lives.
+// Follows a Work whose class is written in Python: its C++ side can neither unwrap an error nor tell when Python ends.
 void follow_python_work(nb::handle object, FuturePtr future) {
   nb::object followed;
   try {
     followed = object.attr("get_future")();
   } catch (nb::python_error& e) {
-    if (!e.matches(PyExc_RuntimeError)) throw;  // RuntimeError and NotImplementedError: it has none
+    if (!e.matches(PyExc_RuntimeError)) throw;  // RuntimeError and NotImplementedError: it has no future
   }
   if (followed.is_valid() && is_torch_future(followed)) {
     follow_torch_future(followed, std::move(future), std::make_shared<Foreign>(nb::borrow(object).release().ptr()));
@@ -213,7 +214,7 @@ void follow_python_work(nb::handle object, FuturePtr future) {
   }
 }
 
-// Completes a future with a value that was known before, when the Work behind `parent`, written in Python, is done.
+// Completes a future with a known value when the future of a Work written in Python (`parent`) is done.
 class Substitute final : public Continuation {
  public:
   Substitute(FuturePtr future, nb::object value)

@@ -1,4 +1,4 @@
-// Following a c10d Work: a collective, a send or a recv.
+// Futures that follow a c10d Work: a collective, a send or a recv.
 #pragma once
 
 #include "bind/python.h"
@@ -8,17 +8,17 @@ namespace cudafuture::bind {
 
 bool is_work(nb::handle object);
 
-// `future` completes with the Work's result.
+// Makes `future` complete with the Work's result.
 void follow(nb::handle work, FuturePtr future);
 
 // The group that a Work belongs to.
 struct Group {
   double timeout;        // seconds within which the engine should be done
-  BackendsPtr backends;  // null: none that say whether they have failed
-  nb::object origin;     // words the errors
+  BackendsPtr backends;  // null: none that reports failures
+  nb::object origin;     // rephrases the errors
 };
 
-// `future` completes with `value`.
+// Makes `future` complete with `value`.
 void follow_work(nb::handle work, FuturePtr future, nb::object value, const Group& group);
 
 }  // namespace cudafuture::bind

@@ -26,7 +26,7 @@ const char* name_of(c10d::ErrorType error) {
 
 constexpr char kNoResult[] = ". Its outputs hold no result; go on with a new group, without ranks that are lost";
 
-// Only backends that can say whether they have failed.
+// Returns the backends that can report failures.
 BackendsPtr backends_of(const std::vector<nb::object>& list, bool own) {
   std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends;
   for (const nb::object& one : list) {
@@ -82,7 +82,7 @@ void WorkErrors::fail_with_group(c10d::ErrorType error) {
   fail((what + name_of(error)).c_str());
 }
 
-// Takes what the watchdog has said of this operation.
+// Takes over the watchdog's result for this operation.
 void WorkErrors::decide() noexcept {
   if (error_ != nullptr || has_succeeded() || !result_->completed()) return;
   try {
@@ -132,7 +132,7 @@ bool WorkErrors::confirm() noexcept {
   } else if (backends_->are_own()) {
     fail_with_group(failure);
   } else {
-    return false;  // the watchdog of its group will say
+    return false;  // the watchdog of its group will decide
   }
   return true;
 }

@@ -1,4 +1,4 @@
-// Failures that a backend of c10d reports after an operation was enqueued: NCCL's.
+// Failures that a c10d backend (NCCL) reports after an operation was enqueued.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -18,10 +18,10 @@
 
 namespace cudafuture::bind {
 
-// Backends that say whether they have failed. Not kept alive.
+// Backends that report failures. Not kept alive.
 class Backends {
  public:
-  // `own`: they belong to the group of one operation. Otherwise some of them may, and it is not known which.
+  // `own`: they all belong to the group of one operation. Otherwise only some of them may, and it is unknown which.
   Backends(std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends, bool own)
       : backends_(std::move(backends)), own_(own) {}
 
@@ -34,7 +34,7 @@ class Backends {
 };
 using BackendsPtr = std::shared_ptr<Backends>;
 
-// Becomes a CollectiveError in Python; `origin` words it, if there is one.
+// Becomes a CollectiveError in Python; `origin`, if any, rephrases it.
 class WorkError final : public std::runtime_error {
  public:
   WorkError(const std::string& message, std::shared_ptr<const Foreign> origin)
@@ -47,21 +47,22 @@ class WorkError final : public std::runtime_error {
 
 // The failure of one operation.
 //
-// ProcessGroupNCCL's watchdog works on copies of a Work: the Work that the caller holds learns nothing. The copies
-// share the future of getFutureResult(). The watchdog goes through the pending operations of a group in order. For each
-// it sets that future, then the error of the backend, then aborts all communicators of the group; after that it comes
-// to the next operation, up to a minute later. Meanwhile the streams go on, and the events of the later operations are
-// over. So success is an event that is over while the backend, asked afterwards, has no error: the abort comes later.
+// ProcessGroupNCCL's watchdog works on copies of a Work, so the caller's Work never changes. The copies share the
+// future of getFutureResult(). The watchdog checks the pending operations of a group in order. For each failed one it
+// sets that future, then the backend's error, then aborts all communicators of the group. It reaches the next operation
+// up to a minute later. Meanwhile the streams continue, and the events of the later operations complete. So an
+// operation has succeeded if its event is complete while the backend, asked afterwards, has no error: the abort comes
+// after the error.
 class WorkErrors final : public AsyncErrorSource {
  public:
-  // Null where the backend has no such errors.
+  // Returns null if the backend reports no such errors.
   static std::shared_ptr<WorkErrors> of(c10d::Work& work, BackendsPtr backends, const nb::object& origin);
 
   WorkErrors(c10::intrusive_ptr<c10::ivalue::Future> result, BackendsPtr backends,
              std::shared_ptr<const Foreign> origin)
       : result_(std::move(result)), backends_(std::move(backends)), origin_(std::move(origin)) {}
 
-  // Names the device work of the operation: before its future completes.
+  // Sets the events of the operation's device work, before its future completes.
   void set_events(const EventSet& events) { events_ = events; }
 
   std::exception_ptr error() noexcept override;
@@ -77,7 +78,7 @@ class WorkErrors final : public AsyncErrorSource {
   const BackendsPtr backends_;                            // null: unknown
   const std::shared_ptr<const Foreign> origin_;           // null: none
   EventSet events_;
-  std::mutex mutex_;  // guards what follows; errorMutex_ of the backend is taken under it
+  std::mutex mutex_;  // guards the fields below; errorMutex_ of the backend is taken under it
   std::exception_ptr error_;
   std::atomic<bool> has_succeeded_{false};
 };

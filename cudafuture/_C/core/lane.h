@@ -10,7 +10,7 @@
 //
 // A lane may take part in the order of issue. Each of its callbacks then has a position there until it has run.
 //
-// Lock: mutex_ guards the queue; no other lock is taken under it.
+// Lock: mutex_ guards the queue; under it, enrol() takes the lock of the order of issue, and no other lock is taken.
 #pragma once
 
 #include <cstdint>
