@@ -7,7 +7,7 @@
 namespace cudafuture::storage {
 namespace {
 
-// Returns whether a record at the place of an entry belongs to a key that shares the entry.
+// Returns true if a record at the place of an entry belongs to a key that shares the entry.
 bool is_of(const Record& record, const Entry& entry) {
   return record.size == entry.size() && record.shape == entry.shape && record.seed == entry.seed &&
          record.digest == entry.digest && record.has_digest == entry.has_digest;

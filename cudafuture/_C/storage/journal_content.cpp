@@ -94,7 +94,7 @@ void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const S
   std::uint64_t gap = at;
   const auto note_gap = [&](std::uint64_t until) {
     if (gap == until) return;
-    // Where only the header of a batch is damaged no record is missing.
+    // If only the header of a batch is damaged, no record is missing.
     const bool begins_batch = gap == begin || batch_magic_at(content, gap);
     if (!begins_batch || until == end || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
   };

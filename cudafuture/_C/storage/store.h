@@ -77,7 +77,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   std::uint64_t trim() noexcept { return slabs_->trim(); }
   void forget(const std::vector<std::string>& keys) {
     index_.forget(keys);
-  }  // of a store that is only read: nothing changes on the disk
+  }  // for a read-only store: nothing changes on the disk
   const Recovery& recovery() const noexcept { return recovery_; }
 
   FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended
