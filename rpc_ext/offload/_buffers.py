@@ -1,4 +1,4 @@
-"""Buffers for the data of messages, from a pool of each sender."""
+"""Buffers for the data of messages; each sender has a pool."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["SendBuffers", "offload_thread"]
 _LEAST = 1 << 16  # bytes from which on a buffer of a pool costs less than new memory
 
 offload_thread = executors.serial("offload")
-"""The thread on which offload goes on when a buffer was freed or a store is done. A callback of the program that blocks
-the library's callback thread stalls no client and no service."""
+"""The thread that continues operations when a buffer is freed or the store completes. It is not the library's callback
+thread: a callback of the program that blocks that thread stalls no client and no service."""
 
 
 class SendBuffers:
     """Buffers that one sender fills for one receiver: a client for its service, or a session for its client.
 
-    A receiver that takes nothing holds up no other one. A buffer is in use until its message has been sent, also when
-    the request has timed out before. A message takes one buffer and waits for nothing that needs another, so messages
-    that hold buffers always make progress.
+    A slow receiver does not block the others. A buffer is in use until its message has been sent, even if the request
+    times out before. A message takes one buffer and waits for nothing that needs another, so messages that hold
+    buffers always make progress.
 
     Args:
-        nbytes: of the pool.
+        nbytes: size of the pool.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._pool = BufferPool(nbytes, pin=False)
 
     def take(self, nbytes: int, seconds: float = 0.0) -> CUDAFuture[torch.Tensor]:
-        """Return a future of `nbytes` bytes that are not initialized, in a storage of their own.
+        """Return a future of `nbytes` uninitialized bytes in a storage of their own.
 
-        The future fails with TimeoutError when it has waited for `seconds` (0: no limit), and with InvalidStateError
-        when the buffers are closed.
+        The future fails with TimeoutError after `seconds` (0: no limit), and with InvalidStateError when the buffers
+        are closed.
         """
         if nbytes < _LEAST:
             return CUDAFuture.completed(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
@@ -51,7 +51,7 @@ class SendBuffers:
         return future
 
     def close(self) -> None:
-        """Fail the futures that wait."""
+        """Fail the pending futures."""
         self._pool.close()
 
 
@@ -65,7 +65,7 @@ def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> Non
 
 
 def _tensor_of(taken: CUDAFuture[Buffer]) -> torch.Tensor:
-    """Return the tensor of a buffer, which is released when the tensor is dropped."""
+    """Return the tensor of a buffer. The buffer is released when the tensor is dropped."""
     if taken.cancelled():
         raise TimeoutError("no buffer was free in time")
     with taken.value() as buffer:

@@ -1,7 +1,7 @@
 """The services of this process, and the functions that their clients call.
 
-A client begins, ends and asks for keys by calls of these functions; its reads and writes come as messages of a channel:
-to the native service, and to ``RequestHandler.handle`` where that cannot take them.
+A client calls these functions to begin and end its session and to query keys. Its reads and writes arrive as messages
+of a channel: at the native service, or at ``RequestHandler.handle`` if the native service cannot take them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 CHANNEL = 1
-"""number of the channel on which the requests come"""
+"""number of the channel that carries the requests"""
 
 _services: dict[str, RequestHandler] = {}
-_lock = threading.Lock()  # guards them; a leaf
+_lock = threading.Lock()  # guards _services; a leaf
 
 
 def has_service(name: str) -> bool:
-    """Return whether there is a service of a name."""
+    """Return whether a service has this name."""
     return name in _services
 
 
 def add_service(handler: RequestHandler) -> bool:
-    """Register a service under its name; return False where there is one of that name."""
+    """Register a service under its name; return False if the name is in use."""
     with _lock:
         if _services.setdefault(handler.name, handler) is not handler:
             return False
@@ -61,10 +61,10 @@ def remove_service(handler: RequestHandler) -> None:
 
 
 def find_service(name: object) -> RequestHandler:
-    """Return the service of this process with a name.
+    """Return the service with this name.
 
     Raises:
-        InvalidStateError: there is none.
+        InvalidStateError: this process has no such service.
     """
     with _lock:
         found = _services.get(name) if isinstance(name, str) else None
@@ -89,17 +89,17 @@ def keys(name: str, token: bytes) -> list[str]:
 
 
 def stat(name: str, token: bytes, key: str) -> Entry:
-    """Return dtype, shape and bytes of a key."""
+    """Return dtype, shape and size of a key."""
     return find_service(name).stat(token, key)
 
 
 def find(name: str, token: bytes, keys: list[str]) -> list[Entry | None]:
-    """Return dtype, shape and bytes of many keys."""
+    """Return dtype, shape and size of many keys."""
     return find_service(name).find(token, keys)
 
 
 def trim(name: str, token: bytes) -> int:
-    """Remove the files that hold nothing."""
+    """Remove the empty files of the store."""
     return find_service(name).trim(token)
 
 
@@ -108,7 +108,7 @@ def _handle(body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
 
 
 def _close_all() -> None:
-    """Close all services: RPC of this process has ended."""
+    """Close all services. Called when RPC of this process has ended."""
     with _lock:
         ended = list(_services.values())
         _services.clear()

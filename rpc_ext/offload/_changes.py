@@ -1,4 +1,4 @@
-"""Writes and deletions of the client: requests, and the messages in which they travel."""
+"""Writes and deletions of the client: requests and their messages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GAP = torch.zeros(wire.LINE, dtype=torch.uint8)
 
 
 class WriteRequest(Request):
-    """A tensor to be written.
+    """Write of one tensor.
 
     Args:
-        source: of the bytes.
-        expected: the digest that they must have; None: any.
+        source: source of its bytes.
+        expected: digest that the bytes must have; None: any.
     """
 
     def __init__(self, key: str, source: Source, expected: int | None, operation: Operation, index: int) -> None:
@@ -38,7 +38,7 @@ class WriteRequest(Request):
         self.holds = int(self._is_on_device)
 
     def copy_to_host(self, window: Window) -> None:
-        """Copy a small tensor from its device, which the request waits for. Called once it was submitted."""
+        """Copy a small tensor from its device; the request waits for the copy. Called after the request is submitted."""
         if self._is_on_device:
             part = self.source.part(0, self.nbytes)
             assert isinstance(part, CUDAFuture)
@@ -68,12 +68,12 @@ class WriteRequest(Request):
         self.source.release()
 
     def put(self, part: int, at: int, length: int, found: int) -> wire.Put:
-        """Return the entry of a part whose bytes are at a place of the message's data."""
+        """Return the entry of a part whose bytes begin at `at` in the message's data."""
         return wire.Put(*super().entry(), self.dtype, self.shape, self.nbytes, part, at, length, found)
 
 
 class WriteBatch(Message):
-    """Small tensors, copied side by side into one buffer."""
+    """Message with small tensors, which are copied side by side into one buffer."""
 
     verb = wire.PUT
     is_batch = True
@@ -144,7 +144,7 @@ class WriteBatch(Message):
 
 
 class WritePart(Message):
-    """A tensor that travels alone, or one part of it."""
+    """Message with one tensor, or one part of it."""
 
     verb = wire.PUT
     _data: torch.Tensor | None = None
@@ -198,18 +198,18 @@ class WritePart(Message):
 
 
 class DeleteRequest(Request):
-    """A key to be deleted."""
+    """Deletion of one key."""
 
     def __init__(self, key: str, operation: Operation, index: int) -> None:
         super().__init__(wire.DELETE, key, operation, index, 0)
 
     def batch(self, window: Window, requests: list[Request]) -> Message:
-        """Return a message of keys."""
+        """Return a message that deletes keys."""
         return DeleteBatch(window, requests, 0)
 
 
 class DeleteBatch(Message):
-    """Keys to be deleted."""
+    """Message that deletes keys."""
 
     verb = wire.DELETE
     is_batch = True

@@ -1,8 +1,8 @@
-"""End the sessions of clients at offload services: at once, or later where that is not possible.
+"""Ends of the clients' sessions at offload services, sent at once or later by the timer thread.
 
-A service does not notice that a client is gone while the client's process lives. So the ends of dropped clients, and
-ends that did not reach the service, are noted; the timer thread sends them until they arrive, or until the RPC session
-in which the client began has ended.
+A service cannot detect that a client was dropped while the client's process lives. So this module records the ends of
+dropped clients, and ends that did not reach the service. The timer thread sends them until they arrive, or until the RPC
+session in which the client began has ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rpc_ext.session import Session, current
 
 __all__ = ["begin", "end", "note"]
 
-_INTERVAL = 0.5  # seconds between two looks
-_PATIENCE = 10.0  # seconds that the service has to answer
+_INTERVAL = 0.5  # seconds between two calls of ``look``
+_PATIENCE = 10.0  # seconds to wait for the reply of the service
 
 _Begun = weakref.ref[Session]  # the RPC session in which a client began: a later one may have a worker of the same name
 _End = tuple[_Begun, str, str, bytes]  # session, worker, service, token
@@ -32,25 +32,25 @@ _End = tuple[_Begun, str, str, bytes]  # session, worker, service, token
 
 class _Ends:
     def __init__(self) -> None:
-        self._noted: queue.SimpleQueue[_End] = queue.SimpleQueue()  # a garbage collection may put things here
+        self._noted: queue.SimpleQueue[_End] = queue.SimpleQueue()  # finalizers put ends here
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._open = 0
 
     def begin(self) -> None:
-        """Count a client whose end has to be told."""
+        """Count a client whose end has to be sent."""
         with self._lock:
             self._open += 1
         _timer.schedule(self, time.perf_counter() + _INTERVAL)
 
     def end(self, begun: _Begun, worker: str, name: str, token: bytes, timeout: float) -> None:
-        """Send the end of a client, and wait for the reply; send it later where this thread may not wait."""
+        """Send the end of a client and wait for the reply, or send it later if this thread must not block."""
         if not _is_current(begun):
             self._forget()
             return
         try:
             with expect_free_thread("RemoteOffloader.close()"):
                 pass
-        except InvalidStateError:  # no other thread of this worker is free to bring the answer
+        except InvalidStateError:  # no other thread of this worker is free to deliver the reply
             self.note(begun, worker, name, token)
             return
         try:
@@ -66,11 +66,11 @@ class _Ends:
             self._forget()
 
     def note(self, begun: _Begun, worker: str, name: str, token: bytes) -> None:
-        """Send the end of a client later. Takes no lock: this is called where garbage is collected."""
+        """Send the end of a client later. Takes no lock, because finalizers call it."""
         self._noted.put((begun, worker, name, token))
 
     def look(self, now: float) -> float | None:
-        """Tell what was noted."""
+        """Send the recorded ends. Called by the timer thread."""
         noted = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -108,7 +108,7 @@ class _Ends:
 
 
 def _is_current(begun: _Begun) -> bool:
-    """Return whether a session is this process's session now."""
+    """Return whether a session is the current session of this process."""
     try:
         return current() is begun()
     except InvalidStateError:

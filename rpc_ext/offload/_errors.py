@@ -1,6 +1,6 @@
-"""Errors of an offload: as they travel, and in the words of its client, with its key and the worker.
+"""Errors of an offload service: their form in messages, and their form for the client, with its key and the worker.
 
-An error travels as a problem: kind, message, path, errno, offset, wanted, got; see ``cudafuture.errors.StorageError``.
+A message carries an error as a problem: kind, message, path, errno, offset, wanted, got (``errors.StorageError``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cudafuture.errors import (
 
 __all__ = ["error_from", "for_client", "named", "no_such_key", "problem_of", "raise_problem"]
 
-# By kind, from 1 on, as the native half has them. Other errors travel as the last one.
+# By kind, from 1 on, in the order of the native half. Errors of other classes become the last one.
 _CLASSES: tuple[type[Exception], ...] = (
     StorageError,
     ChecksumError,
@@ -34,12 +34,12 @@ _CLASSES: tuple[type[Exception], ...] = (
     MemoryError,
     RuntimeError,
 )
-# In the words of a store, which has names of its own for the client's keys, and knows pieces of tensors.
+# The store's message, which counts bytes of pieces; the client counts bytes of tensors.
 _SIZE = re.compile(r"^no room for \d+ bytes( in one piece)?")
 
 
 def problem_of(error: BaseException) -> tuple[Any, ...]:
-    """Return an error as it travels."""
+    """Return the problem of an error."""
     for kind in (2, 3, 4, 1, 5, 6, 7, 8, 9):  # subclasses first
         if isinstance(error, _CLASSES[kind - 1]):
             break
@@ -66,12 +66,12 @@ def raise_problem(problem: tuple[Any, ...]) -> NoReturn:
 
 
 def no_such_key(key: str) -> NotFoundError:
-    """Return the error of a key that is not there."""
+    """Return the error of a missing key."""
     return NotFoundError(f"there is no key '{key}'")
 
 
 def for_client(key: str, error: BaseException, nbytes: int) -> BaseException:
-    """Return a store's error for a client that writes a tensor of `nbytes` under `key`. The copy has no traceback."""
+    """Return a copy of a store's error for the client that writes `nbytes` under `key`, without a traceback."""
     told = copy_of(error)
     vars(told).pop("__notes__", None)  # they name futures of the store
     if isinstance(told, QuotaError):
@@ -81,12 +81,12 @@ def for_client(key: str, error: BaseException, nbytes: int) -> BaseException:
 
 
 def named(error: BaseException, what: str, worker: str) -> BaseException:
-    """Return an error that says of which key and worker it is. Never raises."""
+    """Annotate an error with the key and the worker; return the copy. Never raises."""
     if isinstance(error, WorkerLostError):
         return WorkerLostError(f"{what}: {error}", worker=worker)
     if type(error) is TimeoutError:
         return TimeoutError(f"{what}: {error}")
-    with contextlib.suppress(Exception):  # others may have failed with the same one; but some cannot be copied
+    with contextlib.suppress(Exception):  # other operations may share the error; some errors cannot be copied
         error = copy_of(error).with_traceback(error.__traceback__)
     with contextlib.suppress(Exception):  # of a class whose attributes cannot be set
         noted: Any = error  # Python 3.10 has no add_note

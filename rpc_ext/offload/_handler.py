@@ -1,7 +1,7 @@
-"""The request handler of an offload service: its native half handles requests, this one the sessions and the calls.
+"""The request handler of an offload service. Its native half handles requests; this half handles sessions and calls.
 
-A request reaches ``RequestHandler.handle`` only where the native half cannot take it: it makes no sense, or its session
-is not known or not watched. Parts of large tensors, and operations that a client gave up, come to ``_handle_slow``.
+The native half passes a request to ``RequestHandler.handle`` if the request is malformed, or its session is unknown or
+not watched. It passes parts of large tensors, and operations that a client abandoned, to ``_handle_slow``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 
 class RequestHandler:
-    """Handles the requests of one service.
+    """The request handler of one service.
 
     Args:
-        name: of the service.
-        store: of the service.
-        memory: bytes of requests that may be in flight.
-        clients: that may have a session.
+        name: name of the service.
+        store: store of the service.
+        memory: most bytes of requests in flight.
+        clients: most clients with a session.
         namespace_capacity: bytes of each namespace; None: no limit.
         patience: seconds of silence after which a client is lost.
     """
@@ -59,7 +59,7 @@ class RequestHandler:
         self.native.handle(body, tensors, self.session(token).native, reply.native)
 
     def _handle_slow(self, found: tuple[Any, ...], native_reply: _C.Reply) -> None:
-        """Handle a part of a large tensor, or operations that the client gave up. Raises nothing."""
+        """Handle a part of a large tensor, or operations that the client abandoned. Raises nothing."""
         request, reply = wire.Request(*found), Reply(native_reply)
         try:
             session = self.session(request.token)
@@ -72,7 +72,7 @@ class RequestHandler:
             reply.send(*wire.pack_answer(request.verb, len(problems), problems))
 
     def _abandon(self, session: ClientSession, request: wire.Request, reply: Reply) -> None:
-        """Give up operations that the client gave up, so that nothing waits for them."""
+        """Drop operations that the client abandoned, so that no other operation waits for them."""
         entries: list[Any] = request.entries
         for sequence, _, _, key in entries:
             session.native.drop(sequence)
@@ -95,27 +95,27 @@ class RequestHandler:
         try:
             session.uploads.put(entry, data, end)
         except BaseException as e:
-            e.__traceback__ = e.__context__ = None  # the uploads keep it, and its frames have the data
+            e.__traceback__ = e.__context__ = None  # the uploads keep the error, and its frames hold the data
             self.native.count(refused=isinstance(e, ValueError))
             self.native.count_out(session.native, *counted)
             reply.send(*wire.pack_answer(wire.PUT, 1, [(0, problem_of(for_client(entry.key, e, entry.nbytes)))]))
 
     def _refusal(self, entry: wire.Put, error: BaseException) -> tuple[Any, ...]:
-        """Return the problem of a part that was not written, for the client."""
+        """Return the problem of a part that was not written, in its form for the client."""
         if not isinstance(error, ChecksumError):
             return problem_of(for_client(entry.key, error, entry.nbytes))
         self.native.count(refused=1)
-        why = f"key '{entry.key}': the {entry.length} bytes that have come are not those that were sent"
+        why = f"key '{entry.key}': the {entry.length} received bytes are not those that were sent"
         return problem_of(ChecksumError(why))
 
     # ---- calls
 
     def begin(self, token: object, namespace: str | None, client: str, sent: object) -> tuple[int, bool]:
-        """Begin the session of a client; see ``Sessions.begin``. Return its window in bytes, and ``durable``.
+        """Begin the session of a client; return its window in bytes, and ``durable``. See ``Sessions.begin``.
 
         Raises:
-            AuthenticationError: there is no worker of the client's name.
-            ValueError: the token has another length, or `sent` is not a time.
+            AuthenticationError: no worker has the client's name.
+            ValueError: the token has a wrong length, or `sent` is not a time.
         """
         self._checked(lambda: _expect_client(token, client, sent))
         assert isinstance(token, bytes)
@@ -136,7 +136,7 @@ class RequestHandler:
         return self.session(token).namespace.keys()
 
     def stat(self, token: object, key: object) -> Entry:
-        """Return dtype, shape and bytes of a key."""
+        """Return dtype, shape and size of a key."""
         session = self.session(token)
         self._checked(lambda: wire.expect_key(key))
         try:
@@ -146,7 +146,7 @@ class RequestHandler:
         return Entry(str(key), found.dtype, found.shape, found.nbytes)
 
     def find(self, token: object, keys: object) -> list[Entry | None]:
-        """Return dtype, shape and bytes of many keys; None where there is no such key."""
+        """Return dtype, shape and size of many keys; None for a missing key."""
         session = self.session(token)
         names = self._checked(lambda: _expect_keys(keys))
         found = self.store.snapshots([session.namespace.prefix + key for key in names])
@@ -156,7 +156,7 @@ class RequestHandler:
         ]
 
     def trim(self, token: object) -> int:
-        """Remove the files that hold nothing; return their bytes."""
+        """Remove the empty files of the store; return their size."""
         self.session(token)
         return self.store.trim()
 
@@ -169,13 +169,13 @@ class RequestHandler:
     # ---- counts
 
     def statistics(self) -> OffloadServiceStatistics:
-        """Return the counts so far."""
+        """Return the statistics so far."""
         return OffloadServiceStatistics(
             clients=len(self._sessions), namespaces=self._sessions.namespaces, **self.native.statistics()
         )
 
     def _checked(self, check: Callable[[], T]) -> T:
-        """Return the result of a check; count the requests that it refuses."""
+        """Return the result of a check; count a failed check as a refused request."""
         try:
             return check()
         except (ValueError, TypeError, AuthenticationError):
@@ -184,7 +184,7 @@ class RequestHandler:
 
 
 def _expect_client(token: object, client: str, sent: object) -> None:
-    if client not in current().workers:  # nobody would notice when it is gone
+    if client not in current().workers:  # its loss could not be detected
         raise AuthenticationError(f"there is no worker {client!r}")
     if not isinstance(token, bytes) or len(token) != wire.TOKEN:
         raise ValueError(f"a client names its session by {wire.TOKEN} bytes")

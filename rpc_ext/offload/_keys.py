@@ -1,4 +1,4 @@
-"""Questions of a client about keys, which concern no tensor's bytes."""
+"""Queries of a client about keys."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RemoteKeys:
     _token: bytes
     _timeout: float
     _closed: bool
-    _asked: set[CUDAFuture[Any]]  # what close() waits for, beside reads and writes
+    _asked: set[CUDAFuture[Any]]  # queries in flight, which close() waits for
 
     def keys(self) -> list[str]:
-        """Return all keys of the namespace, in the order in which they were written last. Waits for the service.
+        """Return all keys of the namespace, as ``Offloader.keys``. Blocks until the service has replied.
 
         >>> from rpc_ext import RemoteOffloader, serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -52,10 +52,7 @@ class RemoteKeys:
         return len(self.keys())
 
     def stat(self, key: str) -> Entry:
-        """Return what is known of a key. Asks the service, and waits.
-
-        Raises:
-            NotFoundError: there is no such key.
+        """Return dtype, shape and size of a key, as ``Offloader.stat``. Blocks until the service has replied.
 
         >>> import torch
         >>> from rpc_ext import RemoteOffloader, serve_offload
@@ -69,7 +66,7 @@ class RemoteKeys:
         return rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf)
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
-        """Return a future of what is known of each key, None where there is no such key.
+        """Return a future of the entries of many keys, None for each missing key; see ``Offloader.find``.
 
         >>> import torch
         >>> from rpc_ext import RemoteOffloader, serve_offload
@@ -101,7 +98,7 @@ class RemoteKeys:
         return self._ask("list keys", calls.keys)
 
     def trim(self) -> int:
-        """Remove the files of the service in which nothing is, and return their bytes. Asks the service, and waits.
+        """Remove the empty files of the service, as ``Offloader.trim``. Blocks until the service has replied.
 
         >>> from rpc_ext import RemoteOffloader, serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -112,7 +109,7 @@ class RemoteKeys:
         return rpc_sync(self._worker, calls.trim, (self._name, self._token), timeout=self._timeout or math.inf)
 
     def _ask(self, what: str, fn: Callable[..., T], *args: Any) -> CUDAFuture[T]:
-        """Ask the service for what concerns no tensor."""
+        """Call a function of the service; return the future of its result."""
         self._expect_open()
 
         def answer(done: CUDAFuture[T]) -> T:

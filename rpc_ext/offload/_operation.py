@@ -1,4 +1,4 @@
-"""The operations of one client: the futures that its user holds, and what has come of them."""
+"""The operations of one client: their futures and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _TRUE = torch.tensor(True)
 
 
 class Operation:
-    """One call of the user: it ends when all of its keys have, with the error of the first that failed.
+    """One call of the user. It is done when all of its keys are, with the error of the first key that failed.
 
     Args:
-        operations: of the client.
-        kind: of the call.
-        keys: one request each.
-        nbytes: of a write.
-        priority: of the future.
-        released: of a write; see ``CUDAFuture.released``.
-        written: of a write: receives True for each key that was written.
-        gives_list: whether the value of a read is a list.
-        digests: of a read: a tensor that receives the digests of the targets.
+        operations: operations of the client.
+        kind: kind of the call.
+        keys: keys, with one request each.
+        nbytes: size of a write.
+        priority: priority of the future.
+        released: future of a write; see ``CUDAFuture.released``.
+        written: tensor that receives True for each key that was written.
+        gives_list: True if the value of a read is a list.
+        digests: tensor that receives the digests of a read, and the targets.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Operation:
         self.future: CUDAFuture[Any] = CUDAFuture(
             name=f"{kind} {name}", priority=priority, executor=executors.callback_thread
         )
-        self.future.set_running_or_notify_cancel()  # its memory is in use: it cannot be cancelled
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled while its memory is in use
         if released is not None:
             self.future.released = released
         self.since = time.perf_counter_ns()
@@ -68,7 +68,7 @@ class Operation:
         operations.begin(self)
 
     def end(self, index: int, value: Any, error: BaseException | None = None) -> None:
-        """Take the outcome of one key. A future of a tensor on a device is its outcome when it is done."""
+        """Record the outcome of one key. A future as `value` is a tensor on a device: its outcome counts."""
         if isinstance(value, CUDAFuture):
             with self._lock:
                 self._on_devices.append(value)
@@ -101,7 +101,7 @@ class Operation:
         try:
             if error is None:
                 value, nbytes = self._outcome()
-        except Exception as e:  # the caller's tensor for the digests was resized, say
+        except Exception as e:  # for example, the caller has resized the tensor for the digests
             error = e
         self._values = []
         self._operations.count(self, nbytes, error)
@@ -115,7 +115,7 @@ class Operation:
         self._operations.end(self, error)
 
     def _outcome(self) -> tuple[Any, int]:
-        """Return the value of the future, and the bytes that were written or read."""
+        """Return the value of the future, and the number of bytes written or read."""
         if self.kind == "write":
             return self._nbytes, self._nbytes
         if self.kind == "delete":
@@ -130,7 +130,7 @@ class Operation:
 
 
 class _Flush:
-    """A future that is done when a number of operations are; it has the error of the first that failed."""
+    """A future that is done when a number of operations are, with the error of the first that failed."""
 
     def __init__(self, count: int) -> None:
         self.future: CUDAFuture[None] = CUDAFuture(name="flush", executor=executors.callback_thread)
@@ -145,7 +145,7 @@ class _Flush:
 
 
 class Operations:
-    """The operations of one client that are not done, and counts of those that are."""
+    """The pending operations of one client, and the counts of those that are done."""
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -161,7 +161,7 @@ class Operations:
             self._pending[operation] = []
 
     def count(self, operation: Operation, nbytes: int, error: BaseException | None) -> None:
-        """Count what came of an operation, before its future is done."""
+        """Count the outcome of an operation, before its future is done."""
         with self._lock:
             self._latencies.add(time.perf_counter_ns() - operation.since)
             self._failed += error is not None
@@ -180,7 +180,7 @@ class Operations:
             flush.complete()
 
     def flush(self, *, with_reads: bool) -> CUDAFuture[None]:
-        """Return a future that is done when the pending operations are: all, or the writes and deletions."""
+        """Return a future that is done when the pending operations are: all, or only writes and deletions."""
         with self._lock:
             waited = [flushes for each, flushes in self._pending.items() if with_reads or each.kind != "read"]
             flush = _Flush(len(waited))
@@ -191,7 +191,7 @@ class Operations:
         return flush.future
 
     def statistics(self, in_flight: int, waiting: int, window: int) -> RemoteOffloaderStatistics:
-        """Return the counts, with those of the client's window."""
+        """Return the statistics, including those of the client's window."""
         with self._lock:
             return RemoteOffloaderStatistics(
                 pending=len(self._pending),

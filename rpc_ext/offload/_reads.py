@@ -1,4 +1,4 @@
-"""Reads of the client: requests, and the messages in which they travel."""
+"""Reads of the client: requests and their messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rpc_ext.offload._window import DONE, Message, Request, Window
 
 __all__ = ["ReadRequest"]
 
-_GUESS = wire.PACK // 128  # bytes that a tensor of unknown size counts for, among those that are read together
+_GUESS = wire.PACK // 128  # bytes that a tensor of unknown size counts for in a batch
 
 
 class ReadRequest(Request):
-    """A tensor to be read. The service answers with its beginning, and keeps the tensor until the rest was fetched.
+    """Read of one tensor. The service replies with its first part, and keeps the tensor until the rest is fetched.
 
     Args:
-        target: of the bytes.
+        target: target of its bytes.
         wants_digest: True to compute the digest of the tensor for the caller.
     """
 
@@ -34,13 +34,13 @@ class ReadRequest(Request):
         self._target: Target | None = target  # None: the request is done
 
     def messages(self, window: Window) -> list[Message] | None:
-        """Return a message of its own for a tensor that is known to be large."""
+        """Return a message with this request alone if the tensor is known to be large."""
         if self.nbytes is None or self.nbytes < wire.LARGE:
             return None
         return [ReadBatch(window, [self], min(wire.PIECE, self.nbytes))]
 
     def batch(self, window: Window, requests: list[Request]) -> Message:
-        """Return a message of tensors that are small, or of unknown size."""
+        """Return a message for tensors that are small or of unknown size."""
         message = ReadBatch(window, requests, 0)
         message.is_batch = True
         sizes = (request.nbytes for request in message.requests)
@@ -48,7 +48,7 @@ class ReadRequest(Request):
         return message
 
     def found(self, window: Window, found: wire.Found, data: torch.Tensor) -> list[int]:
-        """Take the beginning of the tensor. Return the parts that are to be fetched."""
+        """Take the first part of the tensor; return the parts to fetch."""
         with self._lock:
             target = self._target
             if target is None:
@@ -70,7 +70,7 @@ class ReadRequest(Request):
         return sorted(self._left)
 
     def take_part(self, window: Window, part: int, data: torch.Tensor, expected: int) -> None:
-        """Take a part; with the last one the tensor is there."""
+        """Take a part; end the request with the last one."""
         at = part * wire.PIECE
         with self._lock:
             target = self._target
@@ -86,7 +86,7 @@ class ReadRequest(Request):
         window.end(self, value)
 
     def _expect_whole(self, target: Target) -> None:
-        """Raise ChecksumError unless the parts make up the tensor that was written."""
+        """Raise ChecksumError unless the parts together have the digest in the store."""
         if self._digest is None:
             return
         target.digest = self._digest.value()
@@ -95,23 +95,23 @@ class ReadRequest(Request):
             raise ChecksumError(f"key {self.key!r}: its {nbytes} bytes on the disk are not those that were written")
 
     def drop(self) -> None:
-        """Release the target. Nothing is filled any more when this returns."""
+        """Release the target. No thread fills it after this returns."""
         with self._lock:
             self._target = None
 
     def length(self, part: int) -> int:
-        """Return the bytes of a part."""
+        """Return the size of a part in bytes."""
         return min(wire.PIECE, self._found.nbytes - part * wire.PIECE)
 
 
 def expect_received(key: str, found: int, expected: int) -> None:
-    """Raise ChecksumError unless bytes that came have the digest under which they were sent."""
+    """Raise ChecksumError unless received bytes have the digest under which they were sent."""
     if found != expected:
-        raise ChecksumError(f"key {key!r}: the bytes that have come are not those that were sent")
+        raise ChecksumError(f"key {key!r}: the received bytes are not those that were sent")
 
 
 class ReadBatch(Message):
-    """Tensors to be read."""
+    """Message that reads tensors."""
 
     verb = wire.GET
 
@@ -134,7 +134,7 @@ class ReadBatch(Message):
                 expect_received(request.key, checksum, found.digest)
                 parts = request.found(self.window, found, wire.data_of(answer.data, found))
                 rest += [(request, part) for part in parts if request.state is not DONE]
-            except Exception as e:  # the others have come all the same
+            except Exception as e:  # this fails one request; the others have their data
                 self.window.end(request, None, e.with_traceback(None))
                 self.window.abandon(request)
         if rest:
@@ -142,7 +142,7 @@ class ReadBatch(Message):
 
 
 def _fetches(window: Window, parts: list[tuple[ReadRequest, int]]) -> list[Message]:
-    """Return the messages that fetch parts: large ones alone, small ones together."""
+    """Return the messages that fetch parts: large parts alone, small parts together."""
     messages: list[Message] = []
     together: list[tuple[ReadRequest, int]] = []
     nbytes = 0
@@ -158,7 +158,7 @@ def _fetches(window: Window, parts: list[tuple[ReadRequest, int]]) -> list[Messa
 
 
 class FetchParts(Message):
-    """Parts of tensors that earlier requests have found."""
+    """Message that fetches parts of tensors that earlier requests have found."""
 
     verb = wire.FETCH
 
