@@ -38,7 +38,7 @@ class WriteRequest(Request):
         self.holds = int(self._is_on_device)
 
     def copy_to_host(self, window: Window) -> None:
-        """Copy a small tensor from its device; the request waits for the copy. Called after the request is submitted."""
+        """Copy a small tensor from its device; the request waits for the copy. Called after ``Window.submit``."""
         if self._is_on_device:
             part = self.source.part(0, self.nbytes)
             assert isinstance(part, CUDAFuture)

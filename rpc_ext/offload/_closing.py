@@ -1,8 +1,8 @@
 """Ends of the clients' sessions at offload services, sent at once or later by the timer thread.
 
 A service cannot detect that a client was dropped while the client's process lives. So this module records the ends of
-dropped clients, and ends that did not reach the service. The timer thread sends them until they arrive, or until the RPC
-session in which the client began has ended.
+dropped clients, and ends that did not reach the service. The timer thread sends them until they arrive, or until the
+RPC session in which the client began has ended.
 """
 
 from __future__ import annotations

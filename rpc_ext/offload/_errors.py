@@ -81,7 +81,7 @@ def for_client(key: str, error: BaseException, nbytes: int) -> BaseException:
 
 
 def named(error: BaseException, what: str, worker: str) -> BaseException:
-    """Annotate an error with the key and the worker; return the copy. Never raises."""
+    """Return a copy of an error that names the key and the worker. Never raises."""
     if isinstance(error, WorkerLostError):
         return WorkerLostError(f"{what}: {error}", worker=worker)
     if type(error) is TimeoutError:

@@ -105,7 +105,7 @@ class RequestHandler:
         if not isinstance(error, ChecksumError):
             return problem_of(for_client(entry.key, error, entry.nbytes))
         self.native.count(refused=1)
-        why = f"key '{entry.key}': the {entry.length} received bytes are not those that were sent"
+        why = f"key '{entry.key}': the {entry.length} bytes received are not those that were sent"
         return problem_of(ChecksumError(why))
 
     # ---- calls

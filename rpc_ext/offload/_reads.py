@@ -107,7 +107,7 @@ class ReadRequest(Request):
 def expect_received(key: str, found: int, expected: int) -> None:
     """Raise ChecksumError unless received bytes have the digest under which they were sent."""
     if found != expected:
-        raise ChecksumError(f"key {key!r}: the received bytes are not those that were sent")
+        raise ChecksumError(f"key {key!r}: the bytes received are not those that were sent")
 
 
 class ReadBatch(Message):

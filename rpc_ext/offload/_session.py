@@ -1,7 +1,7 @@
 """The sessions of an offload service: one for each client, until the client ends it or is lost.
 
-A key of a namespace is ``k<namespace>/<key>`` in the store, or ``k<namespace>~<key>`` if the namespace is private to
-one client. ``<namespace>`` is a hash of fixed length: no key of one namespace can look like another's.
+The store's name of a key is ``k<namespace>/<key>``, or ``k<namespace>~<key>`` if the namespace is private to one
+client. ``<namespace>`` is a hash of fixed length, so names of different namespaces never collide.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _HASH = 16  # characters
 _NAME = re.compile(rf"k[0-9a-f]{{{_HASH}}}[/~]")
 
 _REMEMBERED = 1024  # sessions that have ended
-_MOST_BUFFERED = 16 * PIECE  # bytes of the answers to one client that have not been sent
-_SPARE = 64  # namespaces without a session or a tensor that may be kept
+_MOST_BUFFERED = 16 * PIECE  # bytes of the replies to one client that have not been sent
+_SPARE = 64  # namespaces without a session or a tensor that are kept
 
 
 def prefix_of(namespace: str, is_private: bool) -> str:
-    """Return the beginning of the names that a namespace has in the store."""
+    """Return the prefix of a namespace's names in the store."""
     hashed = hashlib.blake2b(namespace.encode(), digest_size=_HASH // 2).hexdigest()
     return f"k{hashed}{'~' if is_private else '/'}"
 
 
 def names_by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sort the names in a store by namespace; each keeps the order.
+    """Return the names in a store by prefix of the namespace, each in the order of the store.
 
     Raises:
-        StorageError: some are not a service's.
+        StorageError: a name was not written by a service.
     """
     found: dict[str, list[str]] = {}
     for name in names:
@@ -53,7 +53,7 @@ def names_by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 class ClientSession:
-    """The session of one client. Its native half has the order, the namespace, kept reads and buffers for answers."""
+    """The session of one client. Its native half has the order, the namespace, kept reads and buffers for replies."""
 
     def __init__(
         self, store: Offloader, namespace: _C.Namespace, client: str, order: _C.RequestOrder, window: int
@@ -61,7 +61,7 @@ class ClientSession:
         self.namespace, self.client, self.order = namespace, client, order
         self.is_private = namespace.prefix.endswith("~")
         self.buffers = BufferPool(min(2 * window, _MOST_BUFFERED), pin=False)
-        itself = weakref.ref(self)  # the native half is not to keep this one
+        itself = weakref.ref(self)  # the native half must not keep this object alive
 
         def set_timer(seconds: float) -> None:
             if (session := itself()) is not None:
@@ -71,12 +71,12 @@ class ClientSession:
         self.uploads = Uploads(store, namespace, order)
 
     def look(self, now: float) -> float | None:
-        """Drop the reads, and the waits for buffers, whose time is over. Called by the timer thread."""
+        """Drop expired reads and expired waits for buffers. Called by the timer thread."""
         due = self.native.look()
         return None if due is None else now + due
 
     def end(self) -> None:
-        """Abort what is not finished."""
+        """Abort the unfinished operations."""
         self.buffers.close()
         self.uploads.end()
         _timer.cancel(self)
@@ -86,18 +86,18 @@ class ClientSession:
 class Sessions:
     """The sessions of one service, by token.
 
-    A worker is lost when its connection breaks, or when it has neither answered nor asked for `patience` seconds. The
-    sessions of its clients end. A client with a named namespace that was only silent gets its session back with its
-    next request.
+    A worker is lost when its connection breaks, or when it has sent neither a reply nor a request for `patience`
+    seconds. The sessions of its clients end. If a client with a named namespace was only silent, its next request
+    resumes its session.
 
     Args:
-        service: the name of the service, for messages.
-        store: of the service.
-        native: the native half of the service, which has the sessions by token, too.
-        most: sessions that there may be.
-        window: bytes that each client may have under way.
+        service: name of the service, for messages.
+        store: store of the service.
+        native: native half of the service, which also has the sessions by token.
+        most: most sessions at a time.
+        window: bytes that each client may have in flight.
         namespace_capacity: bytes of each namespace, or None.
-        patience: seconds.
+        patience: seconds of silence after which a worker is lost.
     """
 
     def __init__(
@@ -120,23 +120,23 @@ class Sessions:
         }
         self._until_forgetting = len(self._namespaces) + _SPARE
         self._over: dict[bytes, str] = {}  # why the last sessions ended
-        self._silent: dict[bytes, ClientSession] = {}  # named ones whose clients were silent for too long
+        self._silent: dict[bytes, ClientSession] = {}  # sessions with a named namespace whose clients were silent
         self._watches: dict[str, CUDAFuture[None]] = {}  # by worker
 
     @property
     def namespaces(self) -> int:
-        """The number of namespaces that have a session or tensors, and of the last ones that had a session."""
+        """The number of namespaces with a session or tensors, and of the last ones that had a session."""
         return len(self._namespaces)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def begin(self, token: bytes, namespace: str | None, client: str, sent: float) -> None:
-        """Begin the session of a client, which has chosen its token. To ask twice begins one session.
+        """Begin the session of a client, which has chosen its token. A second call with that token changes nothing.
 
         Raises:
-            BlockingIOError: there are as many sessions as there may be.
-            InvalidStateError: the client has ended this session before.
+            BlockingIOError: the service has its most sessions.
+            InvalidStateError: the client has ended this session.
         """
         with self._lock:
             if token in self._over:
@@ -152,7 +152,7 @@ class Sessions:
         self._watch(client)
 
     def _namespace(self, prefix: str, names: Iterable[str] = ()) -> _C.Namespace:
-        """Return a namespace with the names that the store has of it; private ones are left over, and deleted."""
+        """Return a namespace with its names in the store. Names of a private namespace are leftovers: delete them."""
         sizes = []
         if not prefix.endswith("~"):
             sizes = [(name[len(prefix) :], self._store.stat(name).nbytes) for name in names]
@@ -170,9 +170,9 @@ class Sessions:
         self._native.add(token, session.native)
 
     def _forget_unused(self) -> None:
-        """Forget namespaces that have no session and no tensor, where there are many more than before.
+        """Remove namespaces without sessions and tensors, once there are many more of them than before.
 
-        The last ones that had a session stay: a request of it may still be about to begin.
+        The namespaces that had a session last are kept: a request of that session may be about to begin.
         """
         if len(self._namespaces) < self._until_forgetting:
             return
@@ -183,11 +183,11 @@ class Sessions:
         self._until_forgetting = 2 * len(self._namespaces) + _SPARE
 
     def find(self, token: object) -> ClientSession:
-        """Return the session that a token belongs to, for a request of its client.
+        """Return the session of a token, for a request of its client.
 
         Raises:
-            AuthenticationError: there is none; the message says what became of it.
-            BlockingIOError: the client was silent, and others have taken its place since.
+            AuthenticationError: the session has ended, or never began.
+            BlockingIOError: the client was silent, and other clients have taken its place.
         """
         if not isinstance(token, bytes):
             raise AuthenticationError(f"offload service {self._service!r} knows no session {token!r}")
@@ -215,7 +215,7 @@ class Sessions:
             if session is not None and may_resume:
                 self._silent[token] = session
             else:
-                self._over[token] = why  # a request to begin it may still be on its way
+                self._over[token] = why  # a request to begin it may still be in flight
             for remembered in (self._silent, self._over):
                 while len(remembered) > _REMEMBERED:
                     remembered.pop(next(iter(remembered)))
@@ -247,7 +247,7 @@ class Sessions:
 
     def _expect_room(self) -> None:
         if len(self._sessions) >= self._most:
-            raise BlockingIOError(f"offload service {self._service!r} has {self._most} clients, and takes no more")
+            raise BlockingIOError(f"offload service {self._service!r} has {self._most} clients, its maximum")
 
     def _has(self, client: str) -> bool:
         return any(session.client == client for session in self._sessions.values())
@@ -267,7 +267,7 @@ class Sessions:
                 return
             self._watches[client] = watched
             self._note_watched(client, True)
-        itself = weakref.ref(self)  # a service that is dropped is not kept by its watches
+        itself = weakref.ref(self)  # the watches must not keep a dropped service alive
 
         def ended(done: CUDAFuture[None]) -> None:
             sessions = itself()
@@ -286,7 +286,7 @@ class Sessions:
         was_silent = isinstance(error.__cause__, TimeoutError)
         heard = max((session.native.heard for session in theirs.values()), default=0.0)
         if was_silent and time.perf_counter() - heard < self._patience:
-            self._watch(client)  # its requests came, and its answers did not
+            self._watch(client)  # its requests arrived, only its replies did not
             return
         for token, session in theirs.items():
             self._lose(token, session, was_silent)

@@ -1,4 +1,4 @@
-"""Tensors to be written: their bytes on the host, part by part."""
+"""Sources of writes: tensors whose bytes are sent part by part from the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Source:
     """A tensor on the host.
 
     Attributes:
-        dtype, shape, nbytes: of the tensor.
+        dtype, shape, nbytes: attributes of the tensor.
         data: all of its bytes, or None while they are on a device.
         released: done when the caller may overwrite the tensor.
     """
@@ -31,7 +31,7 @@ class Source:
         self.released: CUDAFuture[None] = CUDAFuture(name="released", executor=executors.callback_thread)
 
     def part(self, at: int, length: int) -> torch.Tensor | CUDAFuture[torch.Tensor]:
-        """Return bytes on the host in a storage that holds nothing else, or a future of them."""
+        """Return bytes on the host in a storage of their own, or a future of them."""
         assert self.data is not None
         is_whole = self.data.numel() == self.data.untyped_storage().nbytes() == length
         return self.data if is_whole else alone(self.data, at, length)
@@ -44,12 +44,12 @@ class Source:
 
 
 class _DeviceSource(Source):
-    """A tensor on a device. A part is copied to pinned memory on a pool stream when it is asked for."""
+    """A tensor on a device. ``part`` copies bytes to pinned memory on a pool stream."""
 
     def __init__(self, tensor: torch.Tensor, priority: int) -> None:
         super().__init__(tensor)
         self._priority = priority
-        self._left = {*range(0, tensor.nbytes, PIECE)} or {0}  # begins of the parts that are still to be copied
+        self._left = {*range(0, tensor.nbytes, PIECE)} or {0}  # offsets of the parts that have not been copied
         written: CUDAFuture[torch.Tensor] = CUDAFuture.completed(tensor)  # by the caller's streams
         self._bytes = written.then(lambda done: bytes_of(done.value()), priority=priority)
 
@@ -72,8 +72,8 @@ def source_of(tensor: torch.Tensor, priority: int) -> Source:
     """Return the source of a tensor's bytes.
 
     Raises:
-        TypeError: not a tensor, without memory of its own, or of a dtype that cannot be sent.
-        ValueError: its device has no streams; its storage is too small; it has too many dimensions.
+        TypeError: `tensor` is no tensor, has no memory of its own, or has a dtype that cannot be sent.
+        ValueError: the device has no streams, the storage is too small, or there are too many dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"only a torch.Tensor can be written, not {type(tensor).__qualname__}")
@@ -89,8 +89,8 @@ def expect_memory(tensor: torch.Tensor) -> None:
     """Check that a tensor has memory for its elements.
 
     Raises:
-        TypeError: it has none of its own.
-        ValueError: its storage is smaller.
+        TypeError: it has no memory of its own.
+        ValueError: its storage is too small.
     """
     if tensor.layout is torch.strided and not tensor.is_nested:
         storage = tensor.untyped_storage()
@@ -100,7 +100,7 @@ def expect_memory(tensor: torch.Tensor) -> None:
                 end = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             there, wanted = storage.nbytes(), (tensor.storage_offset() + end) * tensor.itemsize
             if end and there < wanted:
-                raise ValueError(f"the memory of the tensor has {there} bytes, and its elements lie in {wanted}")
+                raise ValueError(f"the storage of the tensor has {there} bytes, and its elements need {wanted}")
             return
     raise TypeError(
         f"a tensor without memory of its own cannot be sent, nor filled: {tensor.layout} on {tensor.device}"
@@ -108,7 +108,7 @@ def expect_memory(tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in the order of its elements."""
+    """Return the bytes of a tensor, in the order of its elements."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -116,10 +116,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ExpectedDigest:
-    """The digest that a tensor's bytes must have, compared with the digests under which its parts are sent.
+    """The digest that a tensor's bytes must have, which is compared with the digests of the parts that are sent.
 
-    The service refuses a part whose bytes do not have the digest in its entry. So what is stored has the expected
-    digest, also when the caller changes the tensor while it is sent.
+    The service refuses a part whose bytes do not have the digest in its entry. So stored tensors have the expected
+    digest, even if the caller changes a tensor while it is sent.
     """
 
     def __init__(self, key: str, nbytes: int, expected: int) -> None:
@@ -128,7 +128,7 @@ class ExpectedDigest:
         self._digest = Digest(nbytes)
 
     def add(self, at: int, part: torch.Tensor) -> int:
-        """Return the digest of a part that is about to be sent. Add each part once.
+        """Add a part that is about to be sent, once; return its digest.
 
         Raises:
             ChecksumError: all parts were added, and the tensor has another digest.
@@ -142,6 +142,6 @@ class ExpectedDigest:
 
 
 def expect_digest(key: str, found: int, expected: int) -> None:
-    """Raise ChecksumError unless the bytes that are written to a key have the digest that the caller gave."""
+    """Raise ChecksumError unless the bytes to be written have the digest that the caller passed."""
     if found != expected:
         raise ChecksumError(f"key {key!r}: the bytes to be written do not have the digest that they must have")

@@ -1,4 +1,4 @@
-"""What an offload service, and a client of one, have come to."""
+"""Statistics of an offload service and of its clients."""
 
 from __future__ import annotations
 
@@ -9,47 +9,46 @@ __all__ = ["OffloadServiceStatistics", "RemoteOffloaderStatistics"]
 
 @dataclass(frozen=True)
 class OffloadServiceStatistics:
-    """What a service has, and what it has done so far. Sizes are in bytes, durations in seconds."""
+    """Statistics of a service since it began. Sizes are in bytes, durations in seconds."""
 
     clients: int
-    """sessions that are open"""
+    """open sessions"""
     namespaces: int
-    """those of the sessions, those that have tensors, and some that had"""
+    """namespaces with a session or tensors, and some that had a session"""
     under_way: int
-    """bytes of requests that have not been answered"""
+    """bytes of requests in flight"""
     most_under_way: int
-    """the most that there ever were"""
+    """the most bytes in flight so far"""
     bytes_written: int
     bytes_read: int
     requests: int
-    """puts and gets that were answered, one way or another"""
+    """puts and gets with a reply, failed ones included"""
     refused: int
-    """requests that broke the rules: of no session, or malformed; and tensors whose bytes were not those that were
-    sent"""
+    """malformed requests, requests without a session, and tensors whose bytes were not those that were sent"""
     late: int
-    """requests, and changes of keys, that were dropped: they arrived after their deadline, or after a later change"""
+    """requests and changes of keys that were dropped: they arrived after their deadline, or after a later change"""
     latency_p50: float
-    """of puts and gets, from their arrival to their answer; nan: there were none"""
+    """median time of puts and gets, from their arrival to their reply; nan: there were none"""
     latency_p99: float
 
 
 @dataclass(frozen=True)
 class RemoteOffloaderStatistics:
-    """What a client has under way, and what it has done so far. Sizes are in bytes, durations in seconds."""
+    """Statistics of a client since it began. Sizes are in bytes, durations in seconds."""
 
     pending: int
     """operations whose futures are not done"""
     under_way: int
-    """bytes of requests that have not been answered"""
+    """bytes of requests in flight"""
     waiting: int
     """bytes of requests that wait for room in the window"""
     window: int
-    """the most that may be under way"""
+    """the most bytes that may be in flight"""
     bytes_written: int
     bytes_read: int
     operations: int
-    """that have ended, one way or another"""
+    """operations that are done, failed ones included"""
     failed: int
     latency_p50: float
-    """of operations, from the call to the end; nan: there were none"""
+    """median time of operations, from the call to the outcome; nan: there were none"""
     latency_p99: float

@@ -2,8 +2,8 @@
 
 ::
 
-    bytes that have come ──► out or a new tensor               on the host: one copy
-                         ──► pinned ──► device ──► its place   on pool streams, after what the caller had enqueued
+    received bytes ──► out or a new tensor              on the host: one copy
+                   ──► pinned ──► device ──► its place  on pool streams, after the work that the caller had enqueued
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Target:
     """
 
     is_on_device = False
-    digest = 0  # of the bytes that came, when the tensor is there
+    digest = 0  # of the received bytes, once all were received
 
     def __init__(self, out: torch.Tensor | None) -> None:
         self._out = out
         self.nbytes = None if out is None else out.nbytes
-        """bytes that are expected; None: unknown before they come"""
+        """expected size in bytes; None: not known before the reply"""
 
     def expect(self, key: str, found: Found) -> None:
         """Raise ValueError unless dtype and shape match the tensor to be filled."""
@@ -44,14 +44,14 @@ class Target:
             )
 
     def whole(self, found: Found, data: torch.Tensor) -> torch.Tensor | CUDAFuture[torch.Tensor]:
-        """Return the tensor of all its bytes, or a future of it."""
+        """Return the tensor whose bytes are all in `data`, or a future of it."""
         tensor = data.view(found.dtype).reshape(found.shape)
         if self._out is not None:
             return filled(self._out, tensor)
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
     def begin(self, found: Found) -> None:
-        """Prepare for a tensor that comes in parts."""
+        """Prepare for a tensor that is received in parts."""
         out = self._out
         self._is_filled_in_place = out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg()
         self._found = found
@@ -64,7 +64,7 @@ class Target:
         filled(self._bytes[at : at + data.numel()], data)
 
     def finish(self) -> torch.Tensor | CUDAFuture[torch.Tensor]:
-        """Return the tensor of which all parts were filled, or a future of it."""
+        """Return the tensor after all of its parts were filled, or a future of it."""
         if self._is_filled_in_place:
             assert self._whole is not None
             return self._whole
@@ -75,9 +75,9 @@ class _DeviceTarget(Target):
     """A tensor on a device.
 
     Args:
-        out: the tensor to be filled, after what the current streams have to do so far; None: a new one.
-        device: of the tensor.
-        priority: of the pool streams.
+        out: the tensor to be filled, after the work that is on the current streams now; None: a new one.
+        device: device of the tensor.
+        priority: priority of the pool streams.
     """
 
     is_on_device = True
@@ -96,7 +96,7 @@ class _DeviceTarget(Target):
         return self._put(tensor, self._place)
 
     def _put(self, tensor: torch.Tensor, place: CUDAFuture[torch.Tensor]) -> CUDAFuture[torch.Tensor]:
-        """Copy a tensor on the host to a place on the device; return a future of the place."""
+        """Copy a tensor on the host to a tensor on the device; return a future of the latter."""
 
         def fill(done: CUDAFuture[list[torch.Tensor]]) -> torch.Tensor:
             arrived, place = done.value()
@@ -137,8 +137,8 @@ def target_of(out: torch.Tensor | None, device: torch.device | str | int | None,
 
     Raises:
         TypeError: `out` is no tensor, or has no memory of its own.
-        ValueError: both `out` and `device` are given; the device has no streams; the storage of `out` is too
-            small, or its elements share memory.
+        ValueError: both `out` and `device` are given; the device has no streams; the storage of `out` is too small, or
+            its elements share memory.
     """
     if out is not None and device is not None:
         raise ValueError("pass either out or device, not both: out already has a device")
@@ -157,7 +157,7 @@ def target_of(out: torch.Tensor | None, device: torch.device | str | int | None,
 
 
 def filled(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor in whatever grad and inference mode the thread is."""
+    """Copy `tensor` to `place` in any grad and inference mode of the thread; return `place`."""
     if not (place.requires_grad or place.is_inference() or torch.is_inference_mode_enabled()):
         return place.copy_(tensor)
     if torch.is_inference_mode_enabled() == place.is_inference():  # the other guard takes longer than a small copy

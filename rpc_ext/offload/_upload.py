@@ -3,7 +3,7 @@
 ::
 
     first part ──► quota, begin_write ──► order and queue of the key ──► turn ─┐
-    each part  ──► put ──────────────────────────────────► all are written ────┴──► commit ──► answer to the last part
+    each part  ──► put ──────────────────────────────────► all are written ────┴──► commit ──► reply to the last part
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Uploads:
     """The uploads of one client, by sequence number.
 
     Args:
-        store: of the service.
-        namespace: of the client.
-        order: of the client.
+        store: store of the service.
+        namespace: namespace of the client.
+        order: request order of the client.
     """
 
     def __init__(self, store: Offloader, namespace: _C.Namespace, order: _C.RequestOrder) -> None:
@@ -49,13 +49,13 @@ class Uploads:
         self._has_ended = False
 
     def put(self, entry: Put, data: torch.Tensor, end: End) -> None:
-        """Write a part; `end` is called on the offload thread: of the last part when the tensor is there.
+        """Write a part, and call `end` on the offload thread: for the last part after the tensor was committed.
 
         Raises:
-            ValueError: the part does not belong to the others, or has come before.
-            QuotaError: there is no room for the tensor.
+            ValueError: the part does not match the other parts, or is a duplicate.
+            QuotaError: the tensor exceeds the quota.
             InvalidStateError: the session has ended.
-            TimeoutError: the part has come after the deadline, or after a later change of its key.
+            TimeoutError: the part has arrived after the deadline, or after a later change of its key.
             Exception: the error of an earlier part.
         """
         with self._lock:
@@ -85,7 +85,7 @@ class Uploads:
         upload.put(entry, data, end)
 
     def fail(self, sequence: int, error: BaseException) -> None:
-        """Abort an upload, if it is not over, and refuse parts of it that come later."""
+        """Abort an upload unless it is done, and refuse its later parts."""
         with self._lock:
             upload = self._uploads.get(sequence)
             if upload is None:
@@ -94,7 +94,7 @@ class Uploads:
             upload.fail(error)
 
     def end(self) -> None:
-        """Abort all: the session has ended."""
+        """Abort all uploads. Called when the session has ended."""
         with self._lock:
             self._has_ended = True
             uploads = list(self._uploads.values())
@@ -102,7 +102,7 @@ class Uploads:
             upload.fail(InvalidStateError("the session has ended"))
 
     def forget(self, sequence: int, error: BaseException | None) -> None:
-        """Take an upload out: it is over."""
+        """Remove an upload that is done."""
         with self._lock:
             self._uploads.pop(sequence, None)
             if error is not None:
@@ -115,10 +115,10 @@ class Uploads:
 
 
 class _Upload:
-    """One tensor on its way, from its first part on.
+    """The upload of one tensor, which begins with its first part.
 
     Raises:
-        QuotaError, StorageError: there is no room for the tensor.
+        QuotaError, StorageError: the tensor exceeds the quota, or does not fit on the disk.
     """
 
     def __init__(self, uploads: Uploads, first: Put) -> None:
@@ -135,10 +135,10 @@ class _Upload:
         self._left = {*range(parts_of(first.nbytes))}  # parts that are not written
         self._has_turn = self._is_over = False
         self._last: End | None = None  # the end of the last part
-        self._error: BaseException | None = None  # for which it was aborted
+        self._error: BaseException | None = None  # reason of the abort
 
     def begin(self) -> None:
-        """Take a place in the order of the key's operations, and mind the deadline."""
+        """Enter the order of the key's operations, and schedule the deadline."""
         seconds = self._uploads.order.left(self._first.expires)
         if seconds < math.inf:
             _timer.schedule(self, time.perf_counter() + max(seconds, 0.0))
@@ -183,7 +183,7 @@ class _Upload:
             return
         with self._lock:
             self._left.discard(entry.part)
-            error = self._error  # of an upload that was aborted meanwhile: its parts end without an error
+            error = self._error  # an abort in the meantime leaves no error in the futures of the parts
             is_last = not self._left and not self._is_over
             if is_last:
                 self._last = end
@@ -205,7 +205,7 @@ class _Upload:
             call(lambda done: self._settle(error_of(done)), self._write.commit)
 
     def _settle(self, error: BaseException | None) -> None:
-        """End the upload, which has its turn and all of its parts."""
+        """End the upload, which has all of its parts and was at the head of the key's queue."""
         assert self._last is not None
         self._uploads.forget(self._first.sequence, error)
         self._uploads.namespace.settle(self._first.key, self._first.nbytes, error is None)
@@ -215,7 +215,7 @@ class _Upload:
             self._uploads.namespace.leave(self._first.key)
 
     def fail(self, error: BaseException) -> None:
-        """Abort the upload, unless it is over."""
+        """Abort the upload unless it is done."""
         with self._lock:
             if self._is_over:
                 return
@@ -233,19 +233,19 @@ class _Upload:
                 self._uploads.namespace.leave(self._first.key)
 
     def look(self, _: float) -> None:
-        """Abort the upload: its time is over. Called by the timer thread."""
+        """Abort the upload, which has expired. Called by the timer thread."""
         self.fail(TimeoutError(f"the write of key {self._first.key!r} was not complete before its deadline"))
 
 
 def too_late(order: _C.RequestOrder, entry: Put) -> TimeoutError | None:
-    """Return the error of an operation whose deadline is over."""
+    """Return the error of an operation that has expired; None: it has not."""
     if (seconds := order.late(entry.expires)) is None:
         return None
     return TimeoutError(f"the request has reached the offload service {seconds:.3g} s after its deadline")
 
 
 def call(done: Callable[[CUDAFuture[Any]], None], start: Callable[..., CUDAFuture[Any]]) -> None:
-    """Start an operation of the store, and call `done` with its future on the offload thread, also if it raises."""
+    """Call `start`, and call `done` with its future on the offload thread; if `start` raises, with a failed future."""
     try:
         future = start()
     except Exception as e:
@@ -254,6 +254,6 @@ def call(done: Callable[[CUDAFuture[Any]], None], start: Callable[..., CUDAFutur
 
 
 def error_of(future: CUDAFuture[Any]) -> BaseException | None:
-    """Return the error of a future that is done, without its traceback: its frames hold the tensors of the call."""
+    """Return the error of a future that is done, without its traceback, whose frames hold tensors."""
     error = future.exception()
     return error if error is None else error.with_traceback(None)

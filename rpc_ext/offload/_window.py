@@ -1,4 +1,4 @@
-"""The client's window: which requests are sent, which wait, and which are too late.
+"""The client's window: order, batching, flow control and expiry of requests.
 
 ::
 
@@ -6,10 +6,9 @@
                (and its bytes are on the host)                 └──► a large tensor's parts ─┴─► outgoing
     outgoing ──► as many bytes in flight as the service allows ──► Message.start ──► Channel.send
 
-The service orders the operations on a key, so a request does not wait for the answer to the one before it. Small
-requests travel many at a time: those that become ready while a batch of their kind is in flight go with the next one,
-and a full batch goes at once (J. Nagle, RFC 896). All requests of a client have the same time, so the oldest expires
-first, wherever it is.
+The service orders the operations on a key, so a request does not wait for the reply to the request before it. Small
+requests are sent in batches: while a batch of their kind is in flight, ready requests wait for the next batch; a full
+batch is sent at once (J. Nagle, RFC 896). All requests of a client have the same timeout, so the oldest expires first.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ __all__ = ["DONE", "Message", "Request", "Window"]
 
 WAITING, SENT, DONE = "waiting", "sent", "done"
 _SAME_MODE = contextlib.nullcontext()
-_PAUSE = 0.005  # seconds until a message that RPC had no room for is sent again
+_PAUSE = 0.005  # seconds until a message for which RPC had no room is sent again
 _BUFFERED = 8 * (wire.PACK + wire.LINE * wire.MOST_ENTRIES)  # bytes of batches that have not been sent
 
 
 class Request:
-    """One key of an operation, on its way from the call to the outcome.
+    """One key of an operation.
 
     Args:
         verb: PUT, GET or DELETE.
-        key: of the tensor.
-        operation, index: the operation takes the outcome under the index.
+        key: key of the tensor.
+        operation, index: operation, and its index of this key.
         weight: bytes that count for the window and for the size of a batch.
     """
 
@@ -54,11 +53,11 @@ class Request:
         self.sequence = 0
         self.deadline = 0.0  # on this process's clock; 0: none
         self.previous: Request | None = None  # on the same key, unless it was done before this one was submitted
-        self.followers: list[Request] = []  # of which this one is the previous
-        self.holds = 0  # reasons for which it cannot be sent yet
+        self.followers: list[Request] = []  # requests whose `previous` is this one
+        self.holds = 0  # number of reasons why it cannot be sent yet
 
     def messages(self, window: Window) -> list[Message] | None:
-        """Return the messages of a request that travels alone; None (default): it travels in a batch."""
+        """Return the messages of a request that is sent alone; None (default): it is sent in a batch."""
         return None
 
     def batch(self, window: Window, requests: list[Request]) -> Message:
@@ -66,10 +65,10 @@ class Request:
         raise NotImplementedError
 
     def drop(self) -> None:
-        """Release the memory of a request that is done: the window may keep the request itself for a while."""
+        """Release the memory of a request that is done. The window may keep the request itself for a while."""
 
     def entry(self) -> wire.Operation:
-        """Return what an entry of the wire says of any request."""
+        """Return the fields that the entries of all verbs begin with."""
         before = self.previous
         while before is not None and before.state is DONE:  # it was dropped without having been sent
             before = before.previous
@@ -77,31 +76,31 @@ class Request:
 
 
 class Message:
-    """A message of requests with the same verb, from the moment that they are put together to the answer.
+    """A message of requests with the same verb, until its reply.
 
     Args:
-        window: sends it.
-        requests: of the message. Those that are done when it is sent are left out.
-        nbytes: that count for the window.
+        window: window of the client.
+        requests: requests of the message. Those that are done before it is sent are left out.
+        nbytes: bytes that count for the window.
     """
 
     verb = 0
-    is_batch = False  # True: the window forms it of small requests
+    is_batch = False  # True: a batch of small requests
     has_room = False  # True: its bytes count as in flight
 
     def __init__(self, window: Window, requests: Sequence[Any], nbytes: int) -> None:
         self.window, self.requests, self.nbytes = window, requests, nbytes
 
     def start(self) -> None:
-        """Send it: there is room."""
+        """Send the message, for which there is room."""
         raise NotImplementedError
 
     def take(self, answer: wire.Answer) -> None:
-        """Give each request its outcome."""
+        """End each request with its outcome."""
         raise NotImplementedError
 
     def expects_answer(self) -> bool:
-        """Drop the requests that are done; without any left give the room back, and return False."""
+        """Drop the requests that are done; if none is left, release the room and return False."""
         self.requests = [request for request in self.requests if request.state is not DONE]
         if not self.requests:
             self.window.release(self)
@@ -110,7 +109,7 @@ class Message:
     # ---- called by the channel, once
 
     def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the answer."""
+        """Take the reply."""
         self.window.release(self)
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _SAME_MODE:
@@ -120,23 +119,23 @@ class Message:
                 self.window.end(request, None, e.with_traceback(None), answered=False)
 
     def failed(self, error: BaseException) -> None:
-        """Take the error of a message that the service did not answer."""
-        error = error.with_traceback(None)  # a program that kept its frames would keep the data of the message
+        """Take the error of a message without a reply."""
+        error = error.with_traceback(None)  # its frames hold the data of the message
         self.window.release(self)
         for request in self.requests:
             self.window.end(request, None, error, answered=False)
 
 
 class Window:
-    """Sends the requests of one client.
+    """Requests of one client, and the bytes that they have in flight.
 
     Args:
-        channel: to the service's worker.
+        channel: channel to the service's worker.
         service: name of the service.
-        token: of the client's session.
+        token: token of the client's session.
         worker: name of the worker, for messages.
-        size: bytes that may be in flight. A message of more goes when nothing else is in flight.
-        seconds: that each request has; 0: no limit.
+        size: most bytes in flight. A larger message is sent when nothing else is in flight.
+        seconds: timeout of each request; 0: no limit.
     """
 
     def __init__(self, channel: Channel, service: str, token: bytes, worker: str, size: int, seconds: float) -> None:
@@ -147,7 +146,7 @@ class Window:
         self.in_flight = 0  # bytes
         self._sequence = 0
         self._last: dict[str, Request] = {}  # by key: the last request that is not done
-        self._ages: collections.deque[Request] = collections.deque()  # by age: requests that are not done, and others
+        self._ages: collections.deque[Request] = collections.deque()  # by age; some may be done
         self._timer_runs = False
         self._ready: dict[int, collections.deque[Request]]  # by verb
         self._ready = {verb: collections.deque() for verb in (wire.PUT, wire.GET, wire.DELETE)}
@@ -158,7 +157,7 @@ class Window:
         self._sending = threading.local()  # ``is_on``: this thread is in ``go_on``
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests in the order in which they are to take effect."""
+        """Submit requests in the order in which they take effect."""
         now = time.perf_counter()
         deadline = now + self._seconds if self._seconds else 0.0
         with self._lock:
@@ -189,7 +188,7 @@ class Window:
             raise interrupt
 
     def release_hold(self, request: Request) -> None:
-        """Remove one reason for which a request cannot be sent: its bytes have come to the host."""
+        """Remove one reason why a request cannot be sent: its bytes are on the host."""
         with self._lock:
             self._remove_hold(request)
         self.go_on()
@@ -208,7 +207,7 @@ class Window:
         self._ready_bytes[request.verb] += request.weight
 
     def enqueue(self, messages: Sequence[Message]) -> None:
-        """Send messages of requests that were sent before."""
+        """Send further messages of requests that are in flight."""
         with self._lock:
             self._outgoing.extend(messages)
         self.go_on()
@@ -216,9 +215,9 @@ class Window:
     # ---- sending
 
     def go_on(self) -> BaseException | None:
-        """Send what there is room for. A message that fails at once calls this again: the outer call sends the next.
+        """Send the messages that fit into the window. Return the interrupt (Ctrl-C) with which a message has failed.
 
-        Return the interrupt (Ctrl-C) that a message met, which has failed with it.
+        A message that fails at once calls this method again; then the outer call sends the next message.
         """
         if not self._outgoing and not any(self._ready.values()):
             return None
@@ -238,7 +237,7 @@ class Window:
         return interrupt
 
     def _next(self) -> Message | None:
-        """Take the next message, and room for it."""
+        """Remove the next message from the queue, and reserve its room."""
         with self._lock:
             for verb, ready in self._ready.items():
                 while ready and (not self._batches[verb] or self._is_full(verb)):
@@ -272,7 +271,7 @@ class Window:
         return requests[0].batch(self, requests)
 
     def send(self, message: Message, entries: Sequence[wire.Entry], data: torch.Tensor) -> None:
-        """Send a message that has been given room. Where RPC has none, it is sent again after a pause."""
+        """Send a message that has room in the window. If RPC has none, send it again after a pause."""
         now = time.perf_counter()
         ends = [request.deadline for request in message.requests]
         seconds = max(max(ends) - now, 0.001) if self._seconds and ends else self._seconds
@@ -292,7 +291,7 @@ class Window:
                 self._outgoing.appendleft(message)
 
     def mark_sent(self, requests: Sequence[Request]) -> None:
-        """Release the requests that follow those that are sent now."""
+        """Mark requests as sent, and release those that wait for them."""
         with self._lock:
             for request in requests:
                 if request.state is WAITING:
@@ -301,7 +300,7 @@ class Window:
                         self._remove_hold(follower)
 
     def release(self, message: Message) -> None:
-        """Give back the room of a message that is over, once, and send the next ones."""
+        """Release the room of a message that is done, and send the next messages. Further calls change nothing."""
         with self._lock:
             if message.has_room:
                 message.has_room = False
@@ -313,10 +312,10 @@ class Window:
     def end(
         self, request: Request, value: object, error: BaseException | None = None, *, answered: bool = True
     ) -> bool:
-        """Give a request its outcome; return False if it has one.
+        """End a request with its outcome; return False if it is done.
 
         Args:
-            answered: whether the service has answered it. Otherwise it may still arrive there.
+            answered: False if the service has not replied, so that the request may still arrive there.
         """
         with self._lock:
             if request.state is DONE:
@@ -336,7 +335,7 @@ class Window:
         return True
 
     def _unchain(self, request: Request, was_sent: bool) -> None:
-        """Take a request that is done out of the order of its key: those behind it follow the one before it."""
+        """Remove a request that is done from the order of its key: link its followers to its previous request."""
         before = request.previous
         while before is not None and before.state is DONE:
             before = before.previous
@@ -354,11 +353,11 @@ class Window:
                 self._remove_hold(follower)
 
     def abandon(self, request: Request) -> None:
-        """Tell the service that the client gave up a request that it may never have received as a whole."""
+        """Send the service a notice that the client abandoned a request, which may never arrive as a whole."""
         self.enqueue([Abandon(self, [request], 0)])
 
     def look(self, now: float) -> float | None:
-        """Fail the requests whose time is over, and try again what RPC had no room for. Called by the timer thread."""
+        """Fail the expired requests, and retry messages for which RPC had no room. Called by the timer thread."""
         late = []
         with self._lock:
             was_held, self._is_held = self._is_held, False
@@ -369,7 +368,7 @@ class Window:
             due = self._ages[0].deadline or None if self._ages else None
             self._timer_runs = due is not None
         for request in late:
-            where = "it waited for room so far" if request.state is WAITING else "its answer has not come"
+            where = "it was not sent: there was no room" if request.state is WAITING else "it has no reply"
             error = TimeoutError(f"worker {self.worker!r} took more than {self._seconds:g} s; {where}")
             self.end(request, None, error, answered=False)
         if was_held:
@@ -377,7 +376,7 @@ class Window:
         return due
 
     def statistics(self) -> tuple[int, int, int]:
-        """Return the bytes in flight, the bytes that wait, and the most bytes that may be in flight."""
+        """Return the bytes in flight, the bytes that wait, and the size of the window."""
         with self._lock:
             waiting = sum(request.weight for request in self._ages if request.holds and request.state is WAITING)
             waiting += sum(message.nbytes for message in self._outgoing) + sum(self._ready_bytes.values())
@@ -385,13 +384,13 @@ class Window:
 
 
 class Abandon(Message):
-    """A request that the client gave up."""
+    """Notice of a request that the client abandoned."""
 
     verb = wire.ABANDON
 
     def start(self) -> None:
-        """Send it, though its request is done."""
+        """Send the notice, though its request is done."""
         self.window.send(self, [request.entry() for request in self.requests], wire.NO_DATA)
 
     def take(self, answer: wire.Answer) -> None:
-        """Nothing: the request is done."""
+        """Do nothing: the request is done."""

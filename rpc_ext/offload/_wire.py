@@ -1,4 +1,4 @@
-"""Messages between a client and an offload service, as Python sees them; ``_C/offload/wire.h`` has their format."""
+"""Messages between a client and an offload service in Python. ``_C/offload/wire.h`` describes their format."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ __all__ = [
     "parts_of",
 ]
 
-PIECE = 16 << 20  # bytes of the data of one message at most. Larger tensors travel in parts of this size
-PACK = 4 << 20  # bytes of small tensors that travel together
-LARGE = 1 << 20  # bytes from which on a tensor travels alone
+PIECE = 16 << 20  # most bytes of data in one message. Larger tensors are sent in parts of this size
+PACK = 4 << 20  # most bytes of small tensors in one message
+LARGE = 1 << 20  # bytes from which on a tensor is sent alone
 MOST_ENTRIES = 1024  # entries of one message
-LONGEST_KEY = 1000  # bytes of UTF-8; with the prefix of its namespace it is a key of the store
+LONGEST_KEY = 1000  # bytes of UTF-8; the store has the key with the prefix of its namespace
 LONGEST_NAME = 255  # bytes of the name of a service
-TOKEN = 16  # bytes of the token by which a client names its session
-LINE = 64  # bytes: tensors of one message begin at a multiple
-INLINE = 1 << 14  # bytes of data up to which the message carries them: a tensor beside it takes a handshake
+TOKEN = 16  # bytes of the token that identifies a session
+LINE = 64  # alignment of the tensors of one message, in bytes
+INLINE = 1 << 14  # bytes of data up to which the body carries them: a separate tensor takes a handshake
 
 PUT, GET, DELETE, FETCH, ABANDON = 1, 2, 3, 4, 5
 
@@ -70,13 +70,13 @@ class Operation(NamedTuple):
     """An operation on a key: an entry of GET, DELETE and ABANDON."""
 
     sequence: int  # number of the client's operation
-    after: int  # number of the client's operation on the same key that takes effect before this one; 0: none
+    after: int  # number of the client's previous operation on the same key; 0: none
     expires: float  # on the client's monotonic clock; 0: never
     key: str
 
 
 class Put(NamedTuple):
-    """An entry of PUT: a tensor, or one part of it. A part of several travels alone. It begins as ``Operation``."""
+    """An entry of PUT: a tensor, or one part of it, which is alone in its message. It begins like ``Operation``."""
 
     sequence: int
     after: int
@@ -86,7 +86,7 @@ class Put(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int  # of the whole tensor
     part: int
-    at: int  # begin of the part's bytes in the data
+    at: int  # offset of the part's bytes in the data
     length: int
     digest: int  # of the part's bytes
 
@@ -105,9 +105,9 @@ class Found(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     at: int
-    length: int  # bytes of the first part in the data; 0 of a tensor with bytes: none was sent, FETCH sends it
+    length: int  # bytes of the first part in the data; 0 for a non-empty tensor: FETCH sends all parts
     digest: int  # of those bytes
-    kept: tuple[int, int] | None  # digest of the whole tensor as the store has it, and its seed
+    kept: tuple[int, int] | None  # digest of the whole tensor in the store, and its seed
 
 
 class Part(NamedTuple):
@@ -122,7 +122,7 @@ Entry = Operation | Put | Fetch
 
 
 class Request(NamedTuple):
-    """A request as the service reads it."""
+    """A request, parsed by the service."""
 
     verb: int
     token: bytes
@@ -134,15 +134,15 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer as the client reads it."""
+    """A reply, parsed by the client."""
 
     errors: dict[int, BaseException]  # by index of the entry
-    entries: list[Found | Part]  # of the entries without an error; none where the verb has none
+    entries: list[Found | Part]  # of the entries without an error; empty for verbs without entries
     data: torch.Tensor
 
 
 def parts_of(nbytes: int) -> int:
-    """Return the number of parts in which a tensor of so many bytes travels."""
+    """Return the number of parts of a tensor of `nbytes` bytes."""
     return max(1, math.ceil(nbytes / PIECE))
 
 
@@ -150,8 +150,8 @@ def expect_key(key: object) -> bytes:
     """Return a key as UTF-8.
 
     Raises:
-        TypeError: not a str.
-        ValueError: empty, too long, not UTF-8, or with a NUL.
+        TypeError: it is not a str.
+        ValueError: it is empty, too long, not UTF-8, or contains a NUL.
     """
     if not isinstance(key, str):
         raise TypeError(f"a key is a str, not {key!r}")
@@ -164,7 +164,7 @@ def expect_key(key: object) -> bytes:
 
 
 def expect_sendable(dtype: torch.dtype, dimensions: int) -> None:
-    """Raise TypeError or ValueError unless a tensor of this dtype and with so many dimensions can be sent."""
+    """Raise TypeError or ValueError unless a tensor of this dtype and number of dimensions can be sent."""
     if dtype not in DTYPES:
         raise TypeError(f"tensors of {dtype} cannot be sent")
     if dimensions > MOST_DIMENSIONS:
@@ -180,7 +180,7 @@ def pack_request(
 
 def data_of(data: torch.Tensor, entry: Put | Found | Part) -> torch.Tensor:
     """Return the bytes of an entry."""
-    begin = entry.at if entry.length else 0  # an entry without bytes lies anywhere, and views want an aligned begin
+    begin = entry.at if entry.length else 0  # an empty entry has any offset, but views need an aligned one
     return data[begin : begin + entry.length]
 
 
@@ -191,15 +191,15 @@ def pack_answer(
     entries: Sequence[Found | Part] = (),
     data: torch.Tensor | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the body and the tensors of the answer to a request of `count` entries."""
+    """Return the body and the tensors of the reply to a request with `count` entries."""
     return _C.pack_answer(verb, count, problems, entries, data)
 
 
 def parse_answer(verb: int, count: int, body: bytes, tensors: list[torch.Tensor]) -> Answer:
-    """Return the answer to a request of `count` entries.
+    """Return the reply to a request with `count` entries.
 
     Raises:
-        ValueError: the message is no such answer.
+        ValueError: the message is no such reply.
     """
     problems, entries, data = _C.parse_answer(verb, count, body, tensors)
     make = Found if verb == GET else Part

@@ -4,14 +4,14 @@ One small write, both sides together::
 
      1  RemoteOffloader.write         an Operation with the user's future, a WriteRequest       client, operation
      2  Window.submit                 in order on its key, with its deadline                    window
-     3  WriteBatch.start              copies the bytes into a buffer, takes their digests       changes, buffers
+     3  WriteBatch.start              copies the bytes into a buffer, computes their digests    changes, buffers
      4  Window.send, Channel.send     packs the request, sends it                               window, wire, channel
      5  RequestHandler.handle         unpacks it, finds the session                             handler (see service)
-     ...                              order, quota, store, answer
-    10  WriteBatch.answered           unpacks the answer                                        changes, wire
+     ...                              order, quota, store, reply
+    10  WriteBatch.answered           unpacks the reply                                         changes, wire
     11  Window.end, Operation.end     completes the user's future                               window, operation
 
-Tensors larger than a part (16 MiB) travel in parts, several at a time; reads go the same way.
+Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ __all__ = ["RemoteOffloader"]
 class RemoteOffloader(RemoteKeys):
     """A store of tensors by key that another worker serves (``serve_offload``), with the interface of ``Offloader``.
 
-    Tensors travel in parts of 16 MiB, several at a time, and small ones together. The service gives each client a
-    window of bytes that may be in flight; the rest waits here, without a thread.
+    Tensors are sent in parts of 16 MiB, several at a time, and small tensors in batches. The service limits the bytes
+    that a client has in flight; further requests wait in the client, without a thread.
 
     Args:
-        to: the worker, by name, rank or WorkerInfo. It may be this one.
-        namespace: of the keys. Clients that give the same name share its keys, which stay when a client goes. By
-            default the keys are this client's own, and go with it.
-        name: of the service, where the worker has several.
-        timeout: seconds that each operation has, the time included that it waits in the client; by default
+        to: the worker, by name, rank or WorkerInfo. It may be this worker.
+        namespace: namespace of the keys. Clients that pass the same name share its keys, which survive the clients. By
+            default the keys are private to this client, and the service deletes them when the client is closed.
+        name: name of the service.
+        timeout: seconds from the start of an operation to its outcome, including waits in the client; default:
             ``rpc_timeout`` of ``init_rpc``. inf: no limit.
 
     Raises:
-        InvalidStateError: RPC has not begun; the worker serves no such offload.
-        BlockingIOError: the service has as many clients as it takes.
+        InvalidStateError: RPC has not begun, or the worker has no such service.
+        BlockingIOError: the service has its most clients.
         WorkerLostError, TimeoutError, AuthenticationError: as for any call.
     """
 
@@ -77,7 +77,7 @@ class RemoteOffloader(RemoteKeys):
         try:
             arguments = name, self._token, namespace, session.name, time.perf_counter()
             size, self._durable = rpc_sync(self._worker, calls.begin, arguments, timeout=timeout)
-        except BaseException:  # the service may have begun a session all the same
+        except BaseException:  # the service may nevertheless have begun a session
             closing.note(self._session, self._worker, name, self._token)
             raise
         channel = Channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
@@ -90,27 +90,22 @@ class RemoteOffloader(RemoteKeys):
 
     @property
     def worker(self) -> str:
-        """The name of the worker whose disk it is."""
+        """The name of the worker that serves the store."""
         return self._worker
 
     @property
     def durable(self) -> bool:
-        """True for keys that survive the end of the service."""
+        """True if the keys survive the end of the service."""
         return self._durable
 
     # ---- writing
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
-        """Put a tensor under a key, in place of the one before; see ``Offloader.write``.
+        """Write a tensor as ``Offloader.write`` does.
 
-        The future fails with the error of the service's store, or with WorkerLostError or TimeoutError: then it is not
-        known whether the key was written. The tensor must not be changed before ``future.released`` is done: a tensor
-        on a device has been copied to the host by then, a small one into a message, any other one has been written.
-
-        Raises:
-            ValueError: there can be no such key; the tensor's device has no streams.
-            TypeError: not a tensor, one without memory, or of a dtype that cannot be sent.
-            InvalidStateError: the offloader is closed.
+        The future may also fail with WorkerLostError or TimeoutError; in that case the key may have been written or
+        not. ``future.released`` is done when a tensor on a device was copied to the host, a small tensor was copied
+        into a message, or any other tensor was written. A key has at most 1,000 bytes.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -127,12 +122,10 @@ class RemoteOffloader(RemoteKeys):
         digests: Mapping[str, int] | None = None,
         written: torch.Tensor | None = None,
     ) -> CUDAFuture[int]:
-        """Put many tensors under their keys; see ``Offloader.writev``. Each is written as ``write`` does it.
+        """Write many tensors, each as by ``write``; see ``Offloader.writev``.
 
-        The future is done when all have ended, and has the error of the first that failed, with its key. A digest is
-        compared with the digests under which the bytes are sent, and the service refuses bytes that do not have these:
-        a tensor that is changed meanwhile is not written. It costs no other pass over the bytes. `written` is False
-        also where it is not known whether a key was written.
+        The service verifies the bytes of tensors with a digest: a tensor that changes while it is sent is not written.
+        This takes no further pass over the bytes. `written` is also False for a key that may have been written.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -167,7 +160,7 @@ class RemoteOffloader(RemoteKeys):
         ]
         try:
             self._window.submit(requests)
-        finally:  # a Ctrl-C that ends the call ends no request
+        finally:  # Ctrl-C ends the call, but no request
             for request in requests:
                 request.copy_to_host(self._window)
         return operation.future
@@ -182,10 +175,7 @@ class RemoteOffloader(RemoteKeys):
         *,
         priority: int = 0,
     ) -> CUDAFuture[torch.Tensor]:
-        """Get the tensor of a key; see ``Offloader.read``.
-
-        Whether `out` has the dtype and shape of the tensor is known when it comes: the future fails with ValueError
-        then.
+        """Read a tensor as ``Offloader.read`` does, but fail the future if `out` has a wrong dtype or shape.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -209,9 +199,7 @@ class RemoteOffloader(RemoteKeys):
         priority: int = 0,
         digests: torch.Tensor | None = None,
     ) -> CUDAFuture[list[torch.Tensor]]:
-        """Get many tensors, in the order of the keys; see ``Offloader.readv``.
-
-        The future is done when all have ended, and has the error of the first that failed, with its key.
+        """Read many tensors, each as by ``read``; see ``Offloader.readv``.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -242,7 +230,7 @@ class RemoteOffloader(RemoteKeys):
     # ---- the rest
 
     def delete(self, key: str) -> CUDAFuture[None]:
-        """Delete a key; see ``Offloader.delete``.
+        """Delete a key as ``Offloader.delete`` does.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -254,7 +242,7 @@ class RemoteOffloader(RemoteKeys):
         return self.deletev([key])
 
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
-        """Delete many keys; see ``Offloader.deletev``.
+        """Delete many keys as ``Offloader.deletev`` does.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -271,7 +259,7 @@ class RemoteOffloader(RemoteKeys):
         return operation.future
 
     def flush(self) -> CUDAFuture[None]:
-        """Return a future that completes when all writes and deletions so far are done; see ``Offloader.flush``.
+        """Return a future that completes when all writes and deletions so far are done, as ``Offloader.flush``.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -281,7 +269,7 @@ class RemoteOffloader(RemoteKeys):
         return self._operations.flush(with_reads=False)
 
     def close(self) -> None:
-        """Wait until all operations are done, and end the session at the service, which deletes private keys then.
+        """Wait for all operations, and end the session at the service, which then deletes private keys.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
@@ -297,7 +285,7 @@ class RemoteOffloader(RemoteKeys):
             closing.end(self._session, self._worker, self._name, self._token, self._timeout)
 
     def statistics(self) -> RemoteOffloaderStatistics:
-        """Return what is in flight, and what has been done so far.
+        """Return the statistics of this client.
 
         >>> from rpc_ext import serve_offload
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:

@@ -1,4 +1,4 @@
-"""A folder of this worker that other workers write to and read from."""
+"""The offload service: a folder of this worker that other workers write to and read from."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["OffloadService", "serve_offload"]
 
 
 class OffloadService:
-    """A folder that this worker serves. ``serve_offload`` makes it; as a context manager it is closed at the end."""
+    """A folder that this worker serves, made by ``serve_offload``; a context manager that closes it at the end."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
     @property
     def name(self) -> str:
-        """By which clients ask for it."""
+        """The name that clients pass to ``RemoteOffloader``."""
         return self._handler.name
 
     @property
     def store(self) -> Offloader:
-        """The store behind it. Its keys are the service's own: leave them alone."""
+        """The store of the service. Its keys belong to the service: do not change them."""
         return self._handler.store
 
     def statistics(self) -> OffloadServiceStatistics:
-        """Return what there is, and what has been done so far.
+        """Return the statistics of this service.
 
         >>> with serve_offload("served") as service:
         ...     service.statistics().clients
@@ -43,7 +43,7 @@ class OffloadService:
         return self._handler.statistics()
 
     def close(self) -> None:
-        """Serve no more, and close the store: what is not durable is gone. Requests that come from now on fail.
+        """Close the service and its store, which deletes its keys unless it is durable. Later requests fail.
 
         >>> serve_offload("served").close()
         """
@@ -73,25 +73,24 @@ def serve_offload(
     engine: Engine | None = None,
     direct: Literal["auto"] | bool = "auto",
 ) -> OffloadService:
-    """Let other workers write to a folder of this one, and read from it, with a ``RemoteOffloader``.
+    """Let other workers write to and read from a folder of this worker with ``RemoteOffloader``.
 
-    That goes on until the service is closed, or RPC of this process ends.
+    The service ends when it is closed, or when RPC of this process ends.
 
     Args:
-        dir: the folder, as for ``Offloader``; `durable`, `capacity` (bytes), `engine` and `direct` are, too.
-        name: by which clients ask for it, where a worker serves several folders.
-        namespace_capacity: bytes that the tensors of each namespace may have; by default there is no limit.
-        memory: bytes of requests that may be under way at a time. Every client gets an equal share of it as its window:
-            so none is held up by another, and a disk that is slow slows the clients, not this worker's memory down.
-        clients: how many there may be at a time.
-        patience: seconds of silence after which a worker counts as lost that neither answers nor asks; default: 60. The
-            sessions of its clients end: private keys are deleted, and a client with a namespace gets its session back
-            with its next request. A worker whose connection breaks is lost at once.
+        dir, durable, capacity, engine, direct: as for ``Offloader``.
+        name: name of the service on this worker.
+        namespace_capacity: most bytes of tensors in each namespace; default: no limit.
+        memory: most bytes of requests in flight; default: 1 GiB. Each client has an equal share as its window. So no
+            client blocks another, and a slow disk slows the clients down but does not fill this worker's memory.
+        clients: most clients at a time; default: 16.
+        patience: seconds after which a worker that sends neither replies nor requests is lost; default: 60. The
+            sessions of its clients end and their private keys are deleted; a client with a namespace resumes its
+            session with its next request. A worker whose connection breaks is lost at once.
 
     Raises:
-        ValueError: a service of that name is there already; the share of a client is less than 32 MiB; or `patience` is
-            not positive.
-        StorageError: the folder cannot be used, or not be written.
+        ValueError: a service has that name, the share of a client is less than 32 MiB, or `patience` is not positive.
+        StorageError: the folder cannot be used, or cannot be written.
 
     >>> import torch
     >>> from rpc_ext import RemoteOffloader
@@ -100,13 +99,13 @@ def serve_offload(
     36
     """
     if clients < 1 or memory // clients < 2 * wire.PIECE:
-        raise ValueError(f"memory={memory} for {clients} clients: each has to have {2 * wire.PIECE} bytes at least")
+        raise ValueError(f"memory={memory} for {clients} clients: each needs at least {2 * wire.PIECE} bytes")
     if not patience > 0:
-        raise ValueError(f"patience={patience!r}: it is a positive number of seconds")
+        raise ValueError(f"patience={patience!r}: pass a positive number of seconds")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"name={name!r}: a text is wanted")
+        raise ValueError(f"name={name!r}: pass a str that is not empty")
     if len(name.encode()) > wire.LONGEST_NAME:
-        raise ValueError(f"name={name!r}: more than {wire.LONGEST_NAME} bytes of UTF-8")
+        raise ValueError(f"name={name!r}: pass at most {wire.LONGEST_NAME} bytes of UTF-8")
     if _calls.has_service(name):
         raise ValueError(f"this worker serves an offload called {name!r} already")
     store = Offloader(dir, engine=engine, direct=direct, durable=durable, capacity=capacity)
