@@ -1,4 +1,4 @@
-"""The start of an agent.
+"""The start of this process's RPC agent.
 
 ::
 
@@ -29,27 +29,27 @@ from rpc_ext._serve import Server
 __all__ = ["DEFAULT_RECEIVE_MEMORY", "PATIENCE", "Started", "received_outside", "start"]
 
 PATIENCE = 5.0
-"""seconds that an agent, when it ends, waits for functions that it runs for others"""
+"""seconds that a stopping agent waits for functions that it runs for other workers"""
 DEFAULT_RECEIVE_MEMORY = 512 << 20
-"""bytes of the pool that tensors from other workers are received into"""
+"""bytes of the pool for tensors from other workers"""
 
 _logger = logging.getLogger("rpc_ext.authentication")
 
-# By size. C++ keeps each allocator until the process ends, so a later session of the same size uses the same pool.
+# By size. C++ keeps each allocator until the process ends, so a later session with the same size reuses the pool.
 _pools: dict[int, BufferPool] = {}
 
 
 class Started(NamedTuple):
-    """An agent that runs, and what its session needs."""
+    """A running agent, its handshake and the devices of its peers."""
 
     agent: _C.Agent
     handshake: Handshake
     peers: list[DeviceMap]
-    """devices that the tensors of a call are sent to, by rank of the callee"""
+    """target devices of the tensors of a call, by rank of the callee"""
 
 
 def start(options: Options, server: Server) -> Started:
-    """Find the other workers, exchange proofs of the secret, and start the agent, whose calls `server` answers."""
+    """Start the agent, whose incoming calls `server` runs, after the rendezvous and the handshake."""
     handshake, workers, key = _find_workers(options)
     names = handshake.names
     devices = plan(
@@ -60,7 +60,7 @@ def start(options: Options, server: Server) -> Started:
         carries_devices=not options.seals_contents,
     )
     if devices.native_devices:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # others may send before this process has used its devices
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # a tensor may arrive before this process has used its devices
     server.set_devices(dict(enumerate(devices.answers)))
     _receive_into_pool(options.receive_memory)
     _engine.init_distributed_autograd(options.rank)
@@ -86,7 +86,7 @@ def start(options: Options, server: Server) -> Started:
 
 
 def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
-    """Return the handshake with all workers, what they have shown, by rank, and the key of the session."""
+    """Return the handshake with all workers, their descriptions by rank, and the key of the session."""
     rank, world_size, seconds = options.rank, options.world_size, options.start_timeout
     store = _engine.PrefixStore("handshake", session_store(options.init_method, rank, world_size, seconds))
     handshake = Handshake(store, rank, world_size, options.secret, seconds)
@@ -99,7 +99,7 @@ def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
     workers, key = handshake.begin(mine)
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
-        raise ValueError(f"every worker needs a name of its own; these came: {', '.join(names)}")
+        raise ValueError(f"every worker needs a name of its own; the names are {', '.join(names)}")
     if len({worker["seal"] for worker in workers}) > 1:
         chosen = ", ".join(f"'{w['name']}': {'contents' if w['seal'] else 'descriptions'}" for w in workers)
         raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
@@ -108,10 +108,10 @@ def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
 
 
 def _report_refused(names: list[str], sender: int, reason: str) -> None:
-    """Log the first message that is refused of each worker; called by the agent."""
+    """Record a refused message in the log. The agent calls this for the first one of each sender."""
     who = f"worker '{names[sender]}'" if 0 <= sender < len(names) else "an unknown sender"
     _logger.warning(
-        "a message that claims to come from %s was refused: %s; further ones are only counted "
+        "a message that claims to come from %s was refused: %s; further messages of that sender are only counted "
         "(rpc_ext.statistics().refused)",
         who,
         reason,
@@ -119,10 +119,10 @@ def _report_refused(names: list[str], sender: int, reason: str) -> None:
 
 
 def _receive_into_pool(nbytes: int) -> None:
-    """Receive tensors of 1 to 16 MiB from other workers into a pool of this size; 0: into memory of torch's.
+    """Receive tensors of 1 to 16 MiB from other workers into a pool of `nbytes`; 0: into new memory.
 
     Smaller tensors are cheap to allocate and to copy. TensorPipe allocates on a thread that serves all connections and
-    must not wait, so an exhausted pool provides memory of its own for each tensor, and counts that.
+    must not block, so an exhausted pool allocates new memory for each tensor and counts its bytes.
     """
     if nbytes and nbytes not in _pools:
         _pools[nbytes] = BufferPool(nbytes, pin=False)
@@ -130,12 +130,12 @@ def _receive_into_pool(nbytes: int) -> None:
 
 
 def received_outside() -> int:
-    """Return the bytes that this process has received outside of its pools because they were exhausted."""
+    """Return the number of bytes that this process has received outside of its exhausted pools."""
     return sum(pool.outside for pool in _pools.values())
 
 
 def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOptions:
-    """Return the options as torch's agent takes them."""
+    """Return the options in the form of torch's agent."""
     made = TensorPipeRpcBackendOptions(
         num_worker_threads=options.num_worker_threads,
         rpc_timeout=options.rpc_timeout,
@@ -147,15 +147,15 @@ def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOpti
 
 
 def _addresses(handshake: Handshake, own: str) -> list[str]:
-    """Show the address of this worker's agent to the other workers; return the addresses of all, by rank.
+    """Publish the address of this worker's agent; return the addresses of all agents, by rank.
 
-    The records are signed with the session's key. Agents take addresses from nowhere else.
+    The records are signed with the session's key. Agents have no other source of addresses.
     """
     return handshake.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
 
 
 def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: Options) -> None:
-    """Start the agent and wait until all have; with a secret, no process can connect to it after that.
+    """Start the agent and wait for the agents of all workers. With a secret, no process can connect to it after that.
 
     Raises:
         AuthenticationError: an address leads to a process that does not have the session's key.
@@ -170,7 +170,7 @@ def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: O
         if "was refused" in str(e):
             raise AuthenticationError(f"the first calls to the other workers have failed: {e}") from e
         raise
-    handshake.round("ready", True)  # no worker closes its sockets before the first calls of all have gone through
+    handshake.round("ready", True)  # no worker closes its sockets before the first calls of all workers have succeeded
     if not is_safe:
         return
     listeners = _listeners.of_an_engine(found, others)
@@ -178,7 +178,7 @@ def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: O
     if not listeners:
         warnings.warn(
             "the sockets on which RPC listens were not found, so they stay open: other processes can connect to this "
-            "worker, and bytes that TensorPipe cannot read end it. Keep its ports closed to others by a firewall",
+            "worker, and bytes that TensorPipe cannot read end it. Block its ports for other processes by a firewall",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,16 +1,16 @@
-"""Small calls that travel together.
+"""Batches: small calls that share messages.
 
-A batch has one message in flight at most. Calls that are made meanwhile wait, and go in the next one: so they start in
-order, and the slower the other side is, the larger are its messages. (The idea is Nagle's, RFC 896.) While no message
-is in flight, calls wait for others, but not for long.
+A batch has at most one message in flight. Calls made in the meantime wait for the next message. So they start in
+order, and a slower callee gets larger messages (J. Nagle, RFC 896). While no message is in flight, calls wait at most a
+millisecond for further calls.
 
-The answer to a message contains the answers to all of its calls. So a call whose answer may depend on a later call of
-the batch goes in a message of its own: one of a function that returns a future, or one with RRefs, which their owners
-have to confirm. It is sent when the message before is answered, and the next message does not wait for it.
+The reply to a message contains the replies to all of its calls. So a call whose reply may depend on a later call has a
+message of its own: a call of a function that returns a future, or a call with RRefs, which their owners must confirm.
+That message is sent after the reply to the message before it; the next message does not wait for it.
 
-A message has the caller's rank, a table of pickled functions, and for each call a pair: the place of the function in
-the table, and the arguments, where these are plain values; else a payload of its own, and the number of its tensors. In
-the answer there is for each call the value alone, where it is a plain one, or a payload and the number of its tensors.
+A message has the caller's rank, a table of pickled functions, and a pair for each call: the index of the function in
+the table and the arguments, if these are plain values; otherwise a payload and the number of its tensors. The reply
+has for each call a plain value, or a payload and the number of its tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rpc_ext.session import current
 __all__ = ["batch", "flush", "open_to"]
 
 FEWEST_CALLS = 32
-"""calls that are sent at once where no message is in flight; fewer wait for others"""
+"""number of calls that are sent at once if no message is in flight; fewer calls wait"""
 LONGEST_PAUSE = 1e-3
-"""seconds that fewer calls wait for others"""
+"""seconds that fewer calls wait for further calls"""
 MOST_CALLS = 256
 """calls in one message"""
 MOST_FUNCTIONS = 64
-"""places in the table"""
+"""functions in the table"""
 MOST_BYTES = 1 << 20
-"""bytes of payload in one message, beside the call that exceeds them"""
+"""bytes of payload in one message, without its last call"""
 
 _open: ContextVar[tuple[batch, ...]] = ContextVar("rpc_ext.batches", default=())
 
@@ -57,29 +57,29 @@ def open_to(destination: Destination) -> batch | None:
 
 
 def flush() -> None:
-    """Send the calls that wait in the open batches, before this thread waits for one of them."""
+    """Send the calls that wait in this thread's open batches, before the thread waits for one of them."""
     for batch in _open.get():
         batch.flush()
 
 
 class batch:  # a context manager
-    """A context in which this thread's calls to one worker travel together, in few messages.
+    """A context in which this thread's calls to one worker share few messages.
 
-    Each ``rpc_async`` still has its own future, timeout and error. The other worker runs the calls one after the other,
-    in the order in which they were made. They are sent within a millisecond, or as soon as the message before them is
-    answered. A message is answered when all of its calls have returned and the tensors of their results have been
-    copied to the host, if they have to be. Leaving the context waits for no call: wait for the futures.
+    Each ``rpc_async`` has its own future, timeout and error. The callee runs the calls one after the other, in the
+    order of the calls. A call is sent within a millisecond, or after the reply to the message before it. The callee
+    replies to a message when all of its calls have returned, and after any copies of result tensors to the host. The
+    end of the context waits for no call: wait for the futures.
 
-    Two kinds of calls go in messages of their own: those of a function that is decorated with ``async_execution``, ours
-    or torch's, and those with RRefs among their arguments, such as methods of an RRef. Such a call is sent when the
-    calls before it have been answered. The calls behind it do not wait for it, and may begin before it does.
+    Two kinds of calls have messages of their own: calls of a function with ``async_execution``, ours or torch's, and
+    calls with RRefs among their arguments, such as methods of an RRef. Such a call is sent after the replies to the
+    calls before it. Later calls do not wait for it, and may begin first.
 
     Args:
         to: the worker: name, rank or WorkerInfo.
 
     Raises:
-        InvalidStateError: RPC has not begun; or the context is entered while it is in use.
-        ValueError: no such worker.
+        InvalidStateError: RPC has not begun, or the context is in use.
+        ValueError: there is no such worker.
 
     >>> from rpc_ext import rpc_async
     >>> with batch("me"):
@@ -91,20 +91,20 @@ class batch:  # a context manager
     def __init__(self, to: Any) -> None:
         self._session = current()
         self._destination = self._session.destination(to)
-        self._thread: int | None = None  # whose calls it takes
+        self._thread: int | None = None  # the thread whose calls it takes
         self.functions: list[bytes] = []  # the table, pickled
-        self._places: dict[Any, int] = {}  # in the table
+        self._places: dict[Any, int] = {}  # indexes in the table
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._calls: list[_Waiting] = []
         self._bytes = 0
         self._in_flight: _BatchMessage | None = None
         self._wanted = False  # True: send the waiting calls as soon as no message is in flight
-        self._is_sending = False  # whether a thread is in _send_messages
-        self._due = math.inf  # when the timer thread looks next
+        self._is_sending = False  # True while a thread is in _send_messages
+        self._due = math.inf  # time of the next call of `look`
 
     def __enter__(self) -> batch:
         if self._thread is not None:
-            raise InvalidStateError("the batch is in use: make another one")
+            raise InvalidStateError("the batch is in use: create another one")
         self._thread = threading.get_ident()
         _open.set((*_open.get(), self))
         self._destination.batches.add(self)
@@ -117,13 +117,13 @@ class batch:  # a context manager
         self.flush()
 
     def takes_calls_to(self, destination: Destination) -> bool:
-        """Return whether this thread's calls to a worker belong in here. Callbacks carry the context along."""
+        """Return whether this batch takes this thread's calls to a worker. Callbacks inherit the context."""
         return destination is self._destination and self._thread == threading.get_ident()
 
-    # ---- calls come in
+    # ---- incoming calls
 
     def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
-        """Return how a call can travel without a payload of its own, if it can."""
+        """Return the form of a call without a payload of its own; None if it needs a payload."""
         if kwargs or is_async(fn):
             return None
         for arg in args:
@@ -141,7 +141,7 @@ class batch:  # a context manager
         return Direct(place, tuple(args))
 
     def add(self, call: Call, fn: Any, how: Encoded | Direct) -> None:
-        """Let a call travel with the others, or alone in its turn, sent by any thread."""
+        """Add a call, which any thread sends with the others, or alone after those before it."""
         goes_alone = False
         if isinstance(how, Encoded):
             goes_alone = is_async(fn) or has_rrefs(how.payload)
@@ -163,7 +163,7 @@ class batch:  # a context manager
             _timer.schedule(self, due)
 
     def flush(self) -> None:
-        """Send the calls that wait, at once or as soon as the message in flight is answered.
+        """Send the waiting calls, at once or after the reply to the message in flight.
 
         >>> from rpc_ext import rpc_async
         >>> with batch("me") as calls:
@@ -177,7 +177,7 @@ class batch:  # a context manager
         self._send_messages()
 
     def look(self, now: float) -> float | None:
-        """Send what has waited long enough, and fail what is overdue. called by the timer thread."""
+        """Send the calls that have waited long enough, and fail the expired calls. Called by the timer thread."""
         with self._lock:
             self._due = math.inf
             self._wanted = self._wanted or bool(self._calls)
@@ -191,23 +191,23 @@ class batch:  # a context manager
             return self._due if self._due < math.inf else None
 
     def _pending_calls(self) -> list[Call]:
-        """Return the calls that wait, and those of the message in flight. Called under the lock."""
+        """Return the waiting calls, and those of the message in flight. Called under the lock."""
         in_flight = self._in_flight.calls if self._in_flight is not None else []
         return [*in_flight, *(waiting.call for waiting in self._calls)]
 
-    # ---- messages are sent, one at a time
+    # ---- outgoing messages, one at a time
 
     def answered(self) -> None:
-        """Send the next message: the one in flight was answered, or has failed."""
+        """Send the next message, after the reply to the one in flight or its failure."""
         with self._lock:
             self._in_flight = None
         self._send_messages()
 
     def _send_messages(self) -> None:
-        """Send messages, until one is in flight. A message that fails at once calls this again: hence a loop."""
+        """Send messages until one is in flight. A message that fails at once calls this again, hence the loop."""
         with self._lock:
             if self._is_sending:
-                return  # the thread that does looks again before it stops
+                return  # the sending thread checks again before it stops
             self._is_sending = True
         while True:
             with self._lock:
@@ -221,7 +221,7 @@ class batch:  # a context manager
         return len(self._calls) >= FEWEST_CALLS or self._bytes >= MOST_BYTES
 
     def _next(self) -> _BatchMessage | _Waiting | None:
-        """Take the calls of the next message. Called under the lock."""
+        """Remove and return the calls of the next message. Called under the lock."""
         if self._in_flight is not None or not self._calls:
             return None
         count = size = 0
@@ -241,7 +241,7 @@ class batch:  # a context manager
 
 
 def _is_plain_builtin(fn: Any) -> bool:
-    """Return whether a function of C is found by its name: a method of an object brings that along."""
+    """Return whether a builtin pickles by its name; a method of an object pickles the object."""
     return type(fn) is BuiltinFunctionType and (fn.__self__ is None or isinstance(fn.__self__, ModuleType))
 
 
@@ -297,7 +297,7 @@ class _BatchMessage(Message):
             self.transmit(payload, tensors, targets if any(targets) else None, self.calls[-1].priority)
 
     def remaining(self) -> float:
-        """Return the most that one of the calls has left. A call with less fails by itself."""
+        """Return the longest remaining time of the calls. A call with less time expires by itself."""
         remaining = [call.remaining() for call in self.calls]
         return 0.0 if 0 in remaining else max(remaining)
 
@@ -315,15 +315,15 @@ class _BatchMessage(Message):
         self._of.answered()
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        self._of.answered()  # first: the other side runs the next message while this one takes its answers
+        self._of.answered()  # first: the callee runs the next message while this worker completes the calls
         try:
             self._distribute(payload, tensors)
         except BaseException as e:
             for call in self.calls:
-                call.fail(e)  # unless it has its answer
+                call.fail(e)  # has no effect on a call that is done
 
     def _distribute(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        if kind_of(payload) != Kind.BATCH:  # the callee could not even take the message apart
+        if kind_of(payload) != Kind.BATCH:  # the callee could not decode the message
             for call in self.calls:
                 call.on_reply(payload, tensors)
             return

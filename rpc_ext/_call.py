@@ -1,4 +1,4 @@
-"""One call on its way, and the way back of its answer.
+"""One call and its reply.
 
 ::
 
@@ -30,7 +30,7 @@ __all__ = ["Call", "Message"]
 
 
 class Message(ABC):
-    """A message with one call or several, and the listener that the agent tells of the answer, once."""
+    """A message with one call or several; the agent calls ``on_reply`` or ``on_error``, once."""
 
     __slots__ = ("agent", "destination")
 
@@ -67,27 +67,27 @@ class Message(ABC):
 
     @abstractmethod
     def remaining(self) -> float:
-        """Return the seconds that are left of the timeout: 0 for no limit, negative when they are over."""
+        """Return the seconds that are left of the timeout: 0 for no limit, negative after it."""
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Return whether there is no use in sending the message any more."""
+        """Return whether the message need not be sent any more."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Fail with an error of this worker."""
+        """Fail the calls with an error of this worker."""
 
     @abstractmethod
     def on_error(self, kind: int, message: str) -> None:
-        """Fail with an error of the engine, of a kind that `_failure` names."""
+        """Fail the calls with an error of the engine, of a kind in `_failure`."""
 
     @abstractmethod
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the answer."""
+        """Take the reply."""
 
 
 class Call(Message):
-    """A call, from the moment that it was made. Its errors name the function and the worker."""
+    """A call. Its errors name the function and the worker."""
 
     __slots__ = ("deadline", "future", "name", "priority", "settled", "size", "started", "timeout")
 
@@ -96,13 +96,13 @@ class Call(Message):
     ) -> None:
         self.agent, self.destination, self.size = agent, destination, size
         self.name, self.timeout, self.priority = name, timeout, priority
-        # Its callbacks have a thread of their own: the agent's may be the only one that can bring the next answer.
+        # Callbacks run on a thread of their own: the agent's may be the only one that can deliver the next reply.
         self.future: CUDAFuture[Any] = CUDAFuture(
             name=f"{name} on {destination.name}", priority=priority, executor=executors.callback_thread
         )
         self.started = time.perf_counter()
         self.deadline = self.started + timeout if timeout else math.inf
-        self.settled = False  # whether its end was counted; its destination's lock guards that
+        self.settled = False  # True once its end was counted; the destination's lock guards it
 
     def remaining(self) -> float:
         if not self.timeout:
@@ -111,13 +111,13 @@ class Call(Message):
         return max(left, SHORTEST_TIMEOUT) if left > 0 else -1
 
     def is_over(self) -> bool:
-        """Return whether the call has failed, or its future was cancelled."""
+        """Return whether the call has failed or its future was cancelled."""
         if self.future.done():
             self.destination.finish(self, 0, False)
         return self.settled
 
     def abandon(self) -> None:
-        """Give the room of a call back that is not made after all."""
+        """Release the room of a call that could not be sent."""
         self.destination.finish(self, 0, True)
         self.future.cancel()
 
@@ -137,7 +137,7 @@ class Call(Message):
             self._complete(None, _failure.of_answer(e, self.name, self.destination.name), received)
 
     def on_value(self, value: Any) -> None:
-        """Take an answer that came among others: a plain value."""
+        """Take a plain value from the reply to a batch."""
         self._complete(value, None, 8)
 
     def on_error(self, kind: int, message: str) -> None:
@@ -152,19 +152,19 @@ class Call(Message):
 
     def _complete(self, value: Any, error: BaseException | None, received: int) -> None:
         if not self.destination.finish(self, received, error is not None):
-            return  # the call had ended before
+            return  # the call is done
         if error is None:
             try:
                 self.future.set_result(value)
                 return
             except BaseException as e:
                 error = e
-        with contextlib.suppress(InvalidStateError):  # the future was cancelled: the answer is dropped
+        with contextlib.suppress(InvalidStateError):  # the future was cancelled: drop the reply
             self.future.set_exception(error)
 
 
 def _read(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, BaseException | None]:
-    """Return the value, or the error, in an answer."""
+    """Return the value and the error in a reply; one of them is None."""
     value = decode(payload, tensors)
     if kind_of(payload) == Kind.FAILURE:
         return None, _failure.rebuild(_failure.Failure(*value))

@@ -1,11 +1,11 @@
-"""Messages of bytes and tensors to a handler on another worker: nothing of them is pickled.
+"""Channels: messages of bytes and tensors, without pickling, to a handler on another worker.
 
 ::
 
     Channel.send ──► Destination.try_admit ──► Agent.call ════► Server.serve ──► handler(body, tensors, reply)
     listener     ◄── Destination.finish    ◄── on_reply   ◄═══════════════════── reply.send(body, tensors)
 
-Messages count as calls: they take room at their destination, are sealed, and a graceful shutdown waits for them.
+Messages count as calls: they take room at their destination and are sealed, and a graceful shutdown waits for them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["Channel", "Handler", "Listener", "Reply", "handle"]
 
 
 class Listener(Protocol):
-    """The receiver of an answer. One of its methods is called once, by a thread of the agent, and must not block."""
+    """The receiver of a reply. A thread of the agent calls one of its methods, once, and must not block."""
 
     def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the answer."""
+        """Take the reply."""
 
     def failed(self, error: BaseException) -> None:
         """Take the error of the handler, or of the connection: TimeoutError, WorkerLostError, AuthenticationError."""
 
 
 class Channel:
-    """Sends messages to the handler of one worker.
+    """A channel to a handler of one worker.
 
     Args:
-        session: whose workers these are. Once it has ended, ``send`` raises InvalidStateError.
+        session: session of the channel. After its end, ``send`` raises InvalidStateError.
         to: the worker.
-        number: of the handler there.
-        name: of what is called, for error messages.
+        number: number of the handler there.
+        name: name of the handler, for error messages.
     """
 
     def __init__(self, session: Session, to: Destination, number: int, name: str) -> None:
@@ -51,13 +51,13 @@ class Channel:
         self._to, self._header, self._name = to, channel_header(number), name
 
     def send(self, body: bytes, tensors: list[torch.Tensor], seconds: float, listener: Listener) -> None:
-        """Send a message; return at once. Its tensors are dense, on the host, and stay unchanged until the answer.
+        """Send a message; return at once. Its tensors are dense, on the host, and do not change until the reply.
 
         Args:
-            seconds: that the answer may take; 0: no limit.
+            seconds: timeout of the reply; 0: no limit.
 
         Raises:
-            BlockingIOError: as many calls or bytes are in flight to that worker as ``init_rpc`` allows.
+            BlockingIOError: the calls or bytes in flight to that worker have reached the limit of ``init_rpc``.
             InvalidStateError: RPC has ended.
         """
         session = current()
@@ -75,7 +75,7 @@ class Channel:
 
 
 class _Message:
-    """A message in flight: its size and start, for its destination, and its listener."""
+    """A message in flight: its listener, and its size and start for the destination."""
 
     __slots__ = ("_listener", "_name", "_seconds", "_to", "settled", "size", "started")
 
@@ -84,7 +84,7 @@ class _Message:
         self.size, self.started, self.settled = size, time.perf_counter(), False
 
     def on_reply(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the answer; called by the agent."""
+        """Take the reply. Called by the agent."""
         received = len(payload)
         for tensor in tensors:
             received += tensor.nbytes
@@ -103,7 +103,7 @@ class _Message:
             return _failure.of_answer(e, self._name, self._to.name)
 
     def on_error(self, kind: int, message: str) -> None:
-        """Take the error of the engine; called by the agent."""
+        """Take the error of the engine. Called by the agent."""
         if not self._to.finish(self, 0, True):
             return
         if self._to.is_closed:

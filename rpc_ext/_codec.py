@@ -1,12 +1,12 @@
-"""Python values as bytes beside tensors, which is how torch's agent carries them.
+"""The encoding of Python values as bytes and tensors, the parts of a message of torch's agent.
 
 A payload is::
 
     magic, 4 bytes | kind, 1 | flags, 1 | [length, 4, and JSON: the target device of each tensor] | [RRefs] | pickle
 
-RRefs are serialized when all else is pickled: an owner waits for each that was serialized until a worker receives it.
-Tensors of devices that the agent cannot carry travel through the host: `Encoded.targets` says where each belongs on the
-other side.
+RRefs are serialized last, after everything else has been pickled: the owner of a serialized RRef waits until a worker
+receives it. Tensors of devices that the agent cannot carry are sent through the host; `Encoded.targets` has the device
+of each on the other worker.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Kind:
     """The kinds of payloads."""
 
     CALL = 1  # caller's rank, function, arguments
-    VALUE = 2  # what it returned
-    FAILURE = 3  # what it raised
-    BATCH = 4  # many calls, or their answers; see _batching
-    CHANNEL = 5  # a message for a handler, or its answer; the flags are the number of the channel
+    VALUE = 2  # result of the function
+    FAILURE = 3  # exception of the function
+    BATCH = 4  # many calls, or their replies; see _batching
+    CHANNEL = 5  # a message for a handler, or its reply; the flags are the number of the channel
 
 
 _HAS_RREFS = 1
@@ -61,12 +61,12 @@ _HEADER = len(_C.MAGIC) + 2
 _KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
 _HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.BATCH + 1))]
 CHANNEL_HEADER = _HEADER
-_LARGE = 1 << 16  # bytes: a buffer that has held more is not kept
+_LARGE = 1 << 16  # bytes; a larger buffer is not kept
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The targets of tensors: the agent carries those of `native` devices, those of `staged` go through the host."""
+    """The target devices of tensors: the agent carries `native` ones; `staged` ones go through the host."""
 
     peer: str
     native: Mapping[torch.device, torch.device]
@@ -76,27 +76,27 @@ class DeviceMap:
 NO_DEVICES = DeviceMap("", {}, {})
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-"""types of values that pickle as themselves and cannot change: several of them may be pickled together"""
+"""types of immutable values without references: several of them may be pickled together"""
 _HOST = torch.device("cpu")
 
 
 class Encoded:
-    """A payload and its tensors; where `targets` has a device, that tensor has still to be copied to the host."""
+    """A payload and its tensors. A tensor with a device in `targets` must be copied to the host before it is sent."""
 
     __slots__ = ("earlier", "payload", "targets", "tensors")
 
     def __init__(self, payload: bytes, tensors: list[torch.Tensor], targets: list[str | None] | None) -> None:
         self.payload, self.tensors, self.targets = payload, tensors, targets
-        self.earlier: list[CUDAFuture[list[torch.Tensor]]] = []  # of a message that is sent later: its tensors
+        self.earlier: list[CUDAFuture[list[torch.Tensor]]] = []  # the tensors, if the message is sent later
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, with its tensors."""
+        """The bytes of the payload and the tensors."""
         return len(self.payload) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Direct:
-    """A call in a batch, with plain values for arguments: the calls of a message are pickled together."""
+    """A call in a batch whose arguments are plain values. Such calls of one message are pickled together."""
 
     __slots__ = ("args", "index", "size")
 
@@ -109,14 +109,14 @@ class Direct:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes plain tensors out, and RRefs as torch has them counted."""
+    """A pickler that replaces tensors by indexes, and RRefs by torch's serialized form."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.file = file
 
     def dumped(self, value: object, devices: DeviceMap) -> bytes:
-        """Pickle one value."""
+        """Return one pickled value."""
         self.devices = devices
         self.tensors: list[torch.Tensor] = []
         self.targets: list[str | None] = []
@@ -126,7 +126,7 @@ class _Pickler(pickle.Pickler):
         return self.file.getvalue()
 
     def forget(self) -> None:
-        """Be as new."""
+        """Reset the pickler for the next value."""
         self.clear_memo()
         self.file.seek(0)
         self.file.truncate()
@@ -136,7 +136,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
         if cls is torch.Tensor and obj.layout is torch.strided and not obj.is_nested:
-            return self._tensor(obj)  # torch reduces others to such ones
+            return self._tensor(obj)  # torch reduces other kinds of tensors to this kind
         if cls is PyRRef or cls is RRef:
             self.rrefs.append(obj)
             return _rref, (len(self.rrefs) - 1,)
@@ -144,7 +144,7 @@ class _Pickler(pickle.Pickler):
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_quantized:
-            tensor.qscheme()  # without one torch's engine would end the process
+            tensor.qscheme()  # raises for a tensor without a scheme, with which torch's engine would end the process
         target = None
         device = tensor.device
         if device != _HOST and device not in self.devices.native:
@@ -161,19 +161,19 @@ class _Pickler(pickle.Pickler):
             known = ", ".join(f"{here} to {there}" for here, there in pairs) or "nothing"
             raise ValueError(
                 f"a tensor on {device} cannot be sent to worker '{self.devices.peer}': no device there is its target "
-                f"(mapped: {known}); copy it to the host first, or give init_rpc device_maps"
+                f"(mapped: {known}); copy it to the host first, or pass device_maps to init_rpc"
             )
         return target
 
 
 def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded:
-    """Pickle `value`, its tensors apart.
+    """Pickle `value` without its tensors.
 
     Raises:
         ValueError: a tensor's device has no target.
-        Exception: whatever a value that cannot be pickled raises.
+        Exception: the error of a value that cannot be pickled.
     """
-    pickler, _table.pickler = _table.pickler, None  # none: __reduce__ of a value makes a call of its own
+    pickler, _table.pickler = _table.pickler, None  # not available to __reduce__ of a value, which may make a call
     if pickler is None:
         pickler = _Pickler(io.BytesIO())
     pickled = pickler.dumped(value, devices)
@@ -192,7 +192,7 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
 
 
 def channel_header(number: int) -> bytes:
-    """Return the beginning of a message of a channel. An answer has number 0."""
+    """Return the header of a message of a channel. A reply has number 0."""
     return _C.MAGIC + bytes((Kind.CHANNEL, number))
 
 
@@ -202,12 +202,12 @@ def kind_of(payload: bytes) -> int:
 
 
 def has_rrefs(payload: bytes) -> bool:
-    """Return whether owners have to confirm RRefs in the decoded value before it is used."""
+    """Return whether the payload has RRefs, which their owners have to confirm before the value is used."""
     return bool(payload[_FLAGS] & _HAS_RREFS)
 
 
 def targets_of(payload: bytes) -> list[str | None] | None:
-    """Return the device that each tensor belongs on, None for those that stay where they are."""
+    """Return the target device of each tensor, None for tensors that stay on their device."""
     if not payload[_FLAGS] & _HAS_TARGETS:
         return None
     (length,) = _LENGTH.unpack_from(payload, _HEADER)
@@ -217,8 +217,8 @@ def targets_of(payload: bytes) -> list[str | None] | None:
 
 class _Table(threading.local):
     tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
-    rrefs: Sequence[Any] = ()  # of that payload, as torch has serialized them
-    owners: set[str] | None = None  # where they are wanted: of the RRefs in there that others still have to confirm
+    rrefs: Sequence[Any] = ()  # of that payload, serialized by torch
+    owners: set[str] | None = None  # in decode_with_owners: the owners of unconfirmed RRefs
     pickler: _Pickler | None = None  # of this thread, while it is not in use
 
 
@@ -226,7 +226,7 @@ _table = _Table()
 
 
 def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Unpickle a payload. If there is a secret, its seal was checked before."""
+    """Return the value in a payload. With a secret, the agent has verified its seal."""
     start = _HEADER
     if payload[_FLAGS] & _HAS_TARGETS:
         start += _LENGTH.size + _LENGTH.unpack_from(payload, start)[0]
@@ -246,7 +246,7 @@ def _tensor(index: int) -> torch.Tensor:
 
 
 def decode_with_owners(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, set[str]]:
-    """Unpickle a payload with RRefs; return the names of the workers that still have to confirm some, too."""
+    """Return the value in a payload with RRefs, and the names of the owners that have to confirm RRefs."""
     outer, owners = _table.owners, set[str]()
     _table.owners = owners
     try:

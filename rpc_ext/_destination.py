@@ -1,4 +1,4 @@
-"""Destinations of calls: one object for each worker, which limits the calls in flight to it and counts all calls."""
+"""Destinations of calls: one for each worker, which limits the calls in flight and counts all calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Destination"]
 
 
 class Admitted(Protocol):
-    """A call, as far as this module uses it."""
+    """The attributes of a call that this module uses."""
 
     size: int
     started: float
@@ -30,17 +30,17 @@ class _Waiter(NamedTuple):
 
 
 class Destination:
-    """A worker to which a limited number of calls and bytes is in flight. Further calls wait, in order.
+    """A worker, and the calls and bytes in flight to it, which are limited. Further calls wait, in order.
 
-    A call that is larger than all the bytes allowed goes alone.
+    A call of more bytes than the limit is sent when no other call is in flight.
     """
 
     def __init__(self, name: str, rank: int, devices: DeviceMap, max_calls: int, max_bytes: int) -> None:
         self.name, self.rank, self.devices = name, rank, devices
         self._max_calls, self._max_bytes = max_calls, max_bytes
-        self.batches: set[Any] = set()  # that threads have opened
+        self.batches: set[Any] = set()  # open batches
         self.is_closed = False
-        """True once RPC was shut down: calls in flight get no answer any more"""
+        """True after the shutdown of RPC: calls in flight get no reply any more"""
         self._lock = threading.Lock()  # guards all that follows; a leaf
         self._calls = self._bytes = 0  # in flight
         self._waiters: collections.deque[_Waiter] = collections.deque()
@@ -51,7 +51,7 @@ class Destination:
     # ---- admission
 
     def try_admit(self, size: int) -> bool:
-        """Admit a call of `size` bytes if there is room now and no call waits."""
+        """Take room for a call of `size` bytes; return False if there is none, or if other calls wait for room."""
         with self._lock:
             if self._waiters or not self._fits(size):
                 return False
@@ -59,11 +59,11 @@ class Destination:
             return True
 
     def admit(self, size: int, timeout: float) -> None:
-        """Wait until there is room for a call of `size` bytes.
+        """Wait until there is room for a call of `size` bytes, and take it.
 
         Raises:
-            TimeoutError: there was none for `timeout` seconds (0: no limit).
-            InvalidStateError: RPC was shut down meanwhile.
+            TimeoutError: there was no room for `timeout` seconds (0: no limit).
+            InvalidStateError: RPC was shut down.
         """
         with self._lock:
             if not self._waiters and self._fits(size):
@@ -81,14 +81,14 @@ class Destination:
                     f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
                     f"{self._bytes} bytes are in flight"
                 ) from None
-            waiter.admitted.value()  # at the last moment it was admitted, or RPC was shut down
+            waiter.admitted.value()  # the waiter was admitted after the timeout, or RPC was shut down
         except BaseException:
             if not self._leave_queue(waiter) and waiter.admitted.exception() is None:
                 self._give_back(size)
             raise
 
     def would_block(self) -> BlockingIOError:
-        """Return the error of a call that may not wait."""
+        """Return the error of a non-blocking call without room."""
         return BlockingIOError(
             errno.EAGAIN,
             f"{self._calls} calls and {self._bytes} bytes are in flight to worker '{self.name}' "
@@ -108,7 +108,7 @@ class Destination:
         self._sent += size
 
     def _leave_queue(self, waiter: _Waiter) -> bool:
-        """Remove a waiter; return False if it was admitted or refused before."""
+        """Remove a waiter; return False if it has been admitted or refused."""
         with self._lock:
             if waiter.admitted.done():
                 return False
@@ -117,13 +117,13 @@ class Destination:
             return True
 
     def _give_back(self, size: int) -> None:
-        """Undo the admission of a call that is not made."""
+        """Undo the admission of a call that is not sent."""
         with self._lock:
             self._take(-1, -size)
             self._note_room()
 
     def _note_room(self) -> None:
-        """Admit the waiters that fit now; without calls, end ``wait_until_idle``. Called under the lock."""
+        """Admit waiters for which there is room; end ``wait_until_idle`` if no call is left. Called under the lock."""
         while self._waiters and self._fits(self._waiters[0].size):
             waiter = self._waiters.popleft()
             self._take(1, waiter.size)
@@ -135,7 +135,7 @@ class Destination:
     # ---- the end of a call
 
     def finish(self, call: Admitted, received: int, failed: bool) -> bool:
-        """Count the end of a call, whose answer has `received` bytes; return False if it had ended before."""
+        """Count the end of a call with a reply of `received` bytes; return False if it was counted before."""
         took = int(1e9 * (time.perf_counter() - call.started))
         with self._lock:
             if call.settled:
@@ -159,10 +159,10 @@ class Destination:
         """Wait until no call is in flight.
 
         Raises:
-            TimeoutError: some still are after `timeout` seconds.
+            TimeoutError: calls are still in flight after `timeout` seconds.
         """
         with self._lock:
-            if self._calls == 0:  # then none waits, either
+            if self._calls == 0:  # then no call waits for room
                 return
             idle = self._idle = CUDAFuture[None]()
         try:
@@ -180,7 +180,7 @@ class Destination:
                 self._waiters.popleft().admitted.set_exception(self._ended())
 
     def statistics(self) -> DestinationStatistics:
-        """Return what was counted so far."""
+        """Return the statistics so far."""
         with self._lock:
             return DestinationStatistics(
                 calls=self._made,

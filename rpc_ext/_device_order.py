@@ -1,13 +1,12 @@
-"""The device work that calls have left behind on the callee, by caller.
+"""The device work that calls have enqueued on the callee, by caller.
 
 ::
 
     call 1 of a caller ──► fill a tensor that stays here ──► events ─┐   reply: None
     call 2 of a caller ◄── its streams wait for the events ◄─────────┘
 
-A reply without tensors carries no events, so nothing on the caller can order its next call after such work. The callee
-does: a call runs on streams that wait for all calls of the same caller that were answered before it began. No thread
-waits for a device.
+A reply without tensors carries no events, so the caller cannot order its next call after such work. The callee does
+so: the streams of a call wait for all calls of the same caller that had a reply before it began. No thread blocks.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ S = TypeVar("S")
 
 
 class _Thread(threading.local):
-    caller = -1  # of the function that this thread runs; -1: not known
+    caller = -1  # caller of the function that this thread runs; -1: unknown
 
 
 _thread = _Thread()
 
 
 class DeviceOrder:
-    """Orders the calls of each caller on the devices that calls may use."""
+    """The order of each caller's calls on the devices that calls may use."""
 
     def __init__(self) -> None:
         self._devices: tuple[torch.device, ...] = ()
@@ -48,13 +47,13 @@ class DeviceOrder:
         self._devices = tuple(dict.fromkeys(devices))
 
     def close(self) -> None:
-        """Release the events, and order nothing any more."""
+        """Release the events, and stop ordering calls."""
         self._devices = ()
         with self._lock:
             self._work.clear()
 
     def call(self, caller: int, fn: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function on streams that wait for the earlier calls of its caller."""
+        """Call a function on streams that wait for the earlier calls of its caller."""
         if not self._devices:
             return fn(*args, **kwargs)
         outer, _thread.caller = _thread.caller, caller
@@ -65,7 +64,7 @@ class DeviceOrder:
             _thread.caller = outer
 
     def part_of_call(self, callback: Callable[[T], S]) -> Callable[[T], S]:
-        """Return a callback that is ordered like the call that this thread runs, of which it is a part."""
+        """Return a callback that is ordered like the call that this thread runs."""
         caller = _thread.caller
 
         def run(value: T) -> S:
@@ -75,17 +74,17 @@ class DeviceOrder:
         return run if self._devices else callback
 
     def add_future(self, caller: int, future: CUDAFuture[Any]) -> None:
-        """Order later calls of the caller after a future's events; called in a callback of the future."""
+        """Order later calls of the caller after a future's events. Called in a callback of the future."""
         if self._devices and future.devices:
             self._add(caller, [current_streams(future.devices)], ())
 
     @contextlib.contextmanager
     def _after_earlier_calls(self, caller: int) -> Iterator[None]:
-        """Run a call of the caller: its current streams wait for the earlier calls, and later calls for them."""
+        """Run a call of the caller: its streams wait for the earlier calls, and later calls wait for its streams."""
         with self._lock:
             earlier = tuple(self._work.get(caller, {}).values())
         for work in earlier:
-            with contextlib.suppress(RuntimeError):  # of a device that is broken: the call itself will find that
+            with contextlib.suppress(RuntimeError):  # of a broken device: the call itself will fail
                 work.wait(non_blocking=True)
         before = self._streams()
         try:
@@ -95,7 +94,7 @@ class DeviceOrder:
             self._add(caller, [before] if after == before else [before, after], earlier)
 
     def _streams(self) -> list[torch.Stream]:
-        """Return the current streams of the devices that have a context: the others have no work."""
+        """Return the current streams of the devices with a context. Devices without one have no work."""
         return current_streams([device for device in self._devices if has_context(device)])
 
     def _add(self, caller: int, recorded: list[list[torch.Stream]], superseded: tuple[CUDAFuture[None], ...]) -> None:
@@ -108,7 +107,7 @@ class DeviceOrder:
             if work.events:
                 added.append(work)
             else:
-                work.exception()  # of a broken device, on which there is nothing to order: do not report the error
+                work.exception()  # of a broken device, which has no work to order: mark the error as retrieved
         with self._lock:
             if not self._devices:
                 return  # the session has ended

@@ -1,4 +1,4 @@
-"""Device maps: the devices that tensors of calls and answers are sent to."""
+"""Device maps: the target devices of tensors in calls and replies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Devices = dict[torch.device, torch.device]
 
 
 def local_devices() -> dict[str, int]:
-    """Return how many devices of each type this process has beside the host."""
+    """Return the number of devices of each type in this process, without the host."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {} if accelerator is None else {accelerator.type: torch.accelerator.device_count()}
 
 
 def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
-    """Return the maps that a worker was given as the JSON that it shows to the others."""
+    """Return the argument `device_maps` in the JSON form for the handshake."""
     if maps is None or maps == "auto":
         return maps
     if not isinstance(maps, Mapping):
@@ -38,7 +38,7 @@ def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked maps of one worker: its own for calls, and the reverse of a caller's for the answer."""
+    """The checked maps of one worker: its own map for calls, and the reverse of the caller's map for replies."""
 
     calls: list[DeviceMap]  # by rank
     answers: list[DeviceMap]  # by rank
@@ -50,12 +50,16 @@ class Plan:
 def plan(
     rank: int, names: list[str], counts: list[dict[str, int]], maps: list[Any], *, carries_devices: bool = True
 ) -> Plan:
-    """Return the targets of this worker's tensors, from what all workers have shown, by rank.
+    """Return the target devices of this worker's tensors.
 
-    TensorPipe carries tensors of CUDA, if it `carries_devices`. All other tensors on devices go through the host.
+    With `carries_devices`, TensorPipe carries CUDA tensors. All other tensors on devices go through the host.
+
+    Args:
+        rank: rank of this worker.
+        names, counts, maps: names, devices and device maps of all workers, by rank.
 
     Raises:
-        ValueError: a map names a worker or a device that is not there, or one device twice.
+        ValueError: a map names an unknown worker or device, or one device twice.
     """
     full = [[_map(names, counts, maps[a], a, b) for b in range(len(names))] for a in range(len(names))]
 

@@ -1,4 +1,4 @@
-"""The parts of torch.distributed in use that torch does not type or document."""
+"""The parts of torch.distributed that this package uses and torch does not type or document."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ has_agent: Any = _native._is_current_rpc_agent_set
 
 
 def is_current(agent: Any) -> bool:
-    """Return whether an agent is this process's."""
+    """Return whether an agent is the current agent of this process."""
     try:
         return bool(_native._get_current_rpc_agent() is agent)
-    except RuntimeError:  # there is none
+    except RuntimeError:  # this process has no agent
         return False
 
 
 def init_distributed_autograd(rank: int) -> None:
-    """Prepare what torch's agent expects: distributed autograd, and the profiler's number of this process."""
+    """Prepare distributed autograd and the profiler's node id, which torch's agent expects."""
     _C.forget_autograd_rank()
     _autograd._init(rank)
     _native._set_profiler_node_id(rank)
 
 
 def set_agent(agent: Any) -> None:
-    """Make an agent this process's, and start it."""
+    """Make an agent the current agent of this process, and start it."""
     _api._init_rpc_states(agent)
     _C.renew_references()
 
 
 def first_calls(workers: list[str], timeout: float) -> None:
-    """Call workers: this makes the connections to them, those for tensors too.
+    """Call workers, which opens all connections to them, including those for tensors.
 
     Raises:
-        TimeoutError: some workers have not answered.
+        TimeoutError: a worker has not replied.
     """
     probe = torch.zeros(1024, device="cpu")
     futures = {worker: _rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers}
@@ -100,17 +100,17 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def calls_in_flight(agent: Any) -> int:
-    """Return how many messages of an agent have no answer yet, torch's own included."""
+    """Return the number of an agent's messages without a reply, including torch's own messages."""
     return int(agent.get_metrics()["agent.client_active_calls"])
 
 
 def forget_users(timeout: float) -> None:
-    """Delete this worker's references to others' values, and wait until the owners know."""
+    """Delete this worker's references to values of other workers, and wait until the owners have confirmed it."""
     _native._delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=timeout))
 
 
 def finish(agent: Any, patience: float) -> bool:
-    """Stop this process's agent, and forget it; False where functions still run here that others have called."""
+    """Stop and remove this process's agent; return False if functions of other workers' calls still run."""
     try:
         _native._destroy_rref_context(_api._ignore_rref_leak)
     finally:

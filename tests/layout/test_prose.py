@@ -50,10 +50,10 @@ VERBS = frozenset(
     re.findall(
         r"\w+",
         """
-        abort accumulate acknowledge add allocate allow append apply await begin block build call cancel capture
+        abort accumulate acknowledge add admit allocate allow append apply await begin block build call cancel capture
         check clear close collect commit compare compile complete compute continue convert copy count create defer
-        delete describe discard distribute divide do draw drop empty end enqueue enter evict fail fill finish flush
-        free gather give grow hold import insert issue join keep kill leave let load lock log look make map mark
+        delete describe discard distribute divide do draw drop empty end enqueue enter evict fail fill find finish flush
+        free gather give grow handle hold import insert issue join keep kill leave let load lock log look make map mark
         merge move multiply normalise open order parse pass pickle prepare prevent provide publish put queue raise
         read receive record reduce refuse register release remove rename repair replace request reset restore resume
         retrieve retry return run save scale scan seed select send set show skip split spend start step stop store

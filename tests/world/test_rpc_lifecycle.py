@@ -314,7 +314,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
 def be_namesakes(rank: int, store: str) -> None:
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     options: dict[str, Any] = {"rank": rank, "world_size": 2, "secret": SECRET, "start_timeout": LONG}
-    with pytest.raises(ValueError, match="needs a name of its own; these came: me, me"):
+    with pytest.raises(ValueError, match="needs a name of its own; the names are me, me"):
         rpc_ext.init_rpc("me", init_method=f"file://{store}", **options)
     with rpc_ext.init_rpc(f"me{rank}", init_method=f"file://{store}again", **options):
         assert rpc_sync(1 - rank, same, (rank,)) == rank
