@@ -1,4 +1,4 @@
-"""Exceptions on their way from one worker to another."""
+"""Exceptions in replies, and errors of the engine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = [
     "without_frame",
 ]
 
-# Kinds of errors, as the native module numbers them: of the engine, the timeout of a call, a reply that was refused.
+# Kinds of errors, numbered as in the native module: an engine error, the timeout of a call, a refused reply.
 ENGINE, TIMEOUT, REFUSED = 0, 1, 2
 
-_REFUSED = "the message was refused: "  # how the native module begins
+_REFUSED = "the message was refused: "  # prefix of the native module's message
 _LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[sS]hutting down[^\n]*$")
-_RAISED_ON = "raised on worker '"  # how the note begins that every worker adds which an exception comes to
+_RAISED_ON = "raised on worker '"  # prefix of the note that each receiving worker adds to an exception
 
 
 class Failure(NamedTuple):
-    """An exception as another worker can read it, whatever it can import."""
+    """An exception in a form that another worker can read even if it cannot import the type."""
 
     module: str
     qualname: str
@@ -42,8 +42,8 @@ class Failure(NamedTuple):
     traceback: str
     worker: str
     notes: tuple[str, ...]
-    pickled: bytes | None  # the exception; or a tuple that it is made of: type, arguments, and its `args` after that
-    attributes: dict[str, bytes]  # those that can be pickled, where `pickled` does not have them
+    pickled: bytes | None  # the exception, or a tuple: type, arguments of the constructor, and `args` after it
+    attributes: dict[str, bytes]  # pickled attributes that `pickled` does not have
 
 
 def describe(error: BaseException, worker: str) -> Failure:
@@ -62,7 +62,7 @@ def describe(error: BaseException, worker: str) -> Failure:
 
 
 def _traceback(error: BaseException) -> str:
-    """Format an exception, without the notes of workers that it has come through: they would double with each."""
+    """Return an exception's traceback without the notes of earlier workers, which would double with each worker."""
     formatted: Any = traceback.TracebackException.from_exception(error)
     if getattr(formatted, "__notes__", None):
         formatted.__notes__ = [note for note in _notes(error) if not note.startswith(_RAISED_ON)]
@@ -77,7 +77,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _pickled(error: BaseException) -> tuple[bytes | None, dict[str, bytes]]:
-    """Pickle an exception and its attributes apart: each may fail to pickle, or to unpickle."""
+    """Pickle an exception and its attributes separately, because each may fail to pickle or to unpickle."""
     cls: Any = type(error)
     try:
         reduced: Any = error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -85,7 +85,7 @@ def _pickled(error: BaseException) -> tuple[bytes | None, dict[str, bytes]]:
         state = more[0] if more else {}
         if made is cls and cls.__setstate__ is BaseException.__setstate__ and len(more) <= 1 and type(state) is dict:
             return pickle.dumps((cls, args, error.args)), _attributes(state)
-        return pickle.dumps(error), {}  # it has its own way
+        return pickle.dumps(error), {}  # the class defines its own pickling
     except Exception:
         return None, _attributes(getattr(error, "__dict__", {}))
 
@@ -100,7 +100,7 @@ def _attributes(of: dict[str, Any]) -> dict[str, bytes]:
 
 
 def rebuild(failure: Failure) -> BaseException:
-    """Return the exception: of its own type where that can be imported here, else a RemoteError."""
+    """Return the exception of a failure: of its type if that can be imported here, otherwise a RemoteError."""
     error = _unpickled(failure)
     if error is None:
         error = _of_imported_type(failure)
@@ -116,8 +116,8 @@ def rebuild(failure: Failure) -> BaseException:
     with contextlib.suppress(Exception):
         noted.__notes__ = [*failure.notes, f"{_RAISED_ON}{failure.worker}':\n{failure.traceback.rstrip()}"]
     for name, value in (("remote_traceback", failure.traceback), ("worker", failure.worker)):
-        with contextlib.suppress(Exception):  # of a type that takes no attributes: the note says the same
-            if not getattr(error, name, None):  # an attribute of its own, or of the worker where it was raised first
+        with contextlib.suppress(Exception):  # the type has no such attribute: the note has both
+            if not getattr(error, name, None):  # keep the type's own attribute, or that of the first worker
                 setattr(error, name, value)
     return error
 
@@ -131,11 +131,11 @@ def _unpickled(failure: Failure) -> BaseException | None:
             cls, args, args_then = error
             error = cls(*args)
             if len(error.args) != len(args_then) or any(map(operator.is_not, error.args, args_then)):
-                error.args = args_then  # its constructor has made a message out of the message
+                error.args = args_then  # the constructor has formatted the message a second time
     except Exception:
         return None
     same_type = (type(error).__module__, type(error).__qualname__) == (failure.module, failure.qualname)
-    if not same_type or not isinstance(error, Exception):  # SystemExit ends its own process, not ours
+    if not same_type or not isinstance(error, Exception):  # SystemExit ends only its own process
         return None
     _set_attributes(error, failure)
     return error
@@ -148,7 +148,7 @@ def _set_attributes(error: BaseException, failure: Failure) -> None:
 
 
 def _of_imported_type(failure: Failure) -> BaseException | None:
-    """Make an exception of its message and attributes, without its constructor, which may fail."""
+    """Build an exception from its message and attributes, without its constructor, which may fail."""
     try:
         found: Any = importlib.import_module(failure.module)
         for name in failure.qualname.split("."):
@@ -165,17 +165,17 @@ def _of_imported_type(failure: Failure) -> BaseException | None:
 
 
 def without_frame(error: BaseException) -> BaseException:
-    """Remove the frame that has caught an error from its traceback, and return the error.
+    """Remove the catching frame from an error's traceback, and return the error.
 
-    Through its callers the frame would keep their local variables, which are tensors.
+    The frame would keep its callers and their local variables alive, which are tensors.
     """
     caught = error.__traceback__
     return error.with_traceback(None if caught is None else caught.tb_next)
 
 
 def of_torch(error: Exception, call: str, worker: str) -> Exception:
-    """Return the error of a call that torch has made without a timeout."""
-    if type(error) is not RuntimeError:  # torch has rebuilt the exception that was raised there
+    """Return the error of a call that torch sent without a timeout."""
+    if type(error) is not RuntimeError:  # torch has rebuilt the exception of the callee
         return error
     message = str(error)
     kind = REFUSED if message.startswith("the reply was refused: ") else ENGINE
@@ -183,7 +183,7 @@ def of_torch(error: Exception, call: str, worker: str) -> Exception:
 
 
 def of_answer(error: BaseException, call: str, worker: str) -> BaseException:
-    """Return the error of a call whose answer has come, and cannot be unpickled here."""
+    """Return the error of a call whose reply cannot be unpickled here."""
     what = f"the answer of worker '{worker}' to {call} cannot be read here"
     if not isinstance(error, Exception):
         return RemoteError(f"{what}: {error!r}", worker=worker)
@@ -194,14 +194,14 @@ def of_answer(error: BaseException, call: str, worker: str) -> BaseException:
 
 
 def of_engine(kind: int, message: str, call: str, worker: str, timeout: float) -> Exception:
-    """Return the error of a call that failed before the callee could say anything.
+    """Return the error of a call that failed without a reply of the callee.
 
     Args:
         kind: ENGINE, TIMEOUT or REFUSED.
-        message: torch's.
-        call: what was called, for the message.
-        worker: on whom.
-        timeout: seconds that the call had.
+        message: message of the engine.
+        call: name of the function.
+        worker: name of the callee.
+        timeout: timeout of the call in seconds.
     """
     if kind == TIMEOUT:
         return TimeoutError(f"{call} on worker '{worker}' has not answered within {timeout:g} s")

@@ -1,4 +1,4 @@
-"""The handlers of this process: the receiving end of the messages of a ``Channel``."""
+"""The handlers of this process, which receive the messages of a ``Channel``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER = channel_header(0)
 
 
 class Reply:
-    """The reply to one message. It is sent once, by any thread; a reply that is dropped fails at the sender."""
+    """The reply to one message. Any thread may send it, once; if it is dropped, the message fails at the sender."""
 
     __slots__ = ("native",)
 
@@ -24,27 +24,27 @@ class Reply:
         self.native = native
 
     def send(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        """Send the answer: bytes, and dense tensors on the host."""
+        """Send the reply: bytes, and dense tensors on the host."""
         self.native.send(_ANSWER + body, tensors)
 
 
 Handler = Callable[[bytes, list[torch.Tensor], Reply], None]
-"""Receives the body of a message, its tensors and the reply. It must not block; an exception becomes the answer."""
+"""A function of a message's body, its tensors and the reply. It must not block; its exception becomes the reply."""
 
 
 def handle(number: int, name: str, handler: Handler) -> None:
-    """Register the handler of all messages of this process with a channel's number.
+    """Register the handler of a channel in this process.
 
     Args:
-        number: 1 to 255.
-        name: of the service, for error messages.
+        number: number of the channel, 1 to 255.
+        name: name of the service, for error messages.
         handler: see ``Handler``.
 
     Raises:
-        ValueError: the number is taken, or out of range.
+        ValueError: the number is in use, or out of range.
     """
     if not 1 <= number <= 255 or number in handlers:
-        raise ValueError(f"channel {number} cannot be given to {name}")
+        raise ValueError(f"channel {number} cannot be used for {name}: pass an unused number from 1 to 255")
     handlers[number] = handler
 
 
@@ -56,7 +56,7 @@ def serve(payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
 
     Raises:
         InvalidStateError: this process has no handler for the channel.
-        Exception: the handler's.
+        Exception: the error of the handler.
     """
     number = payload[CHANNEL_HEADER - 1]
     handler = handlers.get(number)

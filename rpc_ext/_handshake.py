@@ -1,7 +1,7 @@
-"""The handshake of workers before RPC begins: JSON through the job's store, signed where there is a secret.
+"""The handshake of the workers before RPC begins: JSON in the job's store, signed if there is a secret.
 
-Any process may write to the store, so a worker passes over a record that is not as it should be, and puts its own back
-where another process has overwritten them. Nothing is unpickled.
+Any process may write to the store. So a worker ignores invalid records, and restores its own records if another process
+has overwritten them. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rpc_ext._rendezvous import Records
 __all__ = ["Handshake", "Store"]
 
 _logger = logging.getLogger("rpc_ext.authentication")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two looks, of which each makes a few requests
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two polls of a few requests each
 
 
 class Store(Protocol):
-    """The methods of a torch.distributed.Store that are in use."""
+    """The methods of torch.distributed.Store that this module uses."""
 
     def set(self, key: str, value: Any, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -35,32 +35,32 @@ class Store(Protocol):
 
 
 class Handshake:
-    """Rounds in which every worker shows a JSON value to all others.
+    """Rounds in which every worker publishes a JSON value to all others.
 
-    With a secret, two of them make a session: in the first each shows a fresh nonce; in the second it proves that it
-    knows the secret, and has seen the same nonces, by signing with a key that is derived from both. An answer to a
-    worker's own nonce cannot be older than the nonce.
+    With a secret, two rounds establish a session. In the first, each worker publishes a fresh nonce. In the second, it
+    signs with a key that is derived from the secret and all nonces. This proves that it knows the secret, and that its
+    record is newer than the nonces.
 
     Args:
-        store: of the job, of this session alone.
-        rank: of this worker, below `world_size`.
-        world_size: how many workers show something.
-        secret: None: nothing is signed.
+        store: the part of the job's store for this session.
+        rank: rank of this worker, below `world_size`.
+        world_size: number of workers.
+        secret: the shared secret; None: nothing is signed.
         timeout: seconds for each round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._secret = self._key = secret  # for "hello", and for the other rounds
-        # Others still need the records of this round, of the one before, and of the hellos while they wait for proofs.
+        # Other workers need the records of this and the previous round, and the hellos while they wait for proofs.
         self._records = Records(store, most=4)
         self.names: list[str] = []
-        """of the workers, by rank, for messages; once they are known"""
+        """names of the workers by rank, for messages; empty until they are known"""
         self.passed_over = 0
-        """records that were not as they should be"""
+        """number of invalid records"""
 
     def begin(self, value: object) -> tuple[list[Any], bytes]:
-        """Show `value`; return what each showed, by rank, and the key of the session: empty without a secret."""
+        """Publish `value`; return the values of all workers, by rank, and the session's key: empty without a secret."""
         hellos = self.round("hello", {"nonce": secrets.token_hex(32), "value": value}, _is_hello)
         key = b""
         if self._secret is not None:
@@ -75,24 +75,24 @@ class Handshake:
         is_valid: Callable[[Any], bool] = lambda _: True,
         *,
         deadline: float | None = None,
-        absent: str = "has not come",
+        absent: str = "has not arrived",
     ) -> list[Any]:
-        """Show `value` under a name that all workers use; return what each showed, by rank.
+        """Publish `value` in a round; return the values of all workers, by rank.
 
         Args:
-            step: the name of the round.
+            step: name of the round, the same for all workers.
             value: any JSON.
-            is_valid: says whether another worker's value is as it should be.
-            deadline: on time.monotonic(); default: the timeout of a round from now.
-            absent: what an error says of the workers that have shown nothing.
+            is_valid: returns True for a valid value of another worker.
+            deadline: deadline on time.monotonic(); default: the timeout of a round from now.
+            absent: predicate of the error message for workers without a record.
 
         Raises:
-            TimeoutError: some worker has shown nothing.
-            AuthenticationError: what is there in its name is not signed with the same secret.
+            TimeoutError: a worker has published nothing.
+            AuthenticationError: a record of a worker is not signed with the same secret.
         """
         timeout = self._timeout if deadline is None else max(0.0, deadline - time.monotonic())
         self._show(step, value)
-        # A worker's own value is not read back: there may be an older one, signed with the same secret.
+        # A worker does not read its own value back: the store may have an older one, signed with the same secret.
         seen = _Seen(step, self._world_size, {self._rank: json.loads(json.dumps(value))})
         for turn, is_last in self._looks(timeout):
             if self._has_seen_all(seen, turn, is_last, is_valid):
@@ -100,27 +100,27 @@ class Handshake:
         raise seen.error(timeout, self.names, absent)
 
     def leave(self, deadline: float) -> None:
-        """Show that this worker needs the store no more. The first, which may hold it, waits for the others."""
+        """Publish that this worker no longer needs the store. The first worker, its possible host, waits for all."""
         if self._rank != 0:
             self._show("left", True)
             return
-        with contextlib.suppress(TimeoutError, AuthenticationError):  # it has waited long enough
+        with contextlib.suppress(TimeoutError, AuthenticationError):  # then leave without the others
             self.round("left", True, deadline=deadline)
 
     def close(self) -> None:
-        """Leave the store alone from now on; called while another thread may be in a round."""
+        """Stop using the store. Another thread may be in a round."""
         self._records.is_closed = True
 
     def _prove(self, secret: bytes, hellos: list[Any]) -> bytes:
-        """Show that this worker knows the secret and has seen `hellos`; return the key of those that all have seen.
+        """Publish a proof that this worker knows the secret and has seen `hellos`; return the key of the session.
 
-        They change where one was of an older session, signed with the same secret, until its worker came.
+        A hello changes if the first record was of an older session with the same secret.
         """
         seen = _Seen("proof", self._world_size, {self._rank: "proof"})
         shown: list[Any] = []
         for turn, is_last in self._looks(self._timeout):
             missing = sorted(seen.missing())
-            # All hellos at first, and one in every fourth look while proofs are missing.
+            # Read all hellos at first, and one in every fourth poll while proofs are missing.
             reread = missing if turn == 0 else [missing[turn // 4 % len(missing)]] if turn % 4 == 0 else []
             for rank, record in self._read("hello", reread).items():
                 hello = self._opened("hello", rank, record)
@@ -137,9 +137,9 @@ class Handshake:
         raise seen.error(self._timeout, self.names)
 
     def _looks(self, timeout: float) -> Iterator[tuple[int, bool]]:
-        """Pause longer and longer between two looks at what the others show, until the time is over.
+        """Yield the number of each poll of the store, and whether it is the last one; pause in between.
 
-        Yields the number of the look, and whether it is the last one.
+        The pauses grow until the timeout.
         """
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
@@ -153,14 +153,14 @@ class Handshake:
             if is_last:
                 return
             if is_overwritten or self.passed_over > passed_over:
-                pause = _FIRST_PAUSE  # another process writes records: look often
+                pause = _FIRST_PAUSE  # another process writes records: poll often
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _has_seen_all(self, seen: _Seen, turn: int, is_last: bool, is_valid: Callable[[Any], bool]) -> bool:
-        """Look at records of missing workers: at all when the store has them all, else at one now and then.
+        """Read records of missing workers: all when the store has all of them, otherwise one in every fourth poll.
 
-        That takes one request or two, whatever the world.
+        A poll takes one request or two for any number of workers.
         """
         missing = sorted(seen.missing())
         if missing and not self._records.is_closed:
@@ -179,14 +179,14 @@ class Handshake:
         if rank not in seen.wrong:
             _logger.warning(
                 "the record of worker %d (%s) in the store is damaged, of another session, or not signed with "
-                "the secret; it is passed over",
+                "the secret; it is ignored",
                 rank,
                 seen.step,
             )
         seen.wrong[rank] = record
 
     def _read(self, step: str, ranks: list[int]) -> dict[int, bytes]:
-        """Return the records that workers have put into the store, by rank."""
+        """Return the records in the store, by rank."""
         if not ranks:
             return {}
         places = _places(step, ranks)
@@ -202,7 +202,7 @@ class Handshake:
         self._records.write(place, f"{self._mac(step, self._rank, body)} {body}")
 
     def _opened(self, step: str, rank: int, record: bytes) -> Any:
-        """Return the value in a record; None where the record is not signed as it should be, or damaged."""
+        """Return the value in a record; None if the record is damaged or has no valid signature."""
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             mac, _, body = record.decode().partition(" ")
             if hmac.compare_digest(mac, self._mac(step, rank, body)):
@@ -218,17 +218,17 @@ class Handshake:
 
 
 class _Seen:
-    """The records that one worker has seen of the others in one round."""
+    """The records of other workers that this worker has read in one round."""
 
     def __init__(self, step: str, world_size: int, found: dict[int, Any]) -> None:
         self.step, self._world_size, self.found = step, world_size, found
-        self.wrong: dict[int, bytes] = {}  # the last one that was passed over
+        self.wrong: dict[int, bytes] = {}  # the last invalid record, by rank
 
     def missing(self) -> set[int]:
         return set(range(self._world_size)) - set(self.found)
 
-    def error(self, timeout: float, names: list[str], what: str = "has not come") -> Exception:
-        """Return the error of a round whose time is over."""
+    def error(self, timeout: float, names: list[str], what: str = "has not arrived") -> Exception:
+        """Return the error of a round that has timed out."""
         unproven = sorted(self.missing() & set(self.wrong))
         absent = sorted(self.missing() - set(self.wrong))
         parts = []

@@ -1,7 +1,7 @@
-"""The sockets on which an agent listens, which are closed without its knowing.
+"""The sockets on which an agent listens. They are closed without notice to the agent.
 
-TensorPipe parses the bytes that arrive there before any seal can be checked, and a few wrong bytes end the process. Its
-agents connect once and never again; so when all are connected, no worker needs these sockets any more.
+TensorPipe parses received bytes before any seal can be checked, and a few wrong bytes end the process. Its agents
+connect only once, so no worker needs these sockets when all agents are connected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host() -> str:
 
 
 def warn_unless_loopback() -> None:
-    """Warn once that RPC without a secret listens on an address that other machines reach."""
+    """Issue a warning, once, if RPC has no secret and listens on an address that other machines can reach."""
     global _warned
     address = host()
     if _warned or ipaddress.ip_address(_without_interface(address)).is_loopback:
@@ -39,35 +39,36 @@ def warn_unless_loopback() -> None:
     _warned = True
     warnings.warn(
         f"RPC listens on {address} and has no secret: every process that reaches that address can run code in this "
-        "one. Give init_rpc(secret=...), or set CUDAFUTURE_RPC_SECRET_FILE",
+        "one. Pass init_rpc(secret=...), or set CUDAFUTURE_RPC_SECRET_FILE",
         RuntimeWarning,
         stacklevel=3,
     )
 
 
 def listening() -> set[int]:
-    """Return the sockets on which this process listens at that address, or for its own machine alone, by inode.
+    """Return the inodes of the sockets on which this process listens at ``host()``, or as Unix sockets.
 
-    None where the system does not list them.
+    The set is empty if the system does not list them.
     """
     here = _without_interface(host())
     return {inode for _, inode, address in _listening() if address in (None, here)}
 
 
 def watchers() -> set[int]:
-    """Return the epoll instances of this process, by descriptor."""
+    """Return the descriptors of the epoll instances of this process."""
     found = set()
     for fd in _descriptors():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # it has just been closed
             if str((_SELF / "fd" / str(fd)).readlink()) == "anon_inode:[eventpoll]":
                 found.add(fd)
     return found
 
 
 def of_an_engine(inodes: set[int], others: set[int]) -> set[int]:
-    """Return those of these sockets that can be an engine's which has begun since `others` were all that watched.
+    """Return the sockets among `inodes` that can belong to an engine that began after the epoll instances `others`.
 
-    Another thread may have opened some at the same time. An engine's never block, and only itself watches them.
+    Another thread may have opened sockets at the same time. An engine's sockets never block, and only the engine
+    watches them.
     """
     found = {fd: inode for fd, inode, _ in _listening() if inode in inodes}
     of_others = {fd for watcher, watched in _watched().items() if watcher in others for fd in watched}
@@ -75,10 +76,10 @@ def of_an_engine(inodes: set[int], others: set[int]) -> set[int]:
 
 
 def close(inodes: set[int]) -> None:
-    """Close these sockets for processes that would connect.
+    """Close sockets, so that no process can connect.
 
-    The engine closes their descriptors in the end, and would fail if they were gone. So each becomes the descriptor of
-    an object on which nothing ever happens.
+    The engine closes their descriptors at its end, and would fail without them. So each descriptor becomes that of an
+    object without events.
     """
     nothing = os.eventfd(0)
     watched = _watched()
@@ -86,7 +87,7 @@ def close(inodes: set[int]) -> None:
         for fd, inode, _ in list(_listening()):
             if inode in inodes:
                 os.dup2(nothing, fd, inheritable=False)
-                # An engine that watched the socket will want to stop that, which fails for what it does not watch.
+                # The engine will unregister the descriptor, which fails unless it is registered.
                 for watcher in (watcher for watcher, fds in watched.items() if fd in fds):
                     with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(watcher)) as epoll:
                         epoll.register(fd, 0)
@@ -99,9 +100,9 @@ def _descriptors() -> list[int]:
 
 
 def _listening() -> Iterator[tuple[int, int, str | None]]:
-    """Yield descriptor, inode and address of each socket that listens; the address of a Unix socket is None."""
+    """Yield descriptor, inode and address of each listening socket; the address of a Unix socket is None."""
     for fd in _descriptors():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # it has just been closed
             status = os.fstat(fd)
             if not stat.S_ISSOCK(status.st_mode):
                 continue

@@ -1,4 +1,4 @@
-"""The arguments of ``init_rpc``: their checks, and their defaults from the environment."""
+"""The checked arguments of ``init_rpc``, with defaults from the environment."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
     "read_secret",
 ]
 
-# The engine counts milliseconds, as a 32-bit int, of which 0 means no limit.
+# The engine has timeouts in milliseconds as a 32-bit int; 0 means no limit.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 2e6
 
 SHORTEST_SECRET = 16
-"""bytes that a secret has at least"""
+"""least bytes of a secret"""
 
 _TRANSPORTS = {"ibv", "shm", "uv"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``init_rpc``, which are checked here.
+    """The arguments of ``init_rpc``. The constructor checks them.
 
     Raises:
         ValueError, TypeError: see ``init_rpc``.
@@ -58,7 +58,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not one of {self.world_size} workers'")
+            raise ValueError(f"rank is {self.rank}, but must be from 0 to world_size - 1 = {self.world_size - 1}")
         if not isinstance(self.name, str):
             raise TypeError(f"a worker's name is a str, not {self.name!r}")
         if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", self.name):
@@ -77,25 +77,25 @@ class Options:
 
     @property
     def seals_contents(self) -> bool:
-        """Whether the seal of a message covers the numbers in its tensors."""
+        """True if the seal of a message covers the numbers in its tensors."""
         return self.secret is not None and self.seal == "contents"
 
 
 def from_environment(what: str, given: int | None, variable: str) -> int:
-    """Return the number that was given, or else the one in an environment variable that torchrun sets."""
+    """Return the argument, or the number in an environment variable of torchrun if the argument is None."""
     if given is not None:
         return given
     text = os.environ.get(variable)
     if text is None:
-        raise ValueError(f"init_rpc() needs {what}: give it, or start the program with torchrun, which sets {variable}")
+        raise ValueError(f"init_rpc() needs {what}: pass it, or start the program with torchrun, which sets {variable}")
     return int(text)
 
 
 def limit(timeout: float) -> float:
-    """Return the seconds of a timeout as the engine counts them: 0 for no limit.
+    """Return a timeout in the form of the engine: seconds, 0 for no limit.
 
     Raises:
-        ValueError: 0, a negative number, or nan.
+        ValueError: the timeout is 0, negative or nan.
     """
     if not timeout > 0:
         raise ValueError(f"a timeout is a positive number of seconds, or math.inf for no limit, not {timeout!r}")
@@ -105,11 +105,11 @@ def limit(timeout: float) -> float:
 
 
 def read_secret(secret: str | bytes | None) -> bytes | None:
-    """Return the secret given, else the one in the file that CUDAFUTURE_RPC_SECRET_FILE names, else None.
+    """Return the argument, or the secret in the file that CUDAFUTURE_RPC_SECRET_FILE names, or None.
 
     Raises:
-        ValueError: it is too short to be one; or CUDAFUTURE_RPC_SECRET_FILE is set to nothing, or names another file
-            than when the library was imported: the job would have no secret, or another.
+        ValueError: the secret is too short; or CUDAFUTURE_RPC_SECRET_FILE is empty, or has changed since the library
+            was imported, so that the job would have no secret or another one.
         OSError: the file cannot be read.
     """
     source = "secret"
@@ -123,7 +123,7 @@ def read_secret(secret: str | bytes | None) -> bytes | None:
         if named is not None and named != config.rpc_secret_file:
             raise ValueError(
                 f"CUDAFUTURE_RPC_SECRET_FILE={named!r} was set after cudafuture was imported, which has read "
-                f"{config.rpc_secret_file!r}: set it before, or give init_rpc(secret=...)"
+                f"{config.rpc_secret_file!r}: set it before, or pass init_rpc(secret=...)"
             )
         if config.rpc_secret_file is None:
             return None

@@ -1,4 +1,4 @@
-"""The rendezvous: workers agree on the session that they begin, however often each of them has tried before.
+"""The rendezvous: the workers agree on a session, even if some of them have tried several times.
 
 ::
 
@@ -6,12 +6,12 @@
     the first  sees a try of every worker ──► number + 1 = the session ──► session/{rank}/{try} = session, for each
     each       finds the session of its try ──► seen/{session}/{rank} ──► returns when all of these are there
 
-The first worker makes another session when a worker has tried again, so the records of a start that was given up delay
-no worker. One request finds out whether all have come, or have seen the session, whatever the world: those keys exist
+The first worker makes another session when a worker has tried again, so the records of an abandoned start delay no
+worker. One request tells for any number of workers whether all have arrived, or have seen the session: their keys exist
 only if the workers have written them for this start.
 
-Nothing here is secret or signed: the handshake, which follows in the session's part of the store, shows who the other
-workers are.
+Nothing here is secret or signed. The handshake, which follows in the session's part of the store, authenticates the
+workers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rpc_ext import _engine
 
 __all__ = ["Records", "agree", "session_store"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks, of most of which each is one request
-_THOROUGH = 4  # every so many looks a worker also looks for records that other processes have changed
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two polls, most of one request
+_THOROUGH = 4  # polls after which a worker also checks for records that other processes have changed
 
 
 def session_store(init_method: str, rank: int, world_size: int, timeout: float) -> Any:
-    """Return a store for one session alone, the same for all workers, however often each has begun RPC before.
+    """Return the part of the store for one new session, the same for all workers.
 
     Raises:
-        TimeoutError: the store cannot be reached in time, or a worker has not come.
-        ConnectionError: the store cannot be made: its port is in use, say.
+        TimeoutError: the store cannot be reached in time, or a worker is missing.
+        ConnectionError: the store cannot be created, for example because its port is in use.
     """
-    # The host of a TCPStore would wait for the others right here, and could not say who is missing.
+    # With the true world size the host of a TCPStore would wait here, and could not name the missing workers.
     expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
     limit = timedelta(seconds=timeout)
     try:
@@ -54,27 +54,27 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
 
 
 def agree(store: Any, rank: int, world_size: int, timeout: float) -> int:
-    """Return the number of a session that all workers have begun, the same for all; the least is 1.
+    """Return the number of a session that all workers have begun, from 1 on, the same for all.
 
     Raises:
-        TimeoutError: some worker has not come within `timeout` seconds.
+        TimeoutError: a worker has not arrived within `timeout` seconds.
     """
     return _Rendezvous(store, rank, world_size).number(timeout)
 
 
 class Records:
-    """The records of one worker in a store, in which other processes may overwrite them.
+    """The records of one worker in a store where other processes may overwrite them.
 
     Args:
-        store: of the job.
-        most: how many of the newest records are put back; default: all.
+        store: store of the job.
+        most: number of the newest records that are restored; default: all.
     """
 
     def __init__(self, store: Any, most: float = math.inf) -> None:
         self._store, self._most = store, most
         self._written: dict[str, str] = {}  # oldest first
         self.is_closed = False
-        """set by another thread: the store is left alone from then on"""
+        """True, set by another thread: the store is not used any more"""
 
     def write(self, key: str, record: str) -> None:
         """Write a record."""
@@ -85,7 +85,7 @@ class Records:
             self._store.set(key, record)
 
     def put_back(self) -> bool:
-        """Write the records again that another process has overwritten; return whether there were any."""
+        """Restore the records that another process has overwritten; return whether there were any."""
         keys = list(self._written)
         if self._store.check(keys):
             if self.is_closed:
@@ -102,8 +102,8 @@ class _Rendezvous:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._records = Records(store)
         self._try: int = store.add(f"tries/{rank}", 1)
-        self._number = 0  # of the session; 0: none yet
-        self._taking_part: list[int] = []  # for the first worker: which try of each worker takes part in it
+        self._number = 0  # number of the session; 0: none yet
+        self._taking_part: list[int] = []  # for the first worker: the try of each worker in the session
         self._records.write(f"come/{rank}", str(self._try))
 
     def number(self, timeout: float) -> int:
@@ -112,7 +112,7 @@ class _Rendezvous:
         for turn in itertools.count(1):
             before = self._number
             is_overwritten = turn % _THOROUGH == 0 and self._records.put_back()
-            # A session may be of earlier tries: look for a newer one in every other look.
+            # A session may be of earlier tries: look for a newer one in every other poll.
             looks_again = turn % 2 == 0 or not self._number
             if looks_again:
                 if self._rank == 0:
@@ -125,14 +125,14 @@ class _Rendezvous:
                 break
             if is_last:
                 who = ", ".join(map(str, self._missing()))
-                raise TimeoutError(f"worker {who} of {self._world_size} has not come within {timeout:g} s")
+                raise TimeoutError(f"worker {who} of {self._world_size} has not arrived within {timeout:g} s")
             has_changed = is_overwritten or is_new  # then something follows soon
             pause = _FIRST_PAUSE if has_changed else min(2 * pause, _LONGEST_PAUSE)
             time.sleep(pause)
         return self._number
 
     def _make(self) -> None:
-        """Make a session if all workers have come: a new one where a worker has tried again since."""
+        """Make a session if all workers have arrived, and a new one if a worker has tried again since."""
         come = self._keys("come")
         if not self._store.check(come):
             return
@@ -147,7 +147,7 @@ class _Rendezvous:
         self._see(number)
 
     def _find(self) -> None:
-        """Find the session that the first worker has made with this try of this worker."""
+        """Find the session that the first worker has made for this try of this worker."""
         key = f"session/{self._rank}/{self._try}"
         if self._store.check([key]) and (number := _number(self._store.get(key))) not in (0, self._number):
             self._see(number)
@@ -165,5 +165,5 @@ class _Rendezvous:
 
 
 def _number(record: bytes) -> int:
-    """Return the positive number that a record says, or 0 where it says none."""
+    """Return the positive number in a record, or 0 if it has none."""
     return int(record) if re.fullmatch(rb"[1-9][0-9]{0,17}", record) else 0

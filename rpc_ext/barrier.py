@@ -112,6 +112,6 @@ class _Barrier:
             InvalidStateError
         ):  # the last worker has just arrived, or the barrier was broken before
             self.future.set_exception(
-                TimeoutError(f"worker {who} has not come to the barrier within {self.seconds:g} s")
+                TimeoutError(f"worker {who} has not arrived at the barrier within {self.seconds:g} s")
             )
         return None

@@ -218,7 +218,7 @@ def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
     outgoing = client.write("b", torch.zeros(1 << 20, dtype=torch.uint8))
     held = client.delete("b")
     client.end_time()
-    for future, where in ((in_flight, "answer has not come"), (outgoing, "waited for room"), (held, "waited for room")):
+    for future, where in ((in_flight, "has no reply"), (outgoing, "was not sent"), (held, "was not sent")):
         error = future.exception(timeout=PATIENCE)
         assert isinstance(error, TimeoutError)
         assert where in str(error)

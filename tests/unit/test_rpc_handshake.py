@@ -121,7 +121,7 @@ def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
 def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     absent = [pool.submit(handshake(store, rank, 4, timeout=SHORT).begin, rank) for rank in (0, 2)]
     for one in absent:
-        with pytest.raises(TimeoutError, match=r"worker 1, 3 of 4 has not come within 0\.05 s \(hello\)"):
+        with pytest.raises(TimeoutError, match=r"worker 1, 3 of 4 has not arrived within 0\.05 s \(hello\)"):
             one.result(PATIENCE)
 
 
@@ -135,14 +135,14 @@ def test_a_worker_with_another_secret_is_named(
         with pytest.raises(AuthenticationError) as caught:
             one.result(PATIENCE)
         assert f"worker {1 - rank} of 3 has not proven" in str(caught.value)
-        assert "worker 2 of 3 has not come" in str(caught.value)
+        assert "worker 2 of 3 has not arrived" in str(caught.value)
         assert workers[rank].passed_over == 1
 
 
 def test_names_are_given_once_they_are_known(store: MemoryStore) -> None:
     one = handshake(store, 0, 2, timeout=SHORT)
     one.names = ["first", "second"]
-    with pytest.raises(TimeoutError, match=r"worker 1 \('second'\) of 2 has not come"):
+    with pytest.raises(TimeoutError, match=r"worker 1 \('second'\) of 2 has not arrived"):
         one.round("ready", True)
 
 
@@ -356,7 +356,7 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
     for rank in range(1, size - 1):
         handshake(store, rank, size, timeout=0.0)._show("shutdown", True)
     store.requests = 0
-    with pytest.raises(TimeoutError, match=f"worker {size - 1} of {size} has not come within 300 s"):
+    with pytest.raises(TimeoutError, match=f"worker {size - 1} of {size} has not arrived within 300 s"):
         handshake(store, 0, size, timeout=300.0).round("shutdown", True)
     assert store.requests <= 5 * 300 + 2 * size
 
@@ -371,7 +371,7 @@ def test_waiting_for_proofs_asks_the_store_five_times_a_second_at_most(
     for rank in range(1, size):
         handshake(store, rank, size, timeout=0.0)._show("hello", {"nonce": f"{rank}", "value": rank})
     store.requests = 0
-    with pytest.raises(TimeoutError, match="has not come within 300 s"):
+    with pytest.raises(TimeoutError, match="has not arrived within 300 s"):
         handshake(store, 0, size, timeout=300.0).begin(0)
     assert store.requests <= 5 * 300 + 2 * size
 

@@ -79,7 +79,7 @@ def test_a_worker_that_has_come_before_and_is_missing_now_is_named(
     all_agree(pool, store, 3)
     missing = [pool.submit(agree, store, rank, 3, 5 * SHORT) for rank in (0, 1)]
     for each in missing:
-        with pytest.raises(TimeoutError, match="worker 2 of 3 has not come"):
+        with pytest.raises(TimeoutError, match="worker 2 of 3 has not arrived"):
             each.result(PATIENCE)
 
 
@@ -114,7 +114,7 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
         store.plant(f"come/{other}", b"1")
     if rank:
         store.plant(f"session/{rank}/1", b"1")
-    with pytest.raises(TimeoutError, match="has not come within 300 s"):
+    with pytest.raises(TimeoutError, match="has not arrived within 300 s"):
         agree(store, rank, size, 300.0)
     assert store.requests <= 5 * 300 + 3 * size
 

@@ -346,6 +346,6 @@ def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: Worl
 
     w0, w1, _ = world.run(run)
     assert not list(folder.iterdir())
-    assert any("worker 1 (hello)" in message and "passed over" in message for message in w0)
+    assert any("worker 1 (hello)" in message and "is ignored" in message for message in w0)
     for messages in (w0, w1):
         assert len(messages) == len(set(messages))  # once for each step and worker

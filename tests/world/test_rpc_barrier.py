@@ -69,7 +69,7 @@ def test_a_worker_that_does_not_come_is_named_to_all(world: World, tmp_path: Pat
             barrier(timeout=PATIENCE).wait()  # the next one is whole
             return str(error)
 
-    assert world.run(run) == [f"worker 'w1' has not come to the barrier within {BRIEF:g} s"] * 3
+    assert world.run(run) == [f"worker 'w1' has not arrived at the barrier within {BRIEF:g} s"] * 3
 
 
 def test_a_worker_takes_part_in_its_own_barriers_only(tmp_path: Path) -> None:

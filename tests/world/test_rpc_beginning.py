@@ -90,7 +90,7 @@ def test_a_seal_that_there_is_not_is_refused() -> None:
 
 def give_up(rank: int, size: int, store: str, times: int) -> None:
     for _ in range(times):
-        with pytest.raises(TimeoutError, match="has not come within"):
+        with pytest.raises(TimeoutError, match="has not arrived within"):
             begin(rank, size, store, start_timeout=BRIEF)
 
 
@@ -140,7 +140,7 @@ def who_is_missing(rank: int, store: str, present: list[int]) -> str:
 def test_all_say_who_is_missing(tmp_path: Path, present: list[int], missing: str) -> None:
     said = run_ranks(3, who_is_missing, str(tmp_path / "store"), present)
     for rank in present:
-        assert said[rank] == f"worker {missing} of 3 has not come within {LIKELY:g} s"
+        assert said[rank] == f"worker {missing} of 3 has not arrived within {LIKELY:g} s"
 
 
 def fail_in(rank: int, store: str, step: str) -> str:

@@ -299,9 +299,9 @@ def test_rpc_begins_once_at_a_time(tmp_path: Path) -> None:
 
 def come_alone(rank: int, store: str) -> None:
     for size, missing in ((2, "1"), (4, "1, 2, 3")):
-        with pytest.raises(TimeoutError, match=f"worker {missing} of {size} has not come within 0.5 s"):
+        with pytest.raises(TimeoutError, match=f"worker {missing} of {size} has not arrived within 0.5 s"):
             begin(0, size, store, start_timeout=0.5)
-    with pytest.raises(TimeoutError, match=r"worker 1 of 2 has not come within 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"worker 1 of 2 has not arrived within 0\.5 s"):
         rpc_ext.init_rpc(rank=0, world_size=2, init_method="tcp://127.0.0.1:0", secret=SECRET, start_timeout=0.5)
     with begin(0, 1, store) as session:
         assert session.workers == ["caller"]

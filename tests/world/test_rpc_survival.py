@@ -176,7 +176,7 @@ def go_on_without_it(rank: int, store: str) -> None:
         assert isinstance(both, CallsFailedError)
         assert both.results == {"third": 7}
         assert [rpc_sync("third", same, (i,)) for i in range(100)] == list(range(100))
-    with pytest.raises(TimeoutError, match="worker 1 \\('callee'\\) of 3 has not come within"):
+    with pytest.raises(TimeoutError, match="worker 1 \\('callee'\\) of 3 has not arrived within"):
         rpc_ext.shutdown(timeout=SHORT)
     with pytest.raises(RuntimeError, match="has ended"):
         rpc_async("third", same, (1,))
