@@ -1,10 +1,10 @@
-"""The callee's side: a call comes in, a function runs, an answer goes out.
+"""The callee's half of a call: it decodes the call, runs the function and replies.
 
 ::
 
     RPC worker thread:  payload ──► decode ──► fn(*args) ──► encode ──► Reply.send
                                                   │             ▲
-                                                  └── a future ─┘   later, on another thread: none is held until then
+                                                  └── a future ─┘   later, on another thread; none blocks until then
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["Server", "async_execution", "expect_free_thread", "is_async", "is_se
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bytes, "list[torch.Tensor]"]
-"""payload and tensors, which the agent can carry"""
+"""payload and tensors of a reply, which the agent can carry"""
 Outcome = tuple[int, Any, bool]
-"""the caller's rank, what the function has returned, and whether that is a future of the value to send"""
+"""the caller's rank, the function's result, and whether that is a future of the value to send"""
 
 
 def async_execution(fn: F) -> F:
-    """Decorate a function that other workers call and that returns a CUDAFuture: the answer is the future's outcome.
+    """Mark a function that returns a CUDAFuture, so that the reply to its callers is the future's outcome.
 
-    The answer is sent when the future completes, ordered after its device work, and no thread of the callee's is held
-    until then. So functions that call further workers can be nested at will. The future may be of anything: a
-    collective, another call, a read from disk. A torch.futures.Future will do, too. It goes below or above
-    ``@staticmethod`` and ``@classmethod``.
+    The callee replies when the future completes, in the order of its device work, and blocks no thread until then. So
+    functions that call further workers can be nested to any depth. The future may be of any operation: a collective,
+    another call, a read from disk. The function may also return a torch.futures.Future. The decorator goes below or
+    above ``@staticmethod`` and ``@classmethod``.
 
     >>> @async_execution
     ... def later(x):
@@ -65,21 +65,21 @@ def async_execution(fn: F) -> F:
 
 
 def is_async(fn: Any) -> bool:
-    """Return whether the function returns a future, by our decorator or torch's."""
+    """Return whether a function has the ``async_execution`` decorator, ours or torch's."""
     return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
 
 
 class _Threads(threading.local):
-    server: Server | None = None  # whose call this thread runs
+    server: Server | None = None  # server of the call that this thread runs
 
 
 _threads = _Threads()
 
 
 class _End:
-    """A callback that counts a call as answered. Dropping it with a future that is never completed counts it, too.
+    """A callback that counts the reply to a call. Its destructor counts a call whose future was dropped.
 
-    No lock: garbage collection may drop it anywhere.
+    It takes no lock, because garbage collection may drop it anywhere.
     """
 
     __slots__ = ("_number", "_open")
@@ -95,12 +95,12 @@ class _End:
 
 
 class Server:
-    """The calls that come to this worker.
+    """The incoming calls of this worker.
 
     Args:
-        name: of this worker.
-        num_threads: of the agent.
-        patience: seconds that owners of RRefs have to confirm them; 0: no limit.
+        name: name of this worker.
+        num_threads: number of the agent's threads.
+        patience: timeout in seconds of the owners' confirmations of RRefs; 0: no limit.
     """
 
     def __init__(self, name: str, num_threads: int, patience: float = 0) -> None:
@@ -109,25 +109,25 @@ class Server:
         self._num_threads, self._patience = num_threads, patience
         self._devices: dict[int, DeviceMap] = {}  # by caller
         self._lock = threading.Lock()  # guards served and _blocked; a leaf
-        self._blocked = 0  # threads of the agent that wait for an answer
-        self._open: set[int] = set()  # numbers of the calls that have no answer yet; not under the lock
+        self._blocked = 0  # threads of the agent that wait for a reply
+        self._open: set[int] = set()  # numbers of the calls without a reply; not under the lock
         self._awaited: set[CUDAFuture[Any]] = set()  # not under the lock
         self._is_closed = False
 
     def set_devices(self, devices: dict[int, DeviceMap]) -> None:
-        """Set which of the callers' devices the tensors of answers go to."""
+        """Set the target devices of the tensors in replies, by caller."""
         self._devices = devices
         self.order.set_devices(device for of in devices.values() for device in (*of.native, *of.staged))
 
     def fail_at_end(self, future: CUDAFuture[Any]) -> None:
-        """Fail a future that waits for an RRef when the session ends, or at once if it has ended."""
+        """Fail a future that waits for an RRef at the end of the session, or at once if it has ended."""
         self._awaited.add(future)
         future.add_done_callback(self._awaited.discard)
-        if self._is_closed:  # looked at last: close() may not have seen the future
+        if self._is_closed:  # checked last: close() may not have seen the future
             _fail(future)
 
     def close(self) -> None:
-        """Fail the futures that wait for other workers, and order no more device work."""
+        """Fail the futures that wait for other workers, and stop ordering device work."""
         self._is_closed = True
         for future in list(self._awaited):
             _fail(future)
@@ -135,11 +135,11 @@ class Server:
 
     @property
     def serving(self) -> int:
-        """Calls that have begun and were not answered yet."""
+        """The number of calls that have begun and have no reply yet."""
         return len(self._open)
 
     def serve(self, payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
-        """Answer a message; called by the agent, in one of its threads. Raises nothing."""
+        """Handle a message and reply. Called by a thread of the agent. Raises nothing."""
         outer, _threads.server = _threads.server, self
         try:
             kind = kind_of(payload)
@@ -162,13 +162,13 @@ class Server:
     # ---- one call
 
     def _answer(self, payload: bytes, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
-        """Run a call; return its answer, or a future of that."""
+        """Run a call; return its reply, or a future of the reply."""
         number = self._begin()
         try:
             targets = targets_of(payload)
             if targets is None:
                 return self._pack_outcome(*self._run(payload, tensors), number)
-            with _staging.streams_for(targets):  # the answer's tensors are read on them, too
+            with _staging.streams_for(targets):  # the reply's tensors are also read on them
                 tensors = _staging.to_devices(tensors, targets)
                 return self._pack_outcome(*self._run(payload, tensors), number)
         except BaseException as e:
@@ -176,7 +176,7 @@ class Server:
             return self._failed(e)
 
     def _begin(self) -> int:
-        """Count a call, and return its number."""
+        """Count a call; return its number."""
         with self._lock:
             number = self.served = self.served + 1
         self._open.add(number)
@@ -199,7 +199,7 @@ class Server:
         return caller, outcome, True
 
     def _pack_outcome(self, caller: int, outcome: Any, is_future: bool, number: int) -> Answer | CUDAFuture[Answer]:
-        """Return the answer to a call, or a future of it, and count the call as answered then."""
+        """Return the reply to a call, or a future of it, and count the reply when it is ready."""
         answer: Answer | CUDAFuture[Answer]
         if is_future:
             answer = outcome.then_async(functools.partial(self._later_answer, caller))
@@ -220,11 +220,11 @@ class Server:
         return answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer)
 
     def _packed(self, value: object, caller: int) -> Answer | CUDAFuture[Answer]:
-        """Return the answer with a value; where its tensors go through the host, a future of that."""
+        """Return the reply with a value, or a future of it if tensors go through the host."""
         if isinstance(value, CUDAFuture):
             raise TypeError(
-                "a function that returns a CUDAFuture is decorated with @rpc_ext.async_execution: the caller gets "
-                "the outcome of the future"
+                "a function that returns a CUDAFuture must be decorated with @rpc_ext.async_execution: then the caller "
+                "gets the outcome of the future"
             )
         encoded = encode(Kind.VALUE, value, self._devices.get(caller, NO_DEVICES))
         if encoded.targets is None:
@@ -233,19 +233,19 @@ class Server:
         return copies.then(lambda done: (encoded.payload, done.value()))
 
     def _of_future(self, answer: CUDAFuture[Any]) -> Any:
-        """Return the answer that a future has, for the current streams."""
+        """Return the reply in a future, ordered on the current streams."""
         try:
             return answer.wait(non_blocking=True)
-        except BaseException as e:  # of a future that was dropped before it was completed
+        except BaseException as e:  # the producer dropped the future before it was done
             return self._failed(e)
 
     def _failed(self, error: BaseException) -> Answer:
         return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
 
-    # ---- calls with RRefs, and of RRefs
+    # ---- RRefs
 
     def evaluate(self, payload: bytes, tensors: list[torch.Tensor]) -> CUDAFuture[Any]:
-        """Run a call of ``remote``, whose outcome stays here."""
+        """Run a call of ``remote``; return a future of its outcome, which stays on this worker."""
         try:
             with self._in_this_thread():
                 _, outcome, is_future = self._run(payload, tensors)
@@ -262,7 +262,7 @@ class Server:
             _threads.server = outer
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> Outcome:
-        """Run a call with RRefs as arguments when their owners have confirmed them, which may be later."""
+        """Run a call with RRefs as arguments after their owners have confirmed them, possibly later."""
         _C.record_rrefs()
         try:
             call, owners = decode_with_owners(payload, tensors)
@@ -272,7 +272,7 @@ class Server:
         streams = current_streams(dict.fromkeys(tensor.device for tensor in tensors))
 
         def run(done: CUDAFuture[None]) -> CUDAFuture[Any]:
-            done.value()  # raises where an owner has not
+            done.value()  # raises if an owner has not confirmed
             with self._in_this_thread(), use_streams(*streams):
                 _, outcome, is_future = self._call(*call)
                 return outcome if is_future else CUDAFuture.completed(outcome)
@@ -281,7 +281,7 @@ class Server:
         return caller, self._confirmed(owners).then_async(run), True
 
     def _confirmed(self, owners: set[str]) -> CUDAFuture[None]:
-        """Return a future that is done when owners have confirmed the RRefs that this thread has just received."""
+        """Return a future that is done when `owners` have confirmed the RRefs that this thread has just received."""
         confirmed: CUDAFuture[None] = CUDAFuture()
 
         def confirm() -> None:
@@ -291,7 +291,7 @@ class Server:
         _C.when_rrefs_are_confirmed(confirm)
         if not confirmed.done():
             who = ", ".join(f"'{owner}'" for owner in sorted(owners)) or "an RRef's owner"
-            message = f"worker {who} has not confirmed the RRef that came as an argument within {self._patience:g} s"
+            message = f"worker {who} has not confirmed the RRef that is an argument within {self._patience:g} s"
             self.fail_at_end(confirmed)
             expire(confirmed, self._patience, message)
         return confirmed
@@ -299,7 +299,7 @@ class Server:
     # ---- batches
 
     def _answer_batch(self, message: Any, tensors: list[torch.Tensor]) -> Answer | CUDAFuture[Answer]:
-        """Run the calls of a batch one after the other, and answer when all are done; for its form see _batching."""
+        """Run the calls of a batch one after the other; return the reply, or a future of it. See _batching."""
         caller, table, calls = message
         functions: dict[int, Any] = {}
         carried = iter(tensors)
@@ -311,14 +311,14 @@ class Server:
         ]
         if not any(isinstance(answer, CUDAFuture) for answer in answers):
             return _together(answers)
-        # Complete answers as futures, too: their events order their tensors, which another thread sends.
+        # Replies that are ready become futures, whose events order the tensors for the sending thread.
         futures = [answer if isinstance(answer, CUDAFuture) else CUDAFuture.completed(answer) for answer in answers]
         return collect_all(futures).then(lambda _: _together([self._of_future(future) for future in futures]))
 
     def _answer_direct(
         self, caller: int, functions: dict[int, Any], table: Mapping[int, bytes], place: int, args: tuple[Any, ...]
     ) -> Any:
-        """Run a call of plain values; a plain value is its own answer."""
+        """Run a call with plain values as arguments; a result that is a plain value is the reply itself."""
         number = self._begin()
         try:
             fn = functions.get(place)
@@ -337,12 +337,12 @@ class Server:
 
     @contextlib.contextmanager
     def blocking(self, what: str) -> Iterator[None]:
-        """See ``expect_free_thread``."""
+        """Allow this thread to block inside the context; see ``expect_free_thread``."""
         with self._lock:
             if self._blocked + 1 >= self._num_threads:
                 raise InvalidStateError(
                     f"{what} on an RPC worker thread would never end: {self._blocked} of the {self._num_threads} "
-                    "threads of this worker wait already, and none would be left for the answer. Return a future from "
+                    "threads of this worker wait already, and none would be left for the reply. Return a future from "
                     "a function that is decorated with @rpc_ext.async_execution, or raise num_worker_threads"
                 )
             self._blocked += 1
@@ -354,7 +354,7 @@ class Server:
 
 
 def _together(answers: list[Any]) -> Answer:
-    """Return the message with the answers to the calls of a batch, of which plain values stand for themselves."""
+    """Return the reply to a batch from the replies to its calls."""
     parts: list[Any] = []
     tensors: list[torch.Tensor] = []
     for answer in answers:
@@ -369,9 +369,7 @@ def _together(answers: list[Any]) -> Answer:
 
 def _fail(future: CUDAFuture[Any]) -> None:
     with contextlib.suppress(InvalidStateError):  # it is done
-        future.set_exception(
-            InvalidStateError("RPC was shut down before an RRef was confirmed, or its value was there")
-        )
+        future.set_exception(InvalidStateError("RPC was shut down before an RRef was confirmed or had a value"))
 
 
 def is_serving() -> bool:
@@ -380,12 +378,10 @@ def is_serving() -> bool:
 
 
 def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread may wait for an answer.
-
-    An RPC worker thread may only if another is left for that.
+    """Return a context in which this thread may wait for a reply.
 
     Raises:
-        InvalidStateError: none is left.
+        InvalidStateError: this is an RPC worker thread, and no other one would be left to deliver the reply.
     """
     server = _threads.server
     return contextlib.nullcontext() if server is None else server.blocking(what)

@@ -1,4 +1,4 @@
-"""The shutdown of all workers together: none leaves while another may still need an answer, or the store.
+"""The joint shutdown of all workers: no worker leaves while another may still need a reply or the store.
 
 ::
 
@@ -24,24 +24,24 @@ __all__ = ["leave"]
 
 T = TypeVar("T")
 
-_PAUSE = 0.001  # seconds between two looks at this worker's calls
-_STORE_PATIENCE = 1.0  # seconds that an answer of the store may be late
-_LAST_PATIENCE = 10.0  # seconds that the first worker, which may hold the store, waits for the others to be gone
+_PAUSE = 0.001  # seconds between two polls of this worker's calls
+_STORE_PATIENCE = 1.0  # seconds after the deadline that a reply of the store may take
+_LAST_PATIENCE = 10.0  # seconds that the first worker, which may host the store, waits for the others to leave
 
 
 def leave(agent: _C.Agent, handshake: Handshake, deadline: float) -> None:
-    """Wait for the other workers, until `deadline` (time.monotonic()), and release their values.
+    """Wait for the other workers until `deadline` (time.monotonic()), and release references to their values.
 
     Raises:
-        TimeoutError: a worker has not come, or has calls in flight; or the store does not answer.
-        WorkerLostError: the store is gone.
+        TimeoutError: a worker has not arrived, or has calls in flight; or the store does not reply.
+        WorkerLostError: the store was lost.
     """
     try:
         _ask(lambda: handshake.round("shutdown", True, deadline=deadline), deadline)
         try:
             _engine.forget_users(max(1.0, deadline - time.monotonic()))
         except RuntimeError as e:
-            raise TimeoutError(f"a worker that owns values of RRefs was lost in the midst of shutdown: {e}") from e
+            raise TimeoutError(f"a worker that owns values of RRefs was lost during shutdown: {e}") from e
         _wait_until_no_worker_calls(agent, handshake, deadline)
         agent.join(shutdown=True)
         last = min(deadline, time.monotonic() + _LAST_PATIENCE)
@@ -55,15 +55,15 @@ def leave(agent: _C.Agent, handshake: Handshake, deadline: float) -> None:
 def _wait_until_no_worker_calls(agent: _C.Agent, handshake: Handshake, deadline: float) -> None:
     """Wait until no calls are in flight between any workers.
 
-    Workers look at different times, and a call that is answered may have made another. So no worker calls when all have
-    seen twice that they have none in flight, and have made none in between. (This is Mattern's four counter method.)
+    Workers poll at different times, and a call that is done may have made another call. So all workers must have no
+    calls in flight in two rounds, and make none in between (Mattern's four counter method).
     """
     before: list[Any] = []
     for turn in itertools.count():
         while (active := _engine.calls_in_flight(agent)) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if active:
-            raise TimeoutError(f"{active} calls of this worker had no answer when the time for shutdown was over")
+            raise TimeoutError(f"{active} calls of this worker had no reply before the timeout of the shutdown")
         now = _ask(
             functools.partial(handshake.round, f"idle/{turn}", [active, agent.sent()], deadline=deadline), deadline
         )
@@ -73,7 +73,7 @@ def _wait_until_no_worker_calls(agent: _C.Agent, handshake: Handshake, deadline:
 
 
 def _ask(question: Callable[[], T], deadline: float) -> T:
-    """Put a question to the store, in a thread that is left behind if no answer comes: the network may be gone."""
+    """Call a function of the store in a thread, which is abandoned if the store does not reply in time."""
     answer: CUDAFuture[T] = CUDAFuture()
 
     def run() -> None:
@@ -90,5 +90,5 @@ def _ask(question: Callable[[], T], deadline: float) -> T:
     finally:
         is_late = answer.cancel()
     if is_late:
-        raise TimeoutError("the store at which the workers meet did not answer in the time for shutdown")
+        raise TimeoutError("the store of the rendezvous did not reply before the timeout of the shutdown")
     return answer.wait()

@@ -1,9 +1,9 @@
-"""Tensors of devices that the agent cannot carry, on their way through the host.
+"""Staging: copies through the host of device tensors that the agent cannot carry.
 
 ::
 
     caller's tensors ──► to_host ──► message ──► to_devices ──► decoded value
-        (after what the caller's streams have to do)   (on streams_for(targets), which wait for the copies)
+        (after the work on the caller's streams)       (on streams_for(targets), which wait for the copies)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpc_ext._timer import expire
 __all__ = ["Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 
 Targets = list[str | None]
-"""the device that each tensor belongs on; None: it stays where it is"""
+"""the target device of each tensor; None: no copy"""
 
 # Not the library's callback thread: a user's callback that waits there for this call would deadlock.
 _thread = ThreadPoolExecutor(1, thread_name_prefix="rpc_ext-staging")
@@ -30,10 +30,10 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="rpc_ext-staging")
 def to_host(
     tensors: list[torch.Tensor], targets: Targets, priority: int, seconds: float
 ) -> CUDAFuture[list[torch.Tensor]]:
-    """Copy the tensors that have a target to the host; return a future that completes when the host may read all.
+    """Copy the tensors that have a target to the host; return a future of all tensors on the host.
 
-    The copies are made after the work that is now on the calling thread's current streams, and the tensors may be
-    dropped at once. The future fails with TimeoutError when the seconds are over (0: no limit).
+    The copies are ordered after the work that is now on the thread's current streams, and the caller may drop the
+    tensors at once. The future fails with TimeoutError after `seconds` (0: no limit).
     """
     places = [i for i, target in enumerate(targets) if target is not None]
     ready: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
@@ -41,30 +41,30 @@ def to_host(
     def copied(copies: CUDAFuture[list[torch.Tensor]]) -> None:
         with contextlib.suppress(InvalidStateError):  # too late
             try:
-                parts = copies.wait(timeout=0)  # raises what has gone wrong on the device
+                parts = copies.wait(timeout=0)  # raises the error of the device
                 ready.set_result(_replaced(tensors, places, parts))
             except BaseException as e:
                 ready.set_exception(e)
 
     try:
         copies = copy([tensors[i] for i in places], "cpu", priority=priority)
-    except Exception as e:  # of a device that is lost, say
+    except Exception as e:  # for example of a lost device
         ready.set_exception(e)
         return ready
     copies.then(copied, non_blocking=False, executor=_thread)
-    expire(ready, seconds, f"tensors were not on the host within {seconds:g} s, to be sent")
+    expire(ready, seconds, f"the tensors to be sent were not copied to the host within {seconds:g} s")
     return ready
 
 
 def on_streams(tensors: list[torch.Tensor]) -> list[CUDAFuture[list[torch.Tensor]]]:
-    """Return a future of the tensors on devices, as this thread's current streams leave them; none for none."""
+    """Return a list with a future of the device tensors, ordered after the current streams; [] if there are none."""
     on_devices = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     return [CUDAFuture.completed(on_devices)] if on_devices else []
 
 
 @contextlib.contextmanager
 def streams_after(futures: list[CUDAFuture[list[torch.Tensor]]], priority: int = 0) -> Iterator[None]:
-    """Make streams current that come after the events of the futures, which are complete."""
+    """Make pool streams current that wait for the events of completed futures."""
     devices = dict.fromkeys(device for future in futures for device in future.devices)
     with use_streams(*(pool_stream(device, priority) for device in devices)):
         for future in futures:
@@ -73,14 +73,14 @@ def streams_after(futures: list[CUDAFuture[list[torch.Tensor]]], priority: int =
 
 
 def streams_for(targets: Targets, priority: int = 0) -> AbstractContextManager[None]:
-    """Return a context in which each target has a stream of its pool, with no other work of this thread's in it."""
+    """Return a context that makes a pool stream of each target device current."""
     return use_streams(*(pool_stream(device, priority) for device in dict.fromkeys(targets) if device is not None))
 
 
 def to_devices(tensors: list[torch.Tensor], targets: Targets, priority: int = 0) -> list[torch.Tensor]:
-    """Return the tensors on their targets, for this thread's current streams, which wait for the copies.
+    """Return the tensors on their target devices. This thread's current streams wait for the copies.
 
-    The host's part is done here: on an executor it would stand behind whatever else is there, which may wait for this.
+    The host's part of the copies runs here: on an executor, a task before it might wait for this call.
     """
     by_device: dict[str, list[int]] = {}
     for i, target in enumerate(targets):

@@ -12,9 +12,9 @@ _STEPS = 8  # buckets in each power of two
 
 
 class Histogram:
-    """Durations in logarithmic buckets, each an eighth of a power of two wide. The caller locks it.
+    """Durations in logarithmic buckets, each an eighth of a power of two wide (G. Tene, "HdrHistogram").
 
-    Buckets that are as wide as their durations are long are those of Tene, "HdrHistogram".
+    The caller locks it.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Histogram:
         self.total += 1
 
     def quantile(self, q: float) -> float:
-        """Return the duration, in seconds, that the share `q` of all does not exceed, or nan where there is none."""
+        """Return the quantile `q` of the durations in seconds, or nan if there are none."""
         wanted = max(1, math.ceil(q * self.total))
         for seconds, count in self.buckets():
             wanted -= count
@@ -38,7 +38,7 @@ class Histogram:
         return math.nan
 
     def buckets(self) -> list[tuple[float, int]]:
-        """Return the upper end in seconds, and the count, of each bucket that holds any, in order."""
+        """Return the upper end in seconds and the count of each bucket that is not empty, in order."""
         return [(_upper(i) * 1e-9, count) for i, count in enumerate(self._counts) if count]
 
 
@@ -49,30 +49,30 @@ def _upper(index: int) -> int:
 
 @dataclass(frozen=True)
 class DestinationStatistics:
-    """The calls from this worker to one other since ``init_rpc``. Sizes are in bytes, durations in seconds.
+    """The calls from this worker to one worker since ``init_rpc``. Sizes are in bytes, durations in seconds.
 
-    ``latencies`` is the histogram that the quantiles come from: the upper end and the count of each bucket that holds
-    any, each an eighth of a power of two wide. A latency is from the call to the completion of its future.
+    ``latencies`` is the histogram of the quantiles: the upper end and the count of each bucket that is not empty, each
+    an eighth of a power of two wide. A latency is the time from the call to the completion of its future.
     """
 
     calls: int
-    """calls made, also those that are in flight"""
+    """calls made, including those in flight"""
     failed: int
-    """calls whose future failed, whatever the reason"""
+    """calls whose future failed for any reason"""
     in_flight: int
-    """calls that have no answer yet"""
+    """calls without a reply"""
     bytes_in_flight: int
-    """bytes of those, payload and tensors"""
+    """bytes of their payloads and tensors"""
     waiting: int
     """threads that wait for room"""
     bytes_sent: int
     """bytes of all calls"""
     bytes_received: int
-    """bytes of all answers"""
+    """bytes of all replies"""
     latency_p50: float
-    """the median; nan where nothing was answered yet"""
+    """the median; nan before the first reply"""
     latency_p99: float
-    """what 99 of 100 calls do not exceed"""
+    """the quantile 0.99"""
     latencies: tuple[tuple[float, int], ...]
 
 
@@ -83,12 +83,12 @@ class Statistics:
     worker: str
     """the name of this worker"""
     destinations: Mapping[str, DestinationStatistics]
-    """by the other's name"""
+    """statistics by the name of the callee"""
     served: int
-    """calls that were run here"""
+    """calls that this worker has begun to run"""
     serving: int
-    """calls that have begun here and were not answered yet"""
+    """those of them without a reply"""
     refused: Mapping[str, int]
-    """messages that were not signed as they should be, by the worker that they claim to come from; ``""``: by none"""
+    """messages without a valid signature, by the worker that they claim to come from; ``""``: no worker"""
     received_outside: int
-    """bytes of tensors that this process has received into new memory so far, because its pool was exhausted"""
+    """bytes of tensors that this process has received into new memory because its pool was exhausted"""

@@ -1,4 +1,4 @@
-"""The timer thread: it sends the calls that wait in batches, and ends futures that are not done in time."""
+"""The timer thread, which sends the calls that wait in batches and ends futures that are not done in time."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from cudafuture.errors import InvalidStateError
 __all__ = ["Timed", "cancel", "cancel_after", "expire", "schedule"]
 
 _logger = logging.getLogger("rpc_ext.timer")
-_AFTER_FAILURE = 1.0  # seconds from a look that has raised to the next one
-_LONGEST_SLEEP = 3600.0  # seconds; a lock cannot wait for any number of them
-_LINGER = 5.0  # seconds that the thread stays without anything to do
+_AFTER_FAILURE = 1.0  # seconds from a `look` that has raised to the next one
+_LONGEST_SLEEP = 3600.0  # seconds; the wait of a condition is limited
+_LINGER = 5.0  # seconds after which a thread without objects ends
 
 
 class Timed(Protocol):
-    """An object with something to do at a later time."""
+    """An object with work at a later time."""
 
     def look(self, now: float) -> float | None:
-        """Do what is due at `now` (time.perf_counter()); return when to look again, or None."""
+        """Do the work that is due at `now` (time.perf_counter()); return the time of the next call, or None."""
 
 
 class _Timer:
-    """One thread, which sleeps until an object is due."""
+    """The timer thread and its objects."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards what follows; a leaf
         self._due: dict[Timed, float] = {}
-        self._heap: list[tuple[float, int, Timed]] = []  # also has entries that are not in _due any more
+        self._heap: list[tuple[float, int, Timed]] = []  # also has entries that were removed from _due
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._ends = False
 
     def schedule(self, what: Timed, due: float) -> None:
-        """Look at an object at `due`, or at an earlier time that it was scheduled for before."""
+        """Call ``look`` of an object at `due`, or at an earlier time for which it is scheduled."""
         with self._changed:
             if due >= self._due.get(what, math.inf):
                 return
@@ -54,7 +54,7 @@ class _Timer:
                 thread = threading.Thread(target=self._run, name="rpc_ext-timer", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the system has no more threads: this call fails, and the next one tries again
+                except RuntimeError:  # the system has no more threads; the next call tries again
                     del self._due[what]
                     raise
                 self._thread = thread
@@ -62,7 +62,7 @@ class _Timer:
                 self._changed.notify()
 
     def cancel(self, what: Timed) -> None:
-        """Release an object, which is not looked at any more."""
+        """Release an object, whose ``look`` is not called any more."""
         with self._changed:
             self._due.pop(what, None)
             self._compact()
@@ -78,14 +78,14 @@ class _Timer:
             for what in due:
                 try:
                     again = what.look(time.perf_counter())
-                except BaseException:  # the thread goes on: others are due, and this one has more to do
-                    _logger.exception("%r was due, and raised; it is looked at again in %g s", what, _AFTER_FAILURE)
+                except BaseException:  # the thread continues: other objects are due, and this one may have more work
+                    _logger.exception("look() of %r has raised; it is called again in %g s", what, _AFTER_FAILURE)
                     again = time.perf_counter() + _AFTER_FAILURE
                 if again is not None:
                     self.schedule(what, again)
 
     def _wait(self) -> list[Timed] | None:
-        """Sleep until objects are due, and return them; None where none was for a while."""
+        """Wait until objects are due; return them, or None if none was due for a while."""
         idle_until = time.perf_counter() + _LINGER
         with self._changed:
             while not self._ends:
@@ -100,7 +100,7 @@ class _Timer:
             return None
 
     def _take(self, now: float) -> list[Timed]:
-        """Take the objects that are due out of the heap. Called under the lock."""
+        """Remove and return the objects that are due. Called under the lock."""
         due = []
         while self._heap and (self._heap[0][0] <= now or self._heap[0][0] != self._due.get(self._heap[0][2])):
             when, _, what = heapq.heappop(self._heap)
@@ -149,10 +149,10 @@ class _Expiry:
     def look(self, _: float) -> None:
         future = self._future
         if future is not None:
-            with contextlib.suppress(InvalidStateError):  # it is done after all
+            with contextlib.suppress(InvalidStateError):  # it has just completed
                 self._end(future)
 
     def release(self, _: object) -> None:
-        """Release the future, and its value, before the time is over."""
+        """Release the future and its value before the timeout."""
         self._future = None
         cancel(self)

@@ -1,8 +1,8 @@
 """A barrier between workers.
 
-The first of the workers that take part counts those that have arrived. All of them call it, itself included::
+The first of the participants counts those that have arrived. All participants call it, including itself::
 
-    barrier() ──► _arrive(names, number, ...) on the first worker ──► when all are there: the answer to each
+    barrier() ──► _arrive(names, number, ...) on the first worker ──► after the last arrival: the reply to each
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rpc_ext.session import Session, current
 
 __all__ = ["barrier"]
 
-_SLACK = 5.0  # seconds that the first worker's answer may take beyond the timeout
+_SLACK = 5.0  # seconds after the timeout that the first worker's reply may take
 
 _lock = threading.Lock()  # guards what follows, and all barriers; a leaf
 _Names = tuple[str, ...]
@@ -33,21 +33,21 @@ _barriers: weakref.WeakKeyDictionary[Session, dict[tuple[_Names, int], _Barrier]
 
 
 def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = None) -> CUDAFuture[None]:
-    """Return a future that completes when all these workers have called ``barrier`` with the same workers.
+    """Return a future that completes when all `workers` have called ``barrier`` with the same workers.
 
-    The n-th call of a worker meets the n-th call of the others. When one of them does not come in time, the barrier is
-    broken: it fails for all, also for those that come later.
+    The n-th call of a worker matches the n-th call of each other worker. If a worker does not arrive in time, the
+    barrier is broken: it fails for all workers, including those that arrive later.
 
     Args:
-        workers: by name, rank or WorkerInfo, in any order, this one among them; default: all.
+        workers: the participants by name, rank or WorkerInfo, in any order, including this worker; default: all.
         timeout: seconds; default: `rpc_timeout` of ``init_rpc``. inf: no limit.
 
     Raises:
         InvalidStateError: RPC has not begun.
-        ValueError: there is no such worker; or this one does not take part.
+        ValueError: there is no such worker, or this worker is not a participant.
 
-    The future fails with TimeoutError, which names the workers that have not come; or with WorkerLostError when the
-    first of the workers is lost, which counts them.
+    The future fails with TimeoutError, which names the missing workers, or with WorkerLostError if the first of the
+    workers is lost.
 
     >>> barrier().wait()
     >>> barrier(["me"], timeout=10).wait()
@@ -57,7 +57,7 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
     names = tuple(d.name for d in sorted({d.rank: d for d in taking_part}.values(), key=lambda d: d.rank))
     if session.name not in names:
         raise ValueError(
-            f"worker '{session.name}' does not take part in a barrier of {', '.join(names) or 'no workers'}"
+            f"worker '{session.name}' is not a participant of a barrier of {', '.join(names) or 'no workers'}"
         )
     seconds = session.timeout(timeout)
     with _lock:
@@ -71,7 +71,7 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
 
 @async_execution
 def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture[None]:
-    """Count a worker that has arrived; return the future of the barrier."""
+    """Record the arrival of a worker; return the future of the barrier."""
     with _lock:
         barriers = _barriers.setdefault(current(), {})
         found = barriers.setdefault((names, number), _Barrier(names))
@@ -91,7 +91,7 @@ def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture
 
 
 class _Barrier:
-    """One barrier, on the worker that counts. Its future is the answer to all workers."""
+    """One barrier, on the worker that counts. Its future is the reply to all workers."""
 
     def __init__(self, names: _Names) -> None:
         self._names = names
@@ -100,7 +100,7 @@ class _Barrier:
         self.future: CUDAFuture[None] = CUDAFuture(name=f"barrier of {', '.join(names)}")
 
     def look(self, now: float) -> float | None:
-        """Break the barrier unless all workers have arrived."""
+        """Fail the barrier unless all workers have arrived. Called by the timer thread."""
         with _lock:
             missing = [name for name in self._names if name not in self.arrived]
             if not missing:

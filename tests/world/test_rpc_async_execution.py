@@ -146,9 +146,9 @@ def test_what_is_no_future_is_refused(worker: rpc_ext.Session, call: Callable[..
 
 
 def test_a_future_that_was_not_announced_is_explained(worker: rpc_ext.Session) -> None:
-    with pytest.raises(TypeError, match=r"is decorated with @rpc_ext\.async_execution"):
+    with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
         rpc_sync(ME, is_not_decorated)
-    with pytest.raises(TypeError, match=r"is decorated with @rpc_ext\.async_execution"):
+    with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
         rpc_sync(ME, functools.partial(submitted, 1, 2))
 
 

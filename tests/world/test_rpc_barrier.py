@@ -76,7 +76,7 @@ def test_a_worker_takes_part_in_its_own_barriers_only(tmp_path: Path) -> None:
     with alone(tmp_path / "store"):
         with pytest.raises(ValueError, match="there is no worker 'you'"):
             barrier(["me", "you"])
-        with pytest.raises(ValueError, match="worker 'me' does not take part in a barrier of no workers"):
+        with pytest.raises(ValueError, match="worker 'me' is not a participant of a barrier of no workers"):
             barrier([])
         assert barrier(["me", 0]).wait(timeout=PATIENCE) is None
     with pytest.raises(rpc_ext.session.InvalidStateError):

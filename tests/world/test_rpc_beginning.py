@@ -280,7 +280,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(_shutdown, "_STORE_PATIENCE", 0.1)
     store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
-    with pytest.raises(TimeoutError, match="did not answer"):
+    with pytest.raises(TimeoutError, match="did not reply"):
         _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())
     assert store.is_asked.wait(LONG)
     (thread,) = set(threading.enumerate()) - before
