@@ -1,4 +1,4 @@
-"""Calling functions on other workers. A ``Worker`` is named by its name, its rank, or torch's WorkerInfo of it."""
+"""Calls of functions on other workers. A ``Worker`` is a name, a rank, or torch's WorkerInfo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Worker", "broadcast_call", "map_call", "rpc_async", "rpc_sync"]
 
 T = TypeVar("T")
 Worker: TypeAlias = str | int | WorkerInfo
-"""a worker's name, its rank, or torch's WorkerInfo of it"""
+"""a worker's name, its rank, or its WorkerInfo of torch"""
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = Mapping[str, Any] | None
 
@@ -56,34 +56,33 @@ def rpc_async(
     priority: int = 0,
     non_blocking: bool = False,
 ) -> CUDAFuture[Any]:
-    """Call ``fn(*args, **kwargs)`` on another worker, and return a future of what it returns.
+    """Call ``fn(*args, **kwargs)`` on another worker, and return a future of its result.
 
     Args:
-        to: the worker's name, its rank, or a WorkerInfo. It may be this one.
-        fn: a function that the other worker can import, or any callable that pickles. One decorated with
-            ``async_execution`` returns a future there, whose outcome is what arrives here.
-        args, kwargs: pickled; tensors travel beside. They are sent after what the caller's current streams have to do
-            with them so far, and must stay unchanged until the future is done.
+        to: the worker's name, its rank, or a WorkerInfo. It may be this worker.
+        fn: a function that the callee can import, or any callable that pickles. If it is decorated with
+            ``async_execution``, it returns a future, and the callee replies with that future's outcome.
+        args, kwargs: arguments, which are pickled without their tensors. Tensors are sent after the work that is now on
+            the caller's current streams, and must not change until the future is done.
         timeout: seconds from now; default: ``rpc_timeout`` of ``init_rpc``. inf: no limit.
-        priority: of the future, and of the streams that copy its tensors.
-        non_blocking: what happens where as many calls or bytes are in flight to that worker as ``init_rpc`` allows.
-            False (default): the call waits until there is room, for `timeout` at most. True: BlockingIOError.
+        priority: priority of the future, and of the streams that copy its tensors.
+        non_blocking: behaviour when the calls or bytes in flight to that worker have reached the limit of ``init_rpc``.
+            False (default): block until there is room, at most for `timeout`. True: raise BlockingIOError.
 
-    The future completes when the answer has come; tensors on devices are ordered by its events. Its callbacks run on
-    the library's callback thread, unless they are given an executor. It fails with the exception that was raised there,
-    of its own type where that can be imported here and else as a RemoteError, with the remote traceback and the name of
-    the worker in its notes; with TimeoutError; with WorkerLostError when the connection breaks. Once it is cancelled,
-    the answer is dropped; the function runs all the same.
+    The future completes with the reply; its events order tensors on devices. Its callbacks run on the library's
+    callback thread by default. The future fails with the exception of the function, which has the remote traceback and
+    the name of the worker in its notes, and is a RemoteError if its type cannot be imported here. It fails with
+    TimeoutError, or with WorkerLostError if the connection breaks. After a cancellation, the function still runs and
+    its reply is dropped.
 
     Raises:
-        InvalidStateError: RPC has not begun; or the call would have to wait, on a thread that brings the answers; or
-            the thread is inside a ``torch.distributed.autograd.context``, which cannot record the call: use
+        InvalidStateError: RPC has not begun; the call would block a thread that delivers replies; or the thread is
+            inside a ``torch.distributed.autograd.context``, which cannot record the call: use
             ``torch.distributed.rpc.rpc_async`` there.
-        ValueError: no such worker; a tensor on a device that has no target there.
-        TypeError: `fn` cannot be called; or it is a torch.jit.ScriptFunction, which ``torch.distributed.rpc.rpc_async``
-            calls.
-        TimeoutError: no room within `timeout`.
-        Exception: whatever arguments raise that cannot be pickled.
+        ValueError: there is no such worker, or a tensor's device has no target there.
+        TypeError: `fn` is not callable, or is a torch.jit.ScriptFunction: use ``torch.distributed.rpc.rpc_async``.
+        TimeoutError: there was no room within `timeout`.
+        Exception: the error of an argument that cannot be pickled.
 
     >>> pair = rpc_async("me", divmod, (7, 2))
     >>> pair.then(lambda done: sum(done.value())).wait()
@@ -101,7 +100,7 @@ def rpc_async(
     if how is None:
         how = encode(Kind.CALL, (session.rank, fn, args, kwargs or {}), destination.devices)
     size = how.size
-    # Made before there is room for it: where its arguments are wrong none is taken, and waiting is of its time.
+    # Made before it has room: a call with wrong arguments takes no room, and the wait counts for its timeout.
     call = Call(session.agent, destination, name_of(fn), size, seconds, priority)
     _admit(call, destination, size, non_blocking)
     try:
@@ -133,15 +132,15 @@ def rpc_sync(
     timeout: float | None = None,
     priority: int = 0,
 ) -> Any:
-    """Call ``fn(*args, **kwargs)`` on another worker, and wait for what it returns; see ``rpc_async``.
+    """Call ``fn(*args, **kwargs)`` on another worker, and wait for its result; see ``rpc_async``.
 
-    In a function that another worker has called, this holds one of the worker's threads meanwhile. Where all of them
-    would be held, none could bring the answer: that is refused at once.
+    In a function that another worker has called, this blocks an RPC worker thread. If that is the last free thread, no
+    thread could deliver the reply, so the call fails at once.
 
     Raises:
-        InvalidStateError: no thread would be left for the answer. Return a future, and decorate the function with
+        InvalidStateError: no thread would be left to deliver the reply. Return a future, and decorate the function with
             ``async_execution``.
-        Exception: what the future fails with.
+        Exception: the error of the future.
 
     >>> rpc_sync("me", divmod, (7, 2))
     (3, 1)
@@ -173,10 +172,10 @@ def broadcast_call(
     timeout: float | None = None,
     priority: int = 0,
 ) -> CUDAFuture[list[Any]]:
-    """Make the same call to several workers; the future has what each returned, in their order.
+    """Call the same function with the same arguments on several workers; return a future of the results in their order.
 
-    It completes when all are done. When some have failed, it fails with a CallsFailedError that has the errors, and the
-    values of the others, by worker. For the arguments see ``rpc_async``.
+    It is done when all calls are. If some of them fail, it fails with a CallsFailedError, which has the errors and the
+    other results by worker. For the arguments see ``rpc_async``.
 
     >>> broadcast_call(["me"], divmod, (7, 2)).wait()
     [(3, 1)]
@@ -210,13 +209,13 @@ def map_call(
     timeout: float | None = None,
     priority: int = 0,
 ) -> CUDAFuture[list[Any]]:
-    """Call `fn` on several workers, on each with arguments of its own; see ``broadcast_call``.
+    """Call `fn` on several workers with separate arguments for each; see ``broadcast_call``.
 
-    A call that cannot be made, say because its arguments do not pickle, is one that has failed. A worker that comes
-    more than once has its failures and results under ``name[i]``, `i` being its place among `workers`.
+    A call that cannot be sent, for example because its arguments do not pickle, counts as failed. If a worker occurs
+    more than once, its errors and results have the keys ``name[i]``, where `i` is the index in `workers`.
 
     Raises:
-        ValueError: not as many `args_per_worker` as `workers`.
+        ValueError: the lengths of `args_per_worker` and `workers` differ.
 
     >>> map_call(["me", "me"], divmod, [(7, 2), (9, 4)]).wait()
     [(3, 1), (2, 1)]
@@ -236,7 +235,7 @@ def map_call(
     for worker, args in pairs:
         try:
             parts.append(rpc_async(worker, fn, args, kwargs, timeout=timeout, priority=priority))
-        except Exception as e:  # the others are on their way
+        except Exception as e:  # other calls are in flight
             parts.append(CUDAFuture.failed(e))
     return collect_all(parts).then(lambda done: _together(names, done.value()), priority=priority)
 
@@ -247,7 +246,7 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
     for name, part in zip(names, parts, strict=True):
         try:
             results[name] = part.value()
-        except BaseException as e:  # CancelledError among them
+        except BaseException as e:  # includes CancelledError
             failures[name] = e
     if failures:
         raise CallsFailedError(f"{len(failures)} of {len(parts)} calls have failed", failures, results)
@@ -255,9 +254,9 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
 
 
 def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) -> None:
-    """Take room for a call, which may have to wait for it."""
+    """Take room for a call, and wait for it if necessary."""
     if not destination.try_admit(size):
-        destination.flush()  # what waits in batches takes room, too
+        destination.flush()  # waiting calls of batches take room, too
         if non_blocking:
             raise destination.would_block()
         with expect_free_thread("a call that has to wait for room"):

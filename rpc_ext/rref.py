@@ -1,4 +1,4 @@
-"""References to values on other workers: torch's, which return CUDAFuture."""
+"""References to values on other workers: torch's RRefs with methods that return CUDAFuture."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """A reference to a value on one worker, its owner, which any worker may hold.
+    """A reference to a value on one worker, its owner. Any worker may hold it.
 
-    It may be sent along with calls. The value lives as long as some worker has a reference to it; torch counts them
-    (the protocol is torch.distributed.rpc's). ``remote()`` makes one of what a function returns on another worker.
+    It may be an argument or result of calls. The value lives until no worker has a reference to it (torch counts
+    references by the protocol of torch.distributed.rpc). ``remote()`` returns a reference to a function's result.
 
     Args:
-        value: what to refer to; this worker is its owner.
+        value: the value; this worker is its owner.
     """
 
     __slots__ = ("_due", "_is_creator", "_rref")
@@ -47,7 +47,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _of(cls, rref: Any, due: float = math.inf, is_creator: bool = False) -> RRef[Any]:
-        """Return a reference that torch has made, whose value is to be there at a moment of time.perf_counter()."""
+        """Return a reference from torch's; `due` is the deadline of its value on time.perf_counter()."""
         new = cls.__new__(cls)
         new._rref, new._due, new._is_creator = rref, due, is_creator
         return new
@@ -58,7 +58,7 @@ class RRef(Generic[T]):
         return self._reduced()
 
     def _is_late(self) -> bool:
-        """Return whether the value is missing, where this worker knows: torch crashes if another worker asks it."""
+        """Return whether the value is missing, if this worker knows: torch crashes if another worker asks it."""
         if self._is_creator:
             return not self._rref._get_future().done()
         return self.is_owner() and ((made := self._made()) is None or not made.done())
@@ -93,7 +93,7 @@ class RRef(Generic[T]):
         return self._rref.owner_name()  # type: ignore[no-any-return]
 
     def is_owner(self) -> bool:
-        """Return whether the value lives in this process.
+        """Return whether this worker is the owner of the value.
 
         >>> RRef(1).is_owner()
         True
@@ -111,22 +111,22 @@ class RRef(Generic[T]):
         return self._rref.confirmed_by_owner()  # type: ignore[no-any-return]
 
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
-        """Return a future of the value, copied here from its owner; on the owner, of the value itself.
+        """Return a future of a copy of the value; on the owner, of the value itself.
 
-        It fails with what the function has raised that was to make the value; with TimeoutError where the value has not
-        come within `timeout` (default: ``rpc_timeout`` of ``init_rpc``), or has not been made within that of
-        ``remote``. Both hold on the owner, too.
+        It fails with the exception of the function that makes the value. It fails with TimeoutError if the value does
+        not arrive within `timeout` (default: ``rpc_timeout`` of ``init_rpc``), or is not made within the timeout of
+        ``remote``. Both also apply on the owner.
 
         >>> remote("me", divmod, (7, 2)).get_future().then(lambda done: sum(done.value())).wait()
         4
         """
         if self.is_owner():
-            # It may be completed by a thread of the engine, or by the timer thread.
+            # A thread of the engine or the timer thread may complete it.
             return self._limited(current().timeout(timeout), executors.callback_thread)
         return rpc_async(self.owner_name(), _fetch, (_Asked(self),), timeout=timeout, priority=priority)
 
     def to_here(self, timeout: float | None = None) -> T:
-        """Wait for the value, copied here from its owner: ``get_future().wait()``.
+        """Return the value or a copy of it: ``get_future().wait()``.
 
         >>> remote("me", divmod, (7, 2)).to_here()
         (3, 1)
@@ -140,7 +140,7 @@ class RRef(Generic[T]):
             return future.wait()
 
     def local_value(self) -> T:
-        """Return the value, on its owner, when it is there.
+        """Return the value on its owner; wait until it is made.
 
         Raises:
             RuntimeError: this worker is not the owner.
@@ -157,7 +157,7 @@ class RRef(Generic[T]):
         return value
 
     def rpc_async(self, timeout: float | None = None) -> Any:
-        """Return a proxy: its methods are the value's, called on the owner, and return futures.
+        """Return a proxy whose methods call the value's methods on the owner and return futures.
 
         ``rref.rpc_async().method(1)`` is like ``rpc_async(rref.owner(), method of the value, (1,))``.
 
@@ -168,7 +168,7 @@ class RRef(Generic[T]):
         return _Proxy(self, lambda *call: rpc_async(self.owner_name(), _invoke, call, timeout=timeout))
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
-        """Return a proxy like that of ``rpc_async``, which waits and returns values.
+        """Return a proxy like that of ``rpc_async`` whose methods wait and return values.
 
         >>> RRef([3, 1, 3]).rpc_sync().count(3)
         2
@@ -176,7 +176,7 @@ class RRef(Generic[T]):
         return _Proxy(self, lambda *call: rpc_sync(self.owner_name(), _invoke, call, timeout=timeout))
 
     def remote(self, timeout: float | None = None) -> Any:
-        """Return a proxy like that of ``rpc_async``, which returns RRefs to what the methods return.
+        """Return a proxy like that of ``rpc_async`` whose methods return RRefs of the results.
 
         >>> RRef([3, 1, 3]).remote().count(3).to_here()
         2
@@ -184,14 +184,14 @@ class RRef(Generic[T]):
         return _Proxy(self, lambda *call: remote(self.owner_name(), _invoke, call, timeout=timeout))
 
     def _made(self) -> CUDAFuture[T] | None:
-        """Return what the owner holds, if it does already."""
+        """Return the future that the owner holds; None if it holds none yet."""
         return self._rref.local_value().future if _C.has_value(self._rref) else None
 
     def _limited(self, seconds: float, executor: executors.HostExecutor | None = None) -> CUDAFuture[T]:
         """Return a future of the value, on its owner.
 
-        It fails when the seconds are over (0: no limit), or when the value should have been made and has not been. It
-        completes with the value, on whatever thread that is; `executor` is where its callbacks run by default.
+        It fails after `seconds` (0: no limit), or at the deadline of the value. It completes with the value, on any
+        thread; `executor` runs its callbacks by default.
         """
         value = self._value()
         if value.done():
@@ -200,20 +200,20 @@ class RRef(Generic[T]):
         value.add_done_callback(lambda _: come.set_result(None), executor=executors.inline)
         mine = come.then_async(lambda _: value, executor=executors.inline)
         me = current().name
-        expire(mine, seconds, f"an RRef of worker '{me}', this one, has had no value within {seconds:g} s")
+        expire(mine, seconds, f"an RRef of this worker, '{me}', had no value within {seconds:g} s")
         left = self._due - time.perf_counter()
         if left < math.inf:
             expire(mine, max(left, SHORTEST_TIMEOUT), f"worker '{me}' has not made the value of an RRef in time")
         return mine
 
     def _value(self) -> CUDAFuture[T]:
-        """Return a future of the value, on its owner; it may still have to be made."""
+        """Return a future of the value, on its owner, before or after the value is made."""
         if (made := self._made()) is not None:
             return made
         there: CUDAFuture[Any] = CUDAFuture()
 
         def come(owner: Any) -> None:
-            with contextlib.suppress(InvalidStateError):  # RPC was shut down meanwhile
+            with contextlib.suppress(InvalidStateError):  # RPC was shut down
                 there.set_result(owner)
 
         _C.when_owned(self._rref, come)
@@ -223,7 +223,7 @@ class RRef(Generic[T]):
 
 
 class _Kept:
-    """The object that torch holds on the owner. torch pickles it to look for tensors, and must find none."""
+    """The object that torch holds on the owner. torch pickles it to find tensors, and must find none."""
 
     __slots__ = ("future",)
 
@@ -235,12 +235,12 @@ class _Kept:
 
 
 def _received(rref: Any, left: float) -> RRef[Any]:
-    """Return a reference that another worker has sent, whose value is to be there in so many seconds."""
+    """Return a reference that another worker has sent; `left` is the time until the deadline of its value."""
     return RRef._of(rref, time.perf_counter() + left)
 
 
 class _Asked:
-    """A reference on its way to its owner, which knows itself whether the value is late."""
+    """A reference that is sent to its owner, which checks the deadline of the value itself."""
 
     __slots__ = ("_reference",)
 
@@ -279,21 +279,21 @@ def remote(
     *,
     timeout: float | None = None,
 ) -> RRef[Any]:
-    """Call ``fn(*args, **kwargs)`` on another worker, which keeps what it returns; return a reference to that at once.
+    """Call ``fn(*args, **kwargs)`` on another worker, which keeps the result; return a reference to it at once.
 
-    For the arguments see ``rpc_async``. What `fn` raises comes out of the reference when the value is asked for.
+    For the arguments see ``rpc_async``. Requests for the value raise the exception of `fn`.
 
     Args:
         timeout: seconds in which the owner has to make the value; default: ``rpc_timeout`` of ``init_rpc``. inf: no
-            limit. After that time a request for the value, from any worker, fails with TimeoutError. So does passing
-            the reference on where the worker knows: the owner, and the caller of ``remote`` unless `fn` is an async
-            function. If the owner makes the value late, later requests return it. The owner keeps the time: if its
-            process is stopped or all its threads are busy, the timeout of the request counts.
+            limit. After that time a request for the value, from any worker, fails with TimeoutError. A worker that
+            knows that the value is late cannot send the reference: the owner, and the caller of ``remote`` unless `fn`
+            is an async function. If the owner makes the value late, later requests return it. The owner checks the
+            time: if its process is stopped or all its threads are busy, the timeout of the request applies.
 
     Raises:
-        WorkerLostError: the worker is known to be lost; where that shows later, the reference raises it.
-        ValueError: no such worker; or a tensor on a device that the engine does not carry by itself: copy it to the
-            host first.
+        WorkerLostError: the worker is known to be lost. If it is lost later, the reference raises the error.
+        ValueError: there is no such worker; or the engine does not carry tensors of a tensor's device: copy the tensor
+            to the host first.
         InvalidStateError, TypeError: as for ``rpc_async``; inside a ``torch.distributed.autograd.context`` use
             ``torch.distributed.rpc.remote``.
 
@@ -315,19 +315,19 @@ def remote(
 
 
 def _kept_there(destination: Destination, name: str, encoded: Encoded) -> Any:
-    """Return torch's reference to the outcome of a call, of the function called `name`, on the owner.
+    """Return torch's reference to the outcome of a call of the function `name` on the owner.
 
-    The engine is given no timeout: when one expires, torch marks the first reference of the process that was ever late,
-    which may be gone, and writes into freed memory (RRef::handleError in torch 2.13).
+    The engine has no timeout: after a timeout, torch marks the first reference of the process that was ever late, and
+    so may write into freed memory (RRef::handleError in torch 2.13).
     """
     try:
         return _engine.remote(destination.name, _make, (encoded.payload, encoded.tensors), timeout=0)
-    except RuntimeError as e:  # of an owner that is known to be lost
+    except RuntimeError as e:  # the owner is known to be lost
         raise _failure.of_torch(e, name, destination.name) from None
 
 
 def _make(payload: bytes, tensors: list[torch.Tensor]) -> _Kept:
-    """Make the value of an RRef, on its owner: torch keeps the future."""
+    """Make the value of an RRef on its owner. torch keeps the future."""
     return _Kept(current().server.evaluate(payload, tensors))
 
 
@@ -341,7 +341,7 @@ def _fetch(rref: RRef[T]) -> CUDAFuture[T]:
 
 @async_execution
 def _invoke(rref: RRef[Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
-    given = CUDAFuture.completed((args, kwargs))  # on the streams of this call; the value has its own
+    given = CUDAFuture.completed((args, kwargs))  # on the streams of this call; the value has other streams
 
     def call(both: CUDAFuture[list[Any]]) -> CUDAFuture[Any]:
         return _outcome(getattr(both.value()[0], method), args, kwargs)
@@ -350,6 +350,6 @@ def _invoke(rref: RRef[Any], method: str, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _outcome(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CUDAFuture[Any]:
-    """Call the function; return a future of what its caller is to get, on the streams that are current."""
+    """Call a function on the current streams; return a future of the outcome for its caller."""
     outcome = fn(*args, **kwargs)
     return CUDAFuture.from_torch(outcome) if is_async(fn) else CUDAFuture.completed(outcome)

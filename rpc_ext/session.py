@@ -32,13 +32,13 @@ _session: Session | None = None
 _beginning: tuple[int, int] | None = None  # process and thread that are in init_rpc
 _called_at_every_end: list[Callable[[], object]] = []  # see call_at_end; not under the lock
 
-_ENDED_BY_TORCH = "torch.distributed.rpc.shutdown() has ended RPC; rpc_ext.shutdown() ends what is left of the session"
+_ENDED_BY_TORCH = "torch.distributed.rpc.shutdown() has ended RPC; rpc_ext.shutdown() ends the rest of the session"
 
 
 class Session:
-    """RPC of this process, from ``init_rpc`` to ``shutdown``.
+    """The RPC session of this process, from ``init_rpc`` to ``shutdown``.
 
-    As a context manager it shuts down at the end, gracefully unless the body raises.
+    A context manager that shuts RPC down at its end, gracefully unless the body raises.
     """
 
     def __init__(self, options: Options, started: Started, server: Server) -> None:
@@ -49,7 +49,7 @@ class Session:
             for peer, devices in enumerate(started.peers)
         ]
         self._handshake = started.handshake
-        self.is_of_this_process = True  # not in a child that it forks
+        self.is_of_this_process = True  # False in a forked child
         self.is_ending = False
         self._end_lock = threading.Lock()  # guards _called_at_end; a leaf
         self._called_at_end: list[Callable[[], object]] | None = []  # None: they have been called
@@ -65,11 +65,11 @@ class Session:
         return [destination.name for destination in self.destinations]
 
     def destination(self, to: Any) -> Destination:
-        """Return the worker of a name, a rank or a WorkerInfo.
+        """Return the worker with a name, a rank or a WorkerInfo.
 
         Raises:
             ValueError: there is no such worker.
-            TypeError: `to` is something else.
+            TypeError: `to` has another type.
         """
         if isinstance(to, (str, int)) and not isinstance(to, bool):
             found = self._by_key.get(to)
@@ -81,10 +81,10 @@ class Session:
         raise TypeError(f"a worker is named by a str, an int (its rank) or a WorkerInfo, not by {to!r}")
 
     def timeout(self, timeout: float | None) -> float:
-        """Return the seconds that a call with the argument `timeout` has, 0 for no limit.
+        """Return the seconds of a call with the argument `timeout`, 0 for no limit.
 
         Raises:
-            ValueError: 0, a negative number, or nan.
+            ValueError: `timeout` is 0, negative or nan.
         """
         return self.rpc_timeout if timeout is None else limit(timeout)
 
@@ -96,15 +96,15 @@ class Session:
             shutdown(graceful=error is None)
 
     def has_agent(self) -> bool:
-        """Return whether the agent is this process's still: torch's own ``shutdown`` takes it away."""
+        """Return whether the agent is still the agent of this process: torch's own ``shutdown`` removes it."""
         return _engine.is_current(self.agent)
 
     def call_at_end(self, fn: Callable[[], object]) -> None:
-        """Call a function once, when RPC of this process ends and its agent has stopped.
+        """Register a function that is called once, when RPC of this process has ended and its agent has stopped.
 
-        Functions are called in the order of their registration, after those of ``rpc_ext.session.call_at_end``, however
-        the session ends: by ``shutdown()``, also when that is not graceful or fails, at exit, or after torch's own
-        ``shutdown``. The exception of a function is logged, and the others are called nonetheless.
+        Functions are called in the order of their registration, after those of ``rpc_ext.session.call_at_end``, for
+        every end of the session: by any ``shutdown()``, even if it fails, at exit, or after torch's own ``shutdown``.
+        Exceptions are logged and do not prevent further calls.
 
         Raises:
             InvalidStateError: the session has ended.
@@ -127,7 +127,7 @@ class Session:
         finally:
             with self._end_lock:
                 functions, self._called_at_end = self._called_at_end or [], None
-            with contextlib.ExitStack() as stack:  # calls all of them even if Ctrl-C interrupts one
+            with contextlib.ExitStack() as stack:  # calls all functions even if Ctrl-C interrupts one
                 for fn in reversed([*_called_at_every_end, *functions]):
                     stack.callback(_call_and_log, fn)
 
@@ -144,7 +144,7 @@ class Session:
                 destination.close()
             self.server.close()
             if self.has_agent() and not _engine.finish(self.agent, PATIENCE):
-                _logger.warning("functions that other workers have called still run here; they are left to themselves")
+                _logger.warning("functions that other workers have called are still running; RPC ends without them")
             for destination in self.destinations:
                 destination.flush()  # calls that have not been sent fail
 
@@ -169,13 +169,13 @@ def _call_and_log(fn: Callable[[], object]) -> None:
     try:
         fn()
     except Exception:
-        _logger.exception("%r, which was registered for the end of RPC, has raised", fn)
+        _logger.exception("%r, a function registered for the end of RPC, has raised", fn)
 
 
 def call_at_end(fn: Callable[[], object]) -> None:
-    """Call a function whenever RPC of this process ends: at the end of each session, whether or not it has begun.
+    """Register a function that is called at the end of each session of this process, current or later.
 
-    Otherwise this is ``Session.call_at_end``. Register a function once, for instance when its module is imported.
+    See ``Session.call_at_end``. Register a function once, for instance when its module is imported.
 
     >>> ends = []
     >>> call_at_end(lambda: ends.append("ended"))
@@ -192,7 +192,7 @@ def current() -> Session:
     """Return this process's session.
 
     Raises:
-        InvalidStateError: there is none, or it is another process's, or torch's own ``shutdown`` has ended it.
+        InvalidStateError: there is no session, a parent process began it, or torch's own ``shutdown`` has ended it.
 
     >>> current().name
     'me'
@@ -215,7 +215,7 @@ def _begun() -> Session:
 
 
 def _after_beginning() -> Session | None:
-    """Wait until ``init_rpc`` returns in another thread: workers that have returned from theirs may call this one."""
+    """Wait until ``init_rpc`` returns in another thread: workers whose ``init_rpc`` has returned may call this one."""
     beginning = _beginning
     if beginning is not None and beginning[0] == os.getpid():
         with _lock:
@@ -240,50 +240,50 @@ def init_rpc(
     transports: Sequence[str] | None = None,
     receive_memory: int = DEFAULT_RECEIVE_MEMORY,
 ) -> Session:
-    """Begin RPC in this process, and wait until all workers of the job have.
+    """Begin RPC in this process, and wait until all workers of the job have begun it.
 
-    What is left out is read from the environment as ``torchrun`` sets it. May be used beside ``init_process_group``.
+    Some defaults are environment variables of ``torchrun``. ``init_process_group`` may be used in the same process.
 
     Args:
-        name: of this worker, its own in the job: 1 to 127 letters and digits (ASCII), "-", "_" or ":". Default:
+        name: name of this worker, unique in the job: 1 to 127 letters and digits (ASCII), "-", "_" or ":". Default:
             ``worker{rank}``.
-        rank: of this worker; default: RANK.
-        world_size: how many workers there are; default: WORLD_SIZE.
+        rank: rank of this worker; default: RANK.
+        world_size: number of workers; default: WORLD_SIZE.
         secret: at least 16 bytes that all workers share. Default: the content of the file that
-            CUDAFUTURE_RPC_SECRET_FILE names. With it, workers prove to each other that they know it, and every message
-            is signed; see docs/security.md. Without one, every process that reaches the port can run code here.
-        seal: what the signature of a message covers, the same on all workers. "descriptions" (default): everything but
-            the numbers in tensors. "contents": those too, at the cost of reading each tensor once more on both sides;
-            tensors on devices go through the host then. Without a secret it has no effect.
-        device_maps: where tensors on devices go. "auto" (default): to the device of the same type and index, where the
-            other side has it. Or for each worker by name a dict from devices here to devices there. None: nowhere.
-        num_worker_threads: of the agent; they run the functions that others call, and complete futures. Default: 16.
-        rpc_timeout: seconds that a call has by default: 60. inf: no limit.
-        init_method: where the workers meet, as for ``torch.distributed.init_process_group``; default: "env://".
-        max_in_flight: calls that may be in flight to one worker; default: 4,096.
-        max_bytes_in_flight: bytes of them; default: 1 GiB.
-        start_timeout: seconds in which all workers have to come; default: 300. inf: no limit.
-        transports: ways that messages may go, of TensorPipe's: "shm" (memory shared within a machine), "uv" (sockets),
-            "ibv" (InfiniBand). Default: the best that both ends have. "shm" has the least latency, and takes a core of
-            each process, which polls without a pause; where cores are few, ``["uv"]`` leaves them to the program.
-        receive_memory: bytes of the pool that tensors of 1 to 16 MiB from other workers are received into; default: 512
-            MiB. The kernel provides them when they are first used. While the pool is exhausted, such tensors get memory
-            of their own (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor.
-            A pool stays until the process ends, and later sessions of the same `receive_memory` use it.
+            CUDAFUTURE_RPC_SECRET_FILE names. With a secret, workers prove to each other that they know it, and sign
+            every message; see docs/security.md. Without one, every process that reaches the port can run code here.
+        seal: the part of a message that the signature covers, the same on all workers. "descriptions" (default):
+            everything but the numbers in tensors. "contents": everything, at the cost of one more pass over each tensor
+            on both sides, and of copies of device tensors through the host. Without a secret it has no effect.
+        device_maps: targets of tensors on devices. "auto" (default): the device of the same type and index, if the
+            other worker has it. Or a dict by worker of dicts from devices here to devices there. None: no targets.
+        num_worker_threads: threads of the agent, which run the functions of incoming calls and complete futures;
+            default: 16.
+        rpc_timeout: default timeout of a call in seconds; default: 60. inf: no limit.
+        init_method: URL of the rendezvous, as for ``torch.distributed.init_process_group``; default: "env://".
+        max_in_flight: most calls in flight to one worker; default: 4,096.
+        max_bytes_in_flight: most bytes in flight to one worker; default: 1 GiB.
+        start_timeout: seconds in which all workers have to arrive; default: 300. inf: no limit.
+        transports: transports of TensorPipe: "shm" (memory shared within a machine), "uv" (sockets), "ibv"
+            (InfiniBand). Default: the best that both workers have. "shm" has the least latency, but polls without a
+            pause and so takes a core of each process; with few cores, pass ``["uv"]``.
+        receive_memory: bytes of the pool for tensors of 1 to 16 MiB from other workers; default: 512 MiB. The kernel
+            provides them when they are first used. While the pool is exhausted, such tensors have new memory
+            (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
+            until the process ends, and later sessions with the same `receive_memory` reuse it.
 
     Returns:
-        The session: a context manager that shuts down at its end.
+        The session: a context manager that shuts RPC down at its end.
 
     Raises:
-        InvalidStateError: RPC has begun in this process already, ours or torch's own.
-        ValueError: the environment says neither rank nor world size; a transport that is none; a name that torch does
-            not take, or that two workers have; a device map that does not fit; a secret that is too short;
-            CUDAFUTURE_RPC_SECRET_FILE is empty or has changed since the library was imported; workers that differ in
-            `seal`.
-        RuntimeError: a secret, and a build of torch whose messages cannot be checked.
-        AuthenticationError: a worker that does not know the secret.
-        TimeoutError: not all workers have come in time; it names them.
-        ConnectionError: the store cannot be made: its port is in use, say.
+        InvalidStateError: this process has begun RPC, ours or torch's own.
+        ValueError: rank or world size is missing; a transport is unknown; the name is invalid or not unique; a device
+            map is invalid; the secret is too short; CUDAFUTURE_RPC_SECRET_FILE is empty or has changed since the
+            library was imported; or workers differ in `seal`.
+        RuntimeError: there is a secret, and the messages of this build of torch cannot be checked.
+        AuthenticationError: a worker does not know the secret.
+        TimeoutError: a worker has not arrived in time; the error names it.
+        ConnectionError: the store cannot be created, for example because its port is in use.
 
     >>> with init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0") as session:
     ...     session.workers
@@ -333,27 +333,27 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     """End RPC in this process.
 
     Args:
-        graceful: True (default): first wait until the calls that this worker has made are done, until all workers have
-            come here, and until none has calls in flight. False: at once; the futures of calls in flight fail, and
-            functions that others have called here are waited for, for five seconds at most.
-        timeout: seconds that a graceful end waits for the others; default: 300. inf: no limit, as a worker wants that
-            only serves others.
+        graceful: True (default): first wait until the calls of this worker are done, all workers have called
+            ``shutdown``, and no worker has calls in flight. False: fail the calls in flight, and wait at most five
+            seconds for functions that other workers have called.
+        timeout: seconds that a graceful shutdown waits for the other workers; default: 300. inf: no limit, for a worker
+            that only serves others.
 
-    A process that ends without is shut down at once, as with ``graceful=False``.
+    At exit, a process shuts RPC down as with ``graceful=False``.
 
     Raises:
-        TimeoutError: a worker has not answered all calls, or has not come, in time; RPC has ended here nonetheless.
-        WorkerLostError: the same, of the worker that held the store where they meet.
-        ValueError: a timeout of 0, a negative one, or nan.
-        InvalidStateError: it has not begun; or a function that another worker has called wants to end it; or torch's
-            own ``shutdown`` has ended it already, in which case what was left of it is ended here.
+        TimeoutError: a worker has not replied to all calls or not called ``shutdown`` in time; RPC has ended here.
+        WorkerLostError: the worker that hosts the store was lost; RPC has ended here.
+        ValueError: `timeout` is 0, negative or nan.
+        InvalidStateError: RPC has not begun; a function that another worker has called cannot end it; or torch's own
+            ``shutdown`` has ended it, in which case the rest of the session has ended now.
 
     >>> session = init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
     >>> shutdown()
     """
     global _session
     patience = limit(timeout) or LONGEST_TIMEOUT
-    if is_serving():  # the shutdown would wait for the answer of this function, which waits for the shutdown
+    if is_serving():  # the shutdown would wait for the reply to this call, which would wait for the shutdown
         raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
     session = _begun()
     with _lock:
@@ -384,7 +384,7 @@ def statistics() -> Statistics:
 
 def _note_fork() -> None:
     global _lock, _beginning
-    _lock, _beginning = threading.Lock(), None  # another thread of the parent's may have been in init_rpc or shutdown
+    _lock, _beginning = threading.Lock(), None  # another thread of the parent may have been in init_rpc or shutdown
     if _session is not None:
         _session.is_of_this_process = False
 

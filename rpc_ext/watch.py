@@ -15,29 +15,29 @@ from rpc_ext.session import Session, current
 
 __all__ = ["watch"]
 
-_INTERVAL = 1.0  # seconds from an answer to the next question
-_answers = executors.serial("rpc_ext watch")  # a callback of the program that blocks delays no watch
+_INTERVAL = 1.0  # seconds from a reply to the next call
+_answers = executors.serial("rpc_ext watch")  # a blocking callback of the program delays no watch
 
 
 def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
-    """Return a future that fails with WorkerLostError when a worker dies, as long as the future is kept.
+    """Return a future that fails with WorkerLostError when a worker dies, as long as the caller keeps the future.
 
-    The worker is asked again a second after each answer. It counts as dead when the connection to it breaks, or when
-    it has not answered for `patience` seconds: its process is stopped, its machine is unreachable, or all threads of
+    The watch calls the worker again a second after each reply. The worker is lost if the connection to it breaks, or
+    if it has not replied for `patience` seconds: its process is stopped, its machine is unreachable, or all threads of
     its agent are busy for that long. The error of a silent worker has a TimeoutError as its ``__cause__``.
 
-    Callbacks run on the library's callback thread, unless they are given an executor. An inline one must not block: all
-    watches of the process share its thread.
+    Callbacks run on the library's callback thread by default. An inline callback must not block: all watches of the
+    process share its thread.
 
     The future completes with None when RPC ends in this process. ``cancel()`` ends the watch.
 
     Args:
-        worker: by name, rank or WorkerInfo.
+        worker: the worker by name, rank or WorkerInfo.
         patience: seconds of silence; default: 60.
 
     Raises:
         InvalidStateError: RPC has not begun.
-        ValueError: there is no such worker; or `patience` is not positive.
+        ValueError: there is no such worker, or `patience` is not positive.
 
     >>> alive = watch("me")
     >>> alive.done()
@@ -55,7 +55,7 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
 
 
 class _Watch:
-    """The watch of one worker, which asks one question at a time."""
+    """The watch of one worker, with at most one call in flight."""
 
     def __init__(self, session: Session, worker: str, patience: float, future: CUDAFuture[None]) -> None:
         self._session = weakref.ref(session)  # a later one may have a worker of the same name
@@ -63,7 +63,7 @@ class _Watch:
         self._future = weakref.ref(future)
 
     def look(self, now: float) -> None:
-        """Ask the worker, unless the watch has ended."""
+        """Call the worker, unless the watch has ended. Called by the timer thread."""
         future = self._future()
         if future is None or future.done():
             return
@@ -71,14 +71,14 @@ class _Watch:
             if current() is not self._session():
                 raise InvalidStateError("the session of this watch has ended")
             answer = rpc_async(self._worker, _alive, timeout=self._patience, non_blocking=True)
-        except BlockingIOError:  # as many calls to it are in flight as may be, and each has its own timeout
+        except BlockingIOError:  # other calls to the worker are in flight, and each has its own timeout
             answer = CUDAFuture.completed(None)
         except Exception as e:
             answer = CUDAFuture.failed(e)
         answer.add_done_callback(self._answered, executor=_answers)
 
     def _answered(self, done: CUDAFuture[Any]) -> None:
-        """End the watch if the worker is lost or RPC has ended here; else ask again in a second."""
+        """End the watch if the worker is lost or RPC has ended here; otherwise schedule the next call."""
         future, error = self._future(), done.exception()
         if future is None:
             return
@@ -88,7 +88,7 @@ class _Watch:
             )
             lost.__cause__ = error
             error = lost
-        with contextlib.suppress(InvalidStateError):  # the caller has cancelled the future meanwhile
+        with contextlib.suppress(InvalidStateError):  # the caller has just cancelled the future
             if isinstance(error, InvalidStateError):  # RPC has ended here
                 future.set_result(None)
             elif isinstance(error, WorkerLostError):
@@ -98,4 +98,4 @@ class _Watch:
 
 
 def _alive() -> None:
-    """Return at once: the answer shows that the worker is alive."""
+    """Return at once. The reply proves that the worker is alive."""

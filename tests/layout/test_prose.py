@@ -14,7 +14,7 @@ import pytest
 from layout.tree import ROOT, python_files
 
 # Every rule holds for the Python files of these folders.
-FOLDERS = ("cudafuture",)
+FOLDERS = ("cudafuture", "rpc_ext")
 
 # The rule about words holds for these pages too.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
