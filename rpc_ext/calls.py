@@ -71,9 +71,9 @@ def rpc_async(
 
     The future completes with the reply; its events order tensors on devices. Its callbacks run on the library's
     callback thread by default. The future fails with the exception of the function, which has the remote traceback and
-    the name of the worker in its notes, and is a RemoteError if its type cannot be imported here. It fails with
-    TimeoutError, or with WorkerLostError if the connection breaks. After a cancellation, the function still runs and
-    its reply is dropped.
+    the name of the worker in its notes. It is a RemoteError if its type cannot be imported here. The future may also
+    fail with TimeoutError, or with WorkerLostError if the connection breaks. After a cancellation, the function still
+    runs and its reply is dropped.
 
     Raises:
         InvalidStateError: RPC has not begun; the call would block a thread that delivers replies; or the thread is
