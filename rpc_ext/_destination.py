@@ -26,7 +26,7 @@ class Admitted(Protocol):
 
 class _Waiter(NamedTuple):
     size: int
-    admitted: CUDAFuture[None]  # ends under the lock
+    admitted: CUDAFuture[None]  # completed under the lock
 
 
 class Destination:

@@ -105,8 +105,8 @@ def _device(text: str, worker: str, counts: dict[str, int]) -> torch.device:
     index = 0 if device.index is None else device.index
     if device.type == "cpu":
         raise ValueError(
-            f"device_maps: the host ({text}) of worker '{worker}' cannot be mapped. Leave it out: a tensor on the host "
-            "arrives on the host, and one on a device on a device; move it with Tensor.to() before or in the function"
+            f"device_maps: the host ({text}) of worker '{worker}' cannot be mapped. Leave it out: tensors on the host "
+            "arrive on the host, and device tensors on a device; move them with Tensor.to() before or in the function"
         )
     if index >= counts.get(device.type, 0):
         raise ValueError(f"device_maps: worker '{worker}' has no device {text}; it has {counts or 'the host only'}")

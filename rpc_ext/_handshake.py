@@ -51,7 +51,7 @@ class Handshake:
 
     def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._secret = self._key = secret  # for "hello", and for the other rounds
+        self._secret = self._key = secret  # keys of the round "hello" and of the other rounds
         # Other workers need the records of this and the previous round, and the hellos while they wait for proofs.
         self._records = Records(store, most=4)
         self.names: list[str] = []

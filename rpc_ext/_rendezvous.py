@@ -7,7 +7,7 @@
     each       finds the session of its try ──► seen/{session}/{rank} ──► returns when all of these are there
 
 The first worker makes another session when a worker has tried again, so the records of an abandoned start delay no
-worker. One request tells for any number of workers whether all have arrived, or have seen the session: their keys exist
+worker. One request shows for any number of workers if all have arrived, or have seen the session: their keys exist
 only if the workers have written them for this start.
 
 Nothing here is secret or signed. The handshake, which follows in the session's part of the store, authenticates the

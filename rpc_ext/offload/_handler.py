@@ -76,7 +76,7 @@ class RequestHandler:
         entries: list[Any] = request.entries
         for sequence, _, _, key in entries:
             session.native.drop(sequence)
-            session.uploads.fail(sequence, TimeoutError(f"the client gave up the write of key {key!r}"))
+            session.uploads.fail(sequence, TimeoutError(f"the client abandoned the write of key {key!r}"))
             session.order.pass_on(key, sequence)
         reply.send(*wire.pack_answer(wire.ABANDON, len(entries)))
 
@@ -187,7 +187,7 @@ def _expect_client(token: object, client: str, sent: object) -> None:
     if client not in current().workers:  # its loss could not be detected
         raise AuthenticationError(f"there is no worker {client!r}")
     if not isinstance(token, bytes) or len(token) != wire.TOKEN:
-        raise ValueError(f"a client names its session by {wire.TOKEN} bytes")
+        raise ValueError(f"the token of a session has {wire.TOKEN} bytes")
     if type(sent) is not float or sent != sent or abs(sent) == float("inf"):
         raise ValueError(f"{sent!r} is not a time")
 

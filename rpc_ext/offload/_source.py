@@ -50,7 +50,7 @@ class _DeviceSource(Source):
         super().__init__(tensor)
         self._priority = priority
         self._left = {*range(0, tensor.nbytes, PIECE)} or {0}  # offsets of the parts that have not been copied
-        written: CUDAFuture[torch.Tensor] = CUDAFuture.completed(tensor)  # by the caller's streams
+        written: CUDAFuture[torch.Tensor] = CUDAFuture.completed(tensor)  # ordered after the caller's streams
         self._bytes = written.then(lambda done: bytes_of(done.value()), priority=priority)
 
     def part(self, at: int, length: int) -> CUDAFuture[torch.Tensor]:
@@ -102,9 +102,7 @@ def expect_memory(tensor: torch.Tensor) -> None:
             if end and there < wanted:
                 raise ValueError(f"the memory of the tensor has {there} bytes, and its elements need {wanted}")
             return
-    raise TypeError(
-        f"a tensor without memory of its own cannot be sent, nor filled: {tensor.layout} on {tensor.device}"
-    )
+    raise TypeError(f"a tensor without memory of its own cannot be sent or filled: {tensor.layout} on {tensor.device}")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

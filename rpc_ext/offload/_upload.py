@@ -134,7 +134,7 @@ class _Upload:
         self._lock = threading.Lock()  # guards what follows; a leaf
         self._left = {*range(parts_of(first.nbytes))}  # parts that are not written
         self._has_turn = self._is_over = False
-        self._last: End | None = None  # the end of the last part
+        self._last: End | None = None  # callback of the last part
         self._error: BaseException | None = None  # reason of the abort
 
     def begin(self) -> None:
