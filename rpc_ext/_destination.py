@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
+from rpc_ext._C import Histogram
 from rpc_ext._codec import DeviceMap
-from rpc_ext._statistics import DestinationStatistics, Histogram
+from rpc_ext._statistics import DestinationStatistics
 
 __all__ = ["Destination"]
 

@@ -2,49 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DestinationStatistics", "Histogram", "Statistics"]
-
-_STEPS = 8  # buckets in each power of two
-
-
-class Histogram:
-    """Durations in logarithmic buckets, each an eighth of a power of two wide (G. Tene, "HdrHistogram").
-
-    The caller locks it.
-    """
-
-    def __init__(self) -> None:
-        self._counts = [0] * (64 * _STEPS)
-        self.total = 0
-
-    def add(self, ns: int) -> None:
-        """Count a duration in nanoseconds."""
-        ns = max(ns, _STEPS)
-        bits = ns.bit_length()
-        self._counts[(bits * _STEPS) + ((ns >> (bits - 4)) & (_STEPS - 1))] += 1
-        self.total += 1
-
-    def quantile(self, q: float) -> float:
-        """Return the quantile `q` of the durations in seconds, or nan if there are none."""
-        wanted = max(1, math.ceil(q * self.total))
-        for seconds, count in self.buckets():
-            wanted -= count
-            if wanted <= 0:
-                return seconds
-        return math.nan
-
-    def buckets(self) -> list[tuple[float, int]]:
-        """Return the upper end in seconds and the count of each bucket that is not empty, in order."""
-        return [(_upper(i) * 1e-9, count) for i, count in enumerate(self._counts) if count]
-
-
-def _upper(index: int) -> int:
-    bits, step = divmod(index, _STEPS)
-    return (_STEPS + step + 1) << (bits - 4)
+__all__ = ["DestinationStatistics", "Statistics"]
 
 
 @dataclass(frozen=True)

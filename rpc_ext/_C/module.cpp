@@ -7,6 +7,7 @@
 
 #include "agent.h"
 #include "autograd.h"
+#include "histogram.h"
 #include "offload/bind.h"
 #include "part.h"
 #include "python.h"
@@ -162,6 +163,13 @@ PYBIND11_MODULE(_C, m) {
   // Its destructor may send.
   py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply", py::release_gil_before_calling_cpp_dtor())
       .def("send", send, py::arg("payload"), py::arg("tensors"));
+
+  py::class_<Histogram>(m, "Histogram")
+      .def(py::init<>())
+      .def("add", &Histogram::add, py::arg("ns"))
+      .def_property_readonly("total", &Histogram::total)
+      .def("quantile", &Histogram::quantile, py::arg("q"))
+      .def("buckets", &Histogram::buckets);
 
   m.attr("MAGIC") = py::bytes(magic.data(), magic.size());
   m.def("listening_address", &rpc::TensorPipeAgent::guessAddress);

@@ -6,11 +6,11 @@ A message carries an error as a problem: kind, message, path, errno, offset, wan
 from __future__ import annotations
 
 import contextlib
-import re
 from copy import copy as copy_of
-from typing import Any, NoReturn
+from typing import Any
 
 from cudafuture.errors import (
+    AuthenticationError,
     ChecksumError,
     InvalidStateError,
     NotFoundError,
@@ -19,7 +19,7 @@ from cudafuture.errors import (
     WorkerLostError,
 )
 
-__all__ = ["error_from", "for_client", "named", "no_such_key", "problem_of", "raise_problem"]
+__all__ = ["error_from", "named", "problem_of"]
 
 # By kind, from 1 on, in the order of the native half. Errors of other classes become the last one.
 _CLASSES: tuple[type[Exception], ...] = (
@@ -32,23 +32,26 @@ _CLASSES: tuple[type[Exception], ...] = (
     BlockingIOError,
     ValueError,
     MemoryError,
+    AuthenticationError,
     RuntimeError,
 )
-# The store's message, which counts bytes of pieces; the client counts bytes of tensors.
-_SIZE = re.compile(r"^no room for \d+ bytes( in one piece)?")
 
 
 def problem_of(error: BaseException) -> tuple[Any, ...]:
     """Return the problem of an error."""
-    for kind in (2, 3, 4, 1, 5, 6, 7, 8, 9):  # subclasses first
-        if isinstance(error, _CLASSES[kind - 1]):
-            break
-    else:
-        return 10, f"{type(error).__qualname__}: {error}", "", 0, 0, 0, 0
-    text = str(error.args[0]) if error.args else str(error)
+    found = next((each for each in type(error).__mro__ if each in _CLASSES[:-1]), None)
+    if found is None:
+        return len(_CLASSES), _encodable(f"{type(error).__qualname__}: {error}"), "", 0, 0, 0, 0
+    kind = 1 + _CLASSES.index(found)
+    text = _encodable(str(error.args[0]) if error.args else str(error))
     if not isinstance(error, StorageError):
         return kind, text, "", 0, 0, 0, 0
-    return kind, text, error.path, error.errno or 0, error.offset, error.wanted, error.got
+    return kind, text, _encodable(error.path), error.errno or 0, error.offset, error.wanted, error.got
+
+
+def _encodable(text: str) -> str:
+    """Return a text without surrogates, which stand for bytes of a path that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(problem: tuple[Any, ...]) -> Exception:
@@ -58,26 +61,6 @@ def error_from(problem: tuple[Any, ...]) -> Exception:
     if issubclass(found, StorageError):
         return found(message, errno=code or None, path=path, offset=offset, wanted=wanted, got=got)
     return found(message)
-
-
-def raise_problem(problem: tuple[Any, ...]) -> NoReturn:
-    """Raise the error of a problem."""
-    raise error_from(problem)
-
-
-def no_such_key(key: str) -> NotFoundError:
-    """Return the error of a missing key."""
-    return NotFoundError(f"there is no key '{key}'")
-
-
-def for_client(key: str, error: BaseException, nbytes: int) -> BaseException:
-    """Return a copy of a store's error for the client that writes `nbytes` under `key`, without a traceback."""
-    told = copy_of(error)
-    vars(told).pop("__notes__", None)  # they name futures of the store
-    if isinstance(told, QuotaError):
-        told.args = (_SIZE.sub(f"no room for {nbytes} bytes", str(error)),)
-        told.wanted = nbytes
-    return told
 
 
 def named(error: BaseException, what: str, worker: str) -> BaseException:

@@ -16,7 +16,7 @@ from cudafuture.storage import Entry, Offloader
 from rpc_ext import _C
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _wire as wire
-from rpc_ext.offload._errors import for_client, no_such_key, problem_of, raise_problem
+from rpc_ext.offload._errors import error_from, problem_of
 from rpc_ext.offload._session import ClientSession, Sessions
 from rpc_ext.offload._statistics import OffloadServiceStatistics
 from rpc_ext.session import current
@@ -84,7 +84,7 @@ class RequestHandler:
         """Write one part of a tensor."""
         counted = self.native.count_in(session.native, data.numel())
         if len(counted) != 2:
-            raise_problem(counted)
+            raise error_from(counted)
 
         def end(error: BaseException | None) -> None:
             self.native.count_out(session.native, *counted)
@@ -98,15 +98,15 @@ class RequestHandler:
             e.__traceback__ = e.__context__ = None  # the uploads keep the error, and its frames hold the data
             self.native.count(refused=isinstance(e, ValueError))
             self.native.count_out(session.native, *counted)
-            reply.send(*wire.pack_answer(wire.PUT, 1, [(0, problem_of(for_client(entry.key, e, entry.nbytes)))]))
+            problem = _C.for_client(entry.key, problem_of(e), entry.nbytes)
+            reply.send(*wire.pack_answer(wire.PUT, 1, [(0, problem)]))
 
     def _refusal(self, entry: wire.Put, error: BaseException) -> tuple[Any, ...]:
         """Return the problem of a part that was not written, in its form for the client."""
         if not isinstance(error, ChecksumError):
-            return problem_of(for_client(entry.key, error, entry.nbytes))
+            return _C.for_client(entry.key, problem_of(error), entry.nbytes)
         self.native.count(refused=1)
-        why = f"key '{entry.key}': the {entry.length} bytes received are not those that were sent"
-        return problem_of(ChecksumError(why))
+        return _C.bytes_differ(entry.key, entry.length)
 
     # ---- calls
 
@@ -142,7 +142,7 @@ class RequestHandler:
         try:
             found = self.store.stat(f"{session.namespace.prefix}{key}")
         except NotFoundError:
-            raise no_such_key(str(key)) from None
+            raise error_from(_C.no_such_key(str(key))) from None
         return Entry(str(key), found.dtype, found.shape, found.nbytes)
 
     def find(self, token: object, keys: object) -> list[Entry | None]:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from cudafuture import CUDAFuture, executors
+from rpc_ext._C import Histogram
 from rpc_ext._staging import streams_after
-from rpc_ext._statistics import Histogram
 from rpc_ext.offload._errors import named
 from rpc_ext.offload._statistics import RemoteOffloaderStatistics
 from rpc_ext.offload._target import Target, filled

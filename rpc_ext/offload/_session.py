@@ -201,6 +201,7 @@ class Sessions:
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
                 raise AuthenticationError(f"offload service {self._service!r} knows no such session: {why}")
+            session.native.heard = time.perf_counter()
             is_watched = session.client in self._watches
         if not is_watched:
             self._watch(session.client)

@@ -23,7 +23,7 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Offloader
 from rpc_ext import _C, _timer
 from rpc_ext.offload._buffers import offload_thread
-from rpc_ext.offload._errors import raise_problem
+from rpc_ext.offload._errors import error_from
 from rpc_ext.offload._wire import PIECE, Put, parts_of
 
 __all__ = ["Uploads"]
@@ -124,7 +124,7 @@ class _Upload:
     def __init__(self, uploads: Uploads, first: Put) -> None:
         namespace = uploads.namespace
         if (problem := namespace.take(first.nbytes)) is not None:
-            raise_problem(problem)
+            raise error_from(problem)
         try:
             self._write = uploads.store.begin_write(namespace.prefix + first.key, first.dtype, first.shape)
         except BaseException:
@@ -148,8 +148,7 @@ class _Upload:
     def _enter(self) -> None:
         key, sequence = self._first.key, self._first.sequence
         if not self._uploads.order.note_change(key, sequence, self._first.expires):
-            why = f"the request to change key '{key}' has reached the offload service after a later one"
-            self.fail(TimeoutError(why))
+            self.fail(error_from(_C.superseded(key)))
         elif self._uploads.namespace.enter(key, True, self._take_turn):
             self._take_turn()
         self._uploads.order.pass_on(key, sequence)
@@ -237,11 +236,11 @@ class _Upload:
         self.fail(TimeoutError(f"the write of key {self._first.key!r} was not complete before its deadline"))
 
 
-def too_late(order: _C.RequestOrder, entry: Put) -> TimeoutError | None:
+def too_late(order: _C.RequestOrder, entry: Put) -> Exception | None:
     """Return the error of an operation that has expired; None: it has not."""
     if (seconds := order.late(entry.expires)) is None:
         return None
-    return TimeoutError(f"the request has reached the offload service {seconds:.3g} s after its deadline")
+    return error_from(_C.too_late(seconds))
 
 
 def call(done: Callable[[CUDAFuture[Any]], None], start: Callable[..., CUDAFuture[Any]]) -> None:

@@ -47,20 +47,20 @@ __all__ = [
     "parts_of",
 ]
 
-PIECE = 16 << 20  # most bytes of data in one message. Larger tensors are sent in parts of this size
+PIECE = _C.PART  # most bytes of data in one message. Larger tensors are sent in parts of this size
 PACK = 4 << 20  # most bytes of small tensors in one message
 LARGE = 1 << 20  # bytes from which on a tensor is sent alone
-MOST_ENTRIES = 1024  # entries of one message
-LONGEST_KEY = 1000  # bytes of UTF-8; the store has the key with the prefix of its namespace
+MOST_ENTRIES = _C.MOST_ENTRIES  # entries of one message
+LONGEST_KEY = _C.LONGEST_KEY  # bytes of UTF-8; the store has the key with the prefix of its namespace
 LONGEST_NAME = 255  # bytes of the name of a service
-TOKEN = 16  # bytes of the token that identifies a session
-LINE = 64  # alignment of the tensors of one message, in bytes
-INLINE = 1 << 14  # bytes of data up to which the body carries them: a separate tensor takes a handshake
+TOKEN = _C.TOKEN  # bytes of the token that identifies a session
+LINE = _C.LINE  # alignment of the tensors of one message, in bytes
+INLINE = _C.INLINE  # bytes of data up to which the body carries them: a separate tensor takes a handshake
 
 PUT, GET, DELETE, FETCH, ABANDON = 1, 2, 3, 4, 5
 
-VERSION = 4
-MOST_DIMENSIONS = 64
+VERSION = _C.OFFLOAD_VERSION
+MOST_DIMENSIONS = _C.MOST_DIMENSIONS
 DTYPES: tuple[torch.dtype, ...] = tuple(_C.offload_dtypes())
 """dtypes that can be sent"""
 NO_DATA = torch.empty(0, dtype=torch.uint8)

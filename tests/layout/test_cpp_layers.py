@@ -55,11 +55,12 @@ LAYERS = {
         "announcement": {"seal"},
         "pipe": {"announcement", "refusals", "seal", "symbols"},
         "channel": {"reply"},
-        "offload": {"channel", "part", "python", "reply"},
+        "histogram": set(),
+        "offload": {"channel", "histogram", "part", "python", "reply"},
         "callback": {"channel", "pipe", "python", "references", "reply"},
         "store": {"python"},
         "agent": {"callback", "pipe", "python", "refusals", "store"},
-        "module": {"agent", "autograd", "offload", "part", "python", "receiving", "references", "reply"},
+        "module": {"agent", "autograd", "histogram", "offload", "part", "python", "receiving", "references", "reply"},
     },
 }
 SHARED = "storage/store_access.h"  # of the core, included by the module of rpc_ext, too
@@ -70,6 +71,7 @@ RPC_WITHOUT_PYTHON = {
         "channel",
         "counters",
         "crypto",
+        "histogram",
         "part",
         "private",
         "receiving",
@@ -98,7 +100,7 @@ TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
 
 def needs_no_python(file: Path) -> bool:
     """Return whether a file of rpc_ext's module must see no Python header."""
-    return file.stem in RPC_WITHOUT_PYTHON or (file.parent != RPC_NATIVE and file.stem != "bind")
+    return file.stem in RPC_WITHOUT_PYTHON or (file.parent != RPC_NATIVE and not file.stem.startswith("bind"))
 
 
 FILES = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]

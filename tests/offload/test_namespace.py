@@ -122,7 +122,7 @@ def test_a_wrong_digest_fails_its_own_tensor_alone(tmp_path: Path) -> None:
             data[entry.at : entry.at + 8] = own
         answer = send(remote, 1, entries, data).wait(timeout=PATIENCE)
         assert {i: type(error).__name__ for i, error in answer.errors.items()} == {1: "ChecksumError"}
-        assert "the 8 bytes that have come are not those that were sent" in str(answer.errors[1])
+        assert "the 8 bytes received are not those that were sent" in str(answer.errors[1])
         assert (sorted(remote.keys()), service.statistics().refused) == (["0", "2"], 1)
         assert "16 of 1000" in str(remote.write("3", torch.ones(250)).exception(timeout=PATIENCE))
 

@@ -111,6 +111,7 @@ def test_operations_that_wait_begin_when_the_session_ends(order: _C.RequestOrder
         assert not order.arrive("a", i, lambda i=i: begun.append(i), None)  # type: ignore[misc]
     order.end()
     assert begun == [3, 7]
+    assert order.arrive("a", 9, never, None)  # a request that was on its way to the session
 
 
 @pytest.mark.parametrize("has_deadline", [True, False])

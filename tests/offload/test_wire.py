@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudafuture.errors import NotFoundError, StorageError
+from cudafuture.errors import AuthenticationError, NotFoundError, StorageError
 from rpc_ext import _C
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._errors import error_from, problem_of
@@ -230,8 +230,16 @@ def test_errors_travel_with_their_class_and_numbers() -> None:
     assert (str(found), vars(found)) == (str(error), vars(error))
     assert isinstance(found, StorageError)
     assert found.errno == 28
-    for other in (TimeoutError("late"), BlockingIOError("full"), ValueError("bad"), MemoryError("none")):
+    for other in (
+        AuthenticationError("no session"),
+        TimeoutError("late"),
+        BlockingIOError("full"),
+        ValueError("bad"),
+        MemoryError("none"),
+    ):
         assert (type(error_from(problem_of(other))), str(other)) == (type(other), str(error_from(problem_of(other))))
+    body, _ = pack_answer(wire.PUT, 1, [(0, problem_of(StorageError("no \udcff", path="/\udcff")))])
+    assert str(parse_answer(wire.PUT, 1, body, []).errors[0]) == "no \\udcff"
     assert str(error_from(problem_of(ZeroDivisionError("1/0")))) == "ZeroDivisionError: 1/0"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_ext._statistics import Histogram
+from rpc_ext._C import Histogram
 
 DURATIONS = st.integers(8, 1 << 49)  # of which a float has every nanosecond
 

@@ -30,6 +30,7 @@ struct Problem {
     blocking,
     value,
     memory,
+    authentication,
     other
   };
   Kind kind = Kind::other;

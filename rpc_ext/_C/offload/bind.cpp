@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "offload/bind_messages.h"
 #include "offload/namespace.h"
 #include "offload/order.h"
 #include "offload/parser.h"
@@ -71,130 +72,6 @@ Begin begin_of(py::function function, StorePtr store) {
   };
 }
 
-// ---- values
-
-py::object text_of(std::string_view text) {
-  return py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
-}
-
-py::tuple to_python(const Problem& problem) {
-  return py::make_tuple(static_cast<int>(problem.kind), text_of(problem.message), text_of(problem.path), problem.code,
-                        problem.offset, problem.wanted, problem.got);
-}
-
-Problem problem_from(const py::tuple& of) {
-  const auto kind = of[0].cast<int>();
-  return {static_cast<Problem::Kind>(kind), of[1].cast<std::string>(),   of[2].cast<std::string>(),
-          of[3].cast<std::int32_t>(),       of[4].cast<std::uint64_t>(), of[5].cast<std::uint64_t>(),
-          of[6].cast<std::uint64_t>()};
-}
-
-py::tuple to_python(Verb verb, const Entry& entry) {
-  if (verb == Verb::fetch) return py::make_tuple(entry.sequence, entry.part);
-  if (verb != Verb::put) return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key);
-  return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key, entry.dtype,
-                        py::tuple(py::cast(entry.sizes)), entry.nbytes, entry.part, entry.at, entry.length,
-                        entry.digest);
-}
-
-Entry entry_from(Verb verb, const py::tuple& of) {
-  Entry entry;
-  entry.sequence = of[0].cast<std::uint64_t>();
-  if (verb == Verb::fetch) {
-    entry.part = of[1].cast<std::uint32_t>();
-    return entry;
-  }
-  entry.after = of[1].cast<std::uint64_t>();
-  entry.expires = of[2].cast<double>();
-  entry.key = of[3].cast<std::string>();
-  if (verb != Verb::put) return entry;
-  entry.dtype = of[4].cast<at::ScalarType>();
-  entry.sizes = of[5].cast<std::vector<std::int64_t>>();
-  entry.nbytes = of[6].cast<std::uint64_t>();
-  entry.part = of[7].cast<std::uint32_t>();
-  entry.at = of[8].cast<std::uint32_t>();
-  entry.length = of[9].cast<std::uint32_t>();
-  entry.digest = of[10].cast<std::uint64_t>();
-  return entry;
-}
-
-py::tuple to_python(Verb verb, const Found& found) {
-  if (verb == Verb::fetch) return py::make_tuple(found.at, found.length, found.digest);
-  const py::object kept = found.has_kept ? py::object(py::make_tuple(found.kept, found.seed)) : py::none();
-  return py::make_tuple(found.dtype, py::tuple(py::cast(found.sizes)), found.nbytes, found.at, found.length,
-                        found.digest, kept);
-}
-
-Found found_from(Verb verb, const py::tuple& of) {
-  Found found;
-  const std::size_t first = verb == Verb::fetch ? 0 : 3;
-  found.at = of[first].cast<std::uint32_t>();
-  found.length = of[first + 1].cast<std::uint32_t>();
-  found.digest = of[first + 2].cast<std::uint64_t>();
-  if (verb == Verb::fetch) return found;
-  found.dtype = of[0].cast<at::ScalarType>();
-  found.sizes = of[1].cast<std::vector<std::int64_t>>();
-  found.nbytes = of[2].cast<std::uint64_t>();
-  if (const py::object kept = of[6]; !kept.is_none()) {
-    found.has_kept = true;
-    std::tie(found.kept, found.seed) = kept.cast<std::pair<std::uint64_t, std::uint64_t>>();
-  }
-  return found;
-}
-
-Verb verb_from(int number) {
-  if (number < 1 || number > static_cast<int>(Verb::abandon)) throw std::invalid_argument("there is no such verb");
-  return static_cast<Verb>(number);
-}
-
-py::tuple to_python(Message&& message) {
-  return py::make_tuple(py::bytes(message.body.data(), message.body.size()), py::cast(message.tensors));
-}
-
-py::tuple to_python(const Request& request) {
-  py::list entries;
-  for (const Entry& entry : request.entries) entries.append(to_python(request.verb, entry));
-  return py::make_tuple(static_cast<int>(request.verb), py::bytes(request.token), request.sent, request.oldest,
-                        request.service, entries, request.data);
-}
-
-// ---- messages
-
-py::tuple pack_request_of(int verb, const std::string& token, double sent, std::uint64_t oldest,
-                          const std::string& service, const py::sequence& entries, const at::Tensor& data) {
-  Request request;
-  request.verb = verb_from(verb);
-  request.token = token;
-  request.token.resize(kToken);
-  request.sent = sent;
-  request.oldest = oldest;
-  request.service = service;
-  for (const py::handle entry : entries) request.entries.push_back(entry_from(request.verb, entry.cast<py::tuple>()));
-  request.data = data;
-  return to_python(pack_request(request));
-}
-
-py::tuple pack_answer_of(int verb, std::size_t count, const py::sequence& errors, const py::sequence& entries,
-                         const std::optional<at::Tensor>& data) {
-  Errors problems;
-  for (const py::handle error : errors) {
-    const auto pair = error.cast<py::tuple>();
-    problems.emplace_back(pair[0].cast<std::size_t>(), problem_from(pair[1].cast<py::tuple>()));
-  }
-  std::vector<Found> found;
-  for (const py::handle entry : entries) found.push_back(found_from(verb_from(verb), entry.cast<py::tuple>()));
-  return to_python(pack_answer("", count, problems, verb_from(verb), found, data ? *data : no_data()));
-}
-
-py::tuple parse_answer_of(int verb, std::size_t count, const py::bytes& body, const std::vector<at::Tensor>& tensors) {
-  const Answer answer = parse_answer(verb_from(verb), count, std::string_view(body), tensors);
-  py::list errors, entries;
-  for (const auto& [index, problem] : answer.errors) errors.append(py::make_tuple(index, to_python(problem)));
-  for (const Found& found : answer.entries) entries.append(to_python(verb_from(verb), found));
-  return py::make_tuple(errors, entries, answer.data);
-}
-
 // ---- services
 
 std::shared_ptr<Service> make_service(const py::capsule& store, std::uint64_t window, py::function slow) {
@@ -230,31 +107,13 @@ py::dict statistics(const Service& self) {
 
 using Released = py::call_guard<OutsidePython>;
 
-void bind_messages(py::module_& m) {
-  m.def("offload_dtypes", [] { return py::cast(dtypes()); });
-  m.def(
-      "service_of", [](const py::bytes& body) { return std::string(service_of(std::string_view(body))); },
-      py::arg("body"));
-  m.def("pack_request", pack_request_of, py::arg("verb"), py::arg("token"), py::arg("sent"), py::arg("oldest"),
-        py::arg("service"), py::arg("entries"), py::arg("data"));
-  m.def(
-      "parse_request",
-      [](const py::bytes& body, const std::vector<at::Tensor>& tensors) {
-        return to_python(parse_request(std::string_view(body), tensors));
-      },
-      py::arg("body"), py::arg("tensors"));
-  m.def("pack_answer", pack_answer_of, py::arg("verb"), py::arg("count"), py::arg("errors"), py::arg("entries"),
-        py::arg("data"));
-  m.def("parse_answer", parse_answer_of, py::arg("verb"), py::arg("count"), py::arg("body"), py::arg("tensors"));
-}
-
 using OrderClass = py::class_<RequestOrder, std::shared_ptr<RequestOrder>>;
 using NamespaceClass = py::class_<Namespace, std::shared_ptr<Namespace>>;
 using SessionClass = py::class_<Session, std::shared_ptr<Session>>;
 using ServiceClass = py::class_<Service, std::shared_ptr<Service>>;
 
 void bind_order(OrderClass& order, NamespaceClass& space) {
-  // What waits here may be begun by threads of a store; without one, in the thread that ends the wait.
+  // A thread of a store may begin a waiting operation. Without a store, the thread that ends the wait begins it.
   order
       .def(py::init([](double sent, const Service* service) {
              return std::make_shared<RequestOrder>(
@@ -325,7 +184,9 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
       .def_property(
           "is_watched", [](const Session& self) { return self.is_watched.load(); },
           [](Session& self, bool is_watched) { self.is_watched = is_watched; })
-      .def_property_readonly("heard", [](const Session& self) { return self.heard.load(); })
+      .def_property(
+          "heard", [](const Session& self) { return self.heard.load(); },
+          [](Session& self, double heard) { self.heard = heard; })
       .def("drop", &Session::drop, py::arg("sequence"))
       .def("look", &Session::look, Released())
       .def("clear", &Session::clear);

@@ -53,7 +53,7 @@ void Changing::write(std::size_t i) {
     const Entry& entry = self->request_.entries[i];
     std::optional<Problem> told;
     if (problem != nullptr && problem->kind == Problem::Kind::checksum) {
-      told = bytes_differ(entry);
+      told = bytes_differ(entry.key, entry.length);
     } else if (problem != nullptr) {
       told = for_client(entry.key, *problem, entry.nbytes);
     }

@@ -49,7 +49,7 @@ void RequestOrder::note_arrival(double sent, std::uint64_t oldest) {
 
 bool RequestOrder::arrive(const std::string& key, std::uint64_t after, Begin begin) {
   const std::lock_guard lock(mutex_);
-  if (after == 0 || after < oldest_) return true;
+  if (after == 0 || after < oldest_ || has_ended_) return true;
   const auto found = latest_.find(key);
   if (found != latest_.end() && found->second >= after) return true;
   early_[key].emplace(after, std::move(begin));
@@ -92,6 +92,7 @@ void RequestOrder::end() {
   std::vector<Begin> begins;
   {
     const std::lock_guard lock(mutex_);
+    has_ended_ = true;
     for (auto& [key, waiting] : early_) {
       for (auto& [after, begin] : waiting) begins.push_back(std::move(begin));
     }

@@ -65,7 +65,8 @@ class RequestOrder {
   // Begins the operations that wait for this one, which has its turn.
   void pass_on(const std::string& key, std::uint64_t sequence);
 
-  // Begins all operations that wait: the session has ended, so those before them do not arrive any more.
+  // Begins all operations that wait, and from now on each as it arrives: the session has ended, so those before them do
+  // not arrive any more.
   void end();
 
   // Returns the seconds since the deadline of an operation, which is dropped then; none: it is in time.
@@ -94,6 +95,7 @@ class RequestOrder {
   // By key: the operations that wait for another one, by the number of that one, in the order of their arrival.
   std::unordered_map<std::string, std::multimap<std::uint64_t, Begin>> early_;
   std::size_t until_purge_;
+  bool has_ended_ = false;
 };
 
 // One queue for each key that is being changed: changes one by one, reads when the changes before them are done.

@@ -1,10 +1,8 @@
 #include "offload/service.h"
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
+#include <array>
 #include <cstdio>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -13,27 +11,6 @@
 #include "offload/reading.h"
 
 namespace rpc_ext::offload {
-
-// ---- Histogram
-
-void Histogram::add(std::uint64_t ns) noexcept {
-  const std::uint64_t value = std::max<std::uint64_t>(ns, kSteps);
-  const auto bits = static_cast<unsigned>(std::bit_width(value));
-  ++counts_[std::min<std::size_t>(bits * kSteps + ((value >> (bits - 4)) & (kSteps - 1)), counts_.size() - 1)];
-  ++total_;
-}
-
-double Histogram::quantile(double q) const noexcept {
-  auto wanted = std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(q * static_cast<double>(total_))));
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
-    if (counts_[i] == 0) continue;
-    wanted -= static_cast<std::int64_t>(counts_[i]);
-    if (wanted > 0) continue;
-    const std::size_t bits = i / kSteps, step = i % kSteps;
-    return static_cast<double>((kSteps + step + 1) << (bits - 4)) * 1e-9;
-  }
-  return std::numeric_limits<double>::quiet_NaN();
-}
 
 void Service::close() {
   std::shared_ptr<Slow> slow;
@@ -106,7 +83,7 @@ void Service::count_out(Session& session, const Counted& counted) {
   const std::lock_guard lock(mutex_);
   session.in_flight -= counted.nbytes;
   in_flight_ -= counted.nbytes;
-  latencies_.add(static_cast<std::uint64_t>((now() - counted.since) * 1e9));
+  latencies_.add(static_cast<std::int64_t>((now() - counted.since) * 1e9));
 }
 
 void Service::count(std::uint64_t written, std::uint64_t read, std::uint64_t refused) {
@@ -187,10 +164,10 @@ Problem too_late(double seconds) {
       .message = std::string("the request has reached the offload service ") + text.data() + " s after its deadline"};
 }
 
-Problem bytes_differ(const Entry& entry) {
-  return {.kind = Problem::Kind::checksum,
-          .message = "key '" + entry.key + "': the " + std::to_string(entry.length) +
-                     " bytes that have come are not those that were sent"};
+Problem bytes_differ(const std::string& key, std::uint64_t length) {
+  return {
+      .kind = Problem::Kind::checksum,
+      .message = "key '" + key + "': the " + std::to_string(length) + " bytes received are not those that were sent"};
 }
 
 void send_answer(Reply& reply, std::size_t count, const Errors& errors, Verb verb, const std::vector<Found>& entries,

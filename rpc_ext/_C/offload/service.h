@@ -12,7 +12,6 @@
 // request begins goes on in threads of the store, which answer without the interpreter.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -28,25 +27,12 @@
 #include <vector>
 
 #include "channel.h"
+#include "histogram.h"
 #include "offload/session.h"
 #include "offload/wire.h"
 #include "reply.h"
 
 namespace rpc_ext::offload {
-
-// Durations by logarithmic buckets, an eighth of a power of two wide. The idea of buckets that grow with their values:
-// Tene, "HdrHistogram".
-class Histogram {
- public:
-  void add(std::uint64_t ns) noexcept;
-  std::uint64_t total() const noexcept { return total_; }
-  double quantile(double q) const noexcept;  // seconds; nan: there is none
-
- private:
-  static constexpr unsigned kSteps = 8;  // buckets in each power of two
-  std::array<std::uint64_t, 64 * kSteps> counts_{};
-  std::uint64_t total_ = 0;
-};
 
 // Lock: mutex_ guards what follows it; nothing is taken under it.
 class Service final : public std::enable_shared_from_this<Service> {
@@ -123,7 +109,7 @@ class MessageRoute final : public MessageHandler {
 // The problems of requests.
 Problem superseded(const std::string& key);
 Problem too_late(double seconds);
-Problem bytes_differ(const Entry& entry);
+Problem bytes_differ(const std::string& key, std::uint64_t length);
 
 // Sends the answer to a request.
 void send_answer(Reply& reply, std::size_t count, const Errors& errors, Verb verb = Verb::put,

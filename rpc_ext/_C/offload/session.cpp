@@ -31,6 +31,7 @@ void Session::keep(const Entry& entry, const FoundTensor& tensor, bool has_first
   const std::size_t left = is_left.size() - (has_first ? 1 : 0);
   {
     const std::lock_guard lock(mutex_);
+    if (has_ended_) return;
     kept_.insert_or_assign(entry.sequence, KeptRead{{tensor, entry.key}, std::move(is_left), left, entry.expires});
   }
   note_deadline(entry.expires);
@@ -55,6 +56,7 @@ void Session::drop(std::uint64_t sequence) {
 void Session::clear() {
   std::shared_ptr<SetTimer> timer;
   const std::lock_guard lock(mutex_);
+  has_ended_ = true;
   kept_.clear();
   timer.swap(set_timer_);
 }

@@ -78,6 +78,7 @@ class Session final : public std::enable_shared_from_this<Session> {
   std::shared_ptr<SetTimer> set_timer_;
   std::unordered_map<std::uint64_t, KeptRead> kept_;
   std::list<BufferWait> waits_;
+  bool has_ended_ = false;
   double timer_at_;  // on the service's clock: when look() is called; infinity: never
 };
 

@@ -52,7 +52,7 @@ class Writer {
   }
 
  private:
-  Bytes bytes_;
+  std::vector<char> bytes_;
 };
 
 }  // namespace

@@ -22,7 +22,6 @@
 #include <utility>
 #include <vector>
 
-#include "reply.h"
 #include "storage/store_access.h"
 
 namespace rpc_ext::offload {
@@ -94,7 +93,7 @@ struct Answer {
 };
 
 struct Message {
-  Bytes body;
+  std::vector<char> body;
   std::vector<at::Tensor> tensors;
 };
 

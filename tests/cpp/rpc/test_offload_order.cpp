@@ -1,0 +1,77 @@
+// The order of operations at an offload service, with many threads at once.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "offload/order.h"
+
+using rpc_ext::offload::KeyQueues;
+using rpc_ext::offload::RequestOrder;
+
+namespace {
+
+constexpr std::uint64_t operations = 4000;
+constexpr unsigned workers = 4;
+
+template <class Function>
+void in_threads(Function function) {
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < workers; ++i) threads.emplace_back(function, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("offload order");
+
+TEST_CASE("operations that threads deliver in any order begin in theirs") {
+  RequestOrder order(0, std::make_shared<std::atomic<std::uint64_t>>(0));
+  std::vector<std::uint64_t> begun;  // one operation at a time has its turn
+  const auto begin = [&](std::uint64_t number) {
+    begun.push_back(number);
+    order.pass_on("key", number);
+  };
+  in_threads([&](unsigned worker) {
+    for (std::uint64_t i = operations - worker; i > 0; i = i > workers ? i - workers : 0) {
+      if (order.arrive("key", i - 1, [&begin, i] { begin(i); })) begin(i);
+    }
+  });
+  REQUIRE(begun.size() == operations);
+  for (std::uint64_t i = 0; i < operations; ++i) CHECK(begun[i] == i + 1);
+}
+
+TEST_CASE("one change of a key at a time, and no read beside it") {
+  KeyQueues queues;
+  std::atomic<int> changing{0};
+  std::atomic<std::uint64_t> ended{0}, wrong{0};
+  const auto change = [&] {
+    if (changing.fetch_add(1) != 0) ++wrong;
+    std::this_thread::yield();
+    changing.fetch_sub(1);
+    ++ended;
+    queues.leave("key");
+  };
+  const auto read = [&] {
+    if (changing != 0) ++wrong;
+    ++ended;
+  };
+  in_threads([&](unsigned worker) {
+    for (std::uint64_t i = 0; i < operations / workers; ++i) {
+      if ((i + worker) % 2 == 0) {
+        if (queues.enter("key", true, change)) change();
+      } else {
+        queues.enter("key", false, read);  // one that has its turn at once may run beside a later change
+      }
+    }
+  });
+  CHECK(wrong == 0);
+  CHECK(queues.enter("key", true, [] {}));  // the last change has left
+}
+
+TEST_SUITE_END();

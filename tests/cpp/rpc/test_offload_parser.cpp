@@ -1,0 +1,115 @@
+// Messages of an offload client and its service: a changed message is refused, or its numbers fit the bytes.
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "offload/parser.h"
+#include "offload/wire.h"
+
+namespace offload = rpc_ext::offload;
+using offload::Verb;
+
+namespace {
+
+constexpr int changed_messages = 20'000;
+
+offload::Entry entry_of(std::uint64_t sequence, const std::string& key, std::uint32_t at) {
+  offload::Entry entry;
+  entry.sequence = sequence;
+  entry.key = key;
+  entry.dtype = c10::ScalarType::Float;
+  entry.sizes = {2, 3};
+  entry.nbytes = entry.length = 24;
+  entry.at = at;
+  return entry;
+}
+
+std::vector<char> request_of(Verb verb) {
+  offload::Request request;
+  request.verb = verb;
+  request.token.assign(offload::kToken, 't');
+  request.service = "offload";
+  request.entries = {entry_of(1, "first key", 0), entry_of(2, "second key", 64)};
+  request.data = verb == Verb::put ? offload::bytes_of(88) : offload::no_data();
+  return offload::pack_request(request).body;
+}
+
+void change(std::vector<char>& bytes, std::mt19937& random) {
+  for (auto left = random() % 3 + 1; left > 0 && !bytes.empty(); --left) {
+    const auto at = bytes.begin() + static_cast<std::ptrdiff_t>(random() % bytes.size());
+    switch (random() % 3) {
+      case 0:
+        *at = static_cast<char>(random());
+        break;
+      case 1:
+        bytes.erase(at, bytes.end() - at > 7 ? at + 7 : bytes.end());
+        break;
+      default:
+        bytes.insert(at, {'\xff', '\xff', '\xff', '\x7f', '\0', '\0', '\0', '\0'});
+    }
+  }
+}
+
+std::string_view text(const std::vector<char>& bytes) { return {bytes.data(), bytes.size()}; }
+
+}  // namespace
+
+TEST_SUITE_BEGIN("offload parser");
+
+TEST_CASE("a request comes out as it was") {
+  const offload::Request request = offload::parse_request(text(request_of(Verb::put)), {});
+  CHECK(request.verb == Verb::put);
+  CHECK(request.service == "offload");
+  REQUIRE(request.entries.size() == 2);
+  CHECK(request.entries[1].key == "second key");
+  CHECK(request.entries[1].sizes == std::vector<std::int64_t>{2, 3});
+  CHECK(request.data.nbytes() == 88);
+}
+
+TEST_CASE("the entries of a changed request lie in its data") {
+  std::mt19937 random(1);
+  for (const Verb verb : {Verb::put, Verb::get, Verb::erase, Verb::fetch, Verb::abandon}) {
+    const std::vector<char> whole = request_of(verb);
+    for (int i = 0; i < changed_messages; ++i) {
+      std::vector<char> bytes = whole;
+      change(bytes, random);
+      try {
+        const offload::Request request = offload::parse_request(text(bytes), {});
+        for (const offload::Entry& entry : request.entries) {
+          if (entry.length != 0) CHECK(entry.at + std::uint64_t{entry.length} <= request.data.nbytes());
+        }
+      } catch (const std::invalid_argument&) {
+      }
+    }
+  }
+}
+
+TEST_CASE("the entries of a changed answer lie in its data") {
+  std::mt19937 random(2);
+  offload::Found found;
+  found.dtype = c10::ScalarType::Float;
+  found.sizes = {2, 3};
+  found.nbytes = found.length = 24;
+  const offload::Errors errors{{1, {.kind = offload::Problem::Kind::timeout, .message = "late"}}};
+  const std::vector<char> whole = offload::pack_answer("", 2, errors, Verb::get, {found}, offload::bytes_of(24)).body;
+  CHECK(offload::parse_answer(Verb::get, 2, text(whole), {}).errors.front().second.message == "late");
+  for (int i = 0; i < changed_messages; ++i) {
+    std::vector<char> bytes = whole;
+    change(bytes, random);
+    try {
+      const offload::Answer answer = offload::parse_answer(Verb::get, 2, text(bytes), {});
+      CHECK(answer.errors.size() + answer.entries.size() == 2);
+      for (const offload::Found& entry : answer.entries) {
+        if (entry.length != 0) CHECK(entry.at + std::uint64_t{entry.length} <= answer.data.nbytes());
+      }
+    } catch (const std::invalid_argument&) {
+    }
+  }
+}
+
+TEST_SUITE_END();
