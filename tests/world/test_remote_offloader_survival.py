@@ -19,6 +19,7 @@ from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
 from world.ranks import run_ranks
+from world.rpc_callees import wait_for
 from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-survival")]
@@ -52,7 +53,8 @@ def use_a_server_that_dies(rank: int, store: str, folder: str, reads: bool) -> l
             assert isinstance(error, (WorkerLostError, LookupError)), error
             assert "callee" in str(error) or "callee" in "".join(getattr(error, "__notes__", ()))
     assert isinstance(remote.write("late", torch.ones(1)).exception(timeout=LONG), WorkerLostError)
-    assert session.statistics().destinations["callee"].in_flight == 0
+    # what tells the worker that operations were given up ends after their futures
+    wait_for(lambda: session.statistics().destinations["callee"].in_flight == 0)
     rpc_ext.shutdown(graceful=False)
     return [f"new {i}" for i, error in enumerate(errors) if error is None] if not reads else []
 
