@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -67,14 +68,17 @@ class Digest:
 
     def __init__(self, nbytes: int) -> None:
         _xxhash.install()
-        self._nbytes, self._left = nbytes, nbytes
+        self._nbytes = nbytes
+        self._lock = threading.Lock()  # guards what follows, but for the native half
         self._added: set[int] = set()  # the multiples of 64 KiB at which added bytes begin
+        self._left = nbytes
         self._native = _C.Checksum(nbytes)
 
     def add(self, at: int, piece: torch.Tensor) -> int:
         """Add a contiguous host tensor whose bytes begin at `at`; return the piece's own digest.
 
-        Each byte is added once. Both digests are of the same bytes, even if the piece changes during the call.
+        Each byte is added once. Several threads may add pieces at a time. Both digests are of the same bytes, even if
+        the piece changes during the call.
 
         Raises:
             TypeError: `piece` is not such a tensor.
@@ -91,11 +95,18 @@ class Digest:
         if at % _LEAF or not 0 <= at <= end <= self._nbytes or (end % _LEAF and end < self._nbytes):
             raise ValueError(f"bytes {at} to {end} of {self._nbytes} are not a multiple of 64 KiB, nor the last ones")
         leaves = range(at, end, _LEAF)
-        if not self._added.isdisjoint(leaves):
-            raise ValueError(f"some of the bytes {at} to {end} were added before")
-        own = self._native.take(at, piece)
-        self._added.update(leaves)
-        self._left -= piece.nbytes
+        with self._lock:
+            if not self._added.isdisjoint(leaves):
+                raise ValueError(f"some of the bytes {at} to {end} were added before")
+            self._added.update(leaves)
+        try:
+            own = self._native.take(at, piece)
+        except BaseException:
+            with self._lock:
+                self._added.difference_update(leaves)
+            raise
+        with self._lock:
+            self._left -= piece.nbytes
         return own
 
     def value(self, seed: int = 0) -> int:

@@ -10,16 +10,15 @@ from typing import Any, Literal
 import torch
 
 from cudafuture import CUDAFuture, executors
-from rpc_ext._C import Histogram
+from rpc_ext import _C
 from rpc_ext._staging import streams_after
 from rpc_ext.offload._errors import named
 from rpc_ext.offload._statistics import RemoteOffloaderStatistics
-from rpc_ext.offload._target import Target, filled
+from rpc_ext.offload._target import filled
 
 __all__ = ["Operation", "Operations"]
 
 Kind = Literal["write", "read", "delete"]
-_TRUE = torch.tensor(True)
 
 
 class Operation:
@@ -34,7 +33,7 @@ class Operation:
         released: future of a write; see ``CUDAFuture.released``.
         written: tensor that receives True for each key that was written.
         gives_list: True if the value of a read is a list.
-        digests: tensor that receives the digests of a read, and the targets.
+        digests: tensor that receives the digests of a read.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Operation:
         released: CUDAFuture[None] | None = None,
         written: torch.Tensor | None = None,
         gives_list: bool = False,
-        digests: tuple[torch.Tensor, list[Target]] | None = None,
+        digests: torch.Tensor | None = None,
     ) -> None:
         self._operations, self.kind, self._keys, self._nbytes = operations, kind, keys, nbytes
         self._priority, self._written, self._gives_list, self._digests = priority, written, gives_list, digests
@@ -60,50 +59,42 @@ class Operation:
         if released is not None:
             self.future.released = released
         self.since = time.perf_counter_ns()
-        self._lock = threading.Lock()  # guards what follows; a leaf
-        self._values: list[Any] = [None] * len(keys)
-        self._left = len(keys)
-        self._error: BaseException | None = None
         self._on_devices: list[CUDAFuture[Any]] = []
+        self.native = _C.OffloadOperation(len(keys), kind == "read", self._complete, self._join)
         operations.begin(self)
 
-    def end(self, index: int, value: Any, error: BaseException | None = None) -> None:
-        """Record the outcome of one key. A future as `value` is a tensor on a device: its outcome counts."""
-        if isinstance(value, CUDAFuture):
-            with self._lock:
-                self._on_devices.append(value)
-            value.add_done_callback(lambda done: self._end_on_device(index, done), executor=executors.inline)
-            return
-        if error is None and self._written is not None:
-            try:
-                filled(self._written[index], _TRUE)
-            except Exception as e:  # the caller resized it
-                error = e
-        with self._lock:
-            self._values[index] = value
-            if error is not None and self._error is None:
-                self._error = named(error, f"{self.kind} {self._keys[index]}", self._operations.worker)
-            self._left -= 1
-            if self._left:
-                return
-        self._complete()
+    def _join(self, index: int, future: CUDAFuture[torch.Tensor]) -> None:
+        """Wait for a tensor on its way to a device, whose outcome is that of the key."""
+        self._on_devices.append(future)
+        future.add_done_callback(lambda done: self._end_on_device(index, done), executor=executors.inline)
 
     def _end_on_device(self, index: int, done: CUDAFuture[torch.Tensor]) -> None:
         try:
             value = done.value()
         except BaseException as e:
-            self.end(index, None, e)
+            self.native.end(index, None, e)
         else:
-            self.end(index, value)
+            self.native.end(index, value, None)
 
-    def _complete(self) -> None:
-        error, nbytes, value = self._error, 0, None
+    def _complete(
+        self, values: list[Any], digests: list[int], written: bytes, error: BaseException | None, failed: int
+    ) -> None:
+        """Complete the future; see ``_C.OffloadOperation``."""
+        nbytes = 0
+        value: Any = None
         try:
-            if error is None:
-                value, nbytes = self._outcome()
+            if self._written is not None:
+                filled(self._written, torch.frombuffer(bytearray(written), dtype=torch.bool))
+            if error is not None:
+                error = named(error, f"{self.kind} {self._keys[failed]}", self._operations.worker)
+            elif self.kind == "write":
+                value = nbytes = self._nbytes
+            elif self.kind == "read":
+                if self._digests is not None:
+                    filled(self._digests, torch.tensor(digests, dtype=torch.uint64))
+                value, nbytes = values if self._gives_list else values[0], sum(tensor.nbytes for tensor in values)
         except Exception as e:  # for example, the caller has resized the tensor for the digests
             error = e
-        self._values = []
         self._operations.count(self, nbytes, error)
         if error is not None:
             self.future.set_exception(error)
@@ -113,20 +104,6 @@ class Operation:
         else:
             self.future.set_result(value)
         self._operations.end(self, error)
-
-    def _outcome(self) -> tuple[Any, int]:
-        """Return the value of the future, and the number of bytes written or read."""
-        if self.kind == "write":
-            return self._nbytes, self._nbytes
-        if self.kind == "delete":
-            return None, 0
-        if self._digests is not None:
-            digests, targets = self._digests
-            filled(digests, torch.tensor([target.digest for target in targets], dtype=torch.uint64))
-        return (
-            self._values if self._gives_list else self._values[0],
-            sum(tensor.nbytes for tensor in self._values),
-        )
 
 
 class _Flush:
@@ -153,7 +130,7 @@ class Operations:
         self._pending: dict[Operation, list[_Flush]] = {}
         self._bytes = {"write": 0, "read": 0, "delete": 0}
         self._failed = 0
-        self._latencies = Histogram()
+        self._latencies = _C.Histogram()
 
     def begin(self, operation: Operation) -> None:
         """Count an operation as pending."""

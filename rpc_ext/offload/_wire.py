@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 PIECE = _C.PART  # most bytes of data in one message. Larger tensors are sent in parts of this size
-PACK = 4 << 20  # most bytes of small tensors in one message
-LARGE = 1 << 20  # bytes from which on a tensor is sent alone
+PACK = _C.PACK  # most bytes of small tensors in one message
+LARGE = _C.LARGE  # bytes from which on a tensor is sent alone
 MOST_ENTRIES = _C.MOST_ENTRIES  # entries of one message
 LONGEST_KEY = _C.LONGEST_KEY  # bytes of UTF-8; the store has the key with the prefix of its namespace
 LONGEST_NAME = 255  # bytes of the name of a service

@@ -2,16 +2,17 @@
 
 One small write, both sides together::
 
-     1  RemoteOffloader.write         an Operation with the user's future, a WriteRequest       client, operation
-     2  Window.submit                 in order on its key, with its deadline                    window
-     3  WriteBatch.start              copies the bytes into a buffer, computes their digests    changes, buffers
-     4  Window.send, Channel.send     packs the request, sends it                               window, wire, channel
-     5  RequestHandler.handle         unpacks it, finds the session                             handler (see service)
-     ...                              order, quota, store, reply
-    10  WriteBatch.answered           unpacks the reply                                         changes, wire
-    11  Window.end, Operation.end     completes the user's future                               window, operation
+     1  RemoteOffloader.write         an Operation with the user's future                  client, _operation
+     2  Window::submit                a WriteRequest, in order on its key, with a deadline _C/offload/window
+     3  WriteBatch::start             copies the bytes into a buffer, takes their digests  _C/offload/writes
+     4  Window::send, Channel.send    packs the request, sends it                          _C/offload/wire, _channel
+     5  MessageRoute::handle          unpacks it, finds the session                        _C/offload/service
+     ...                              order, quota, store, reply; see there
+    10  WriteBatch::answered          unpacks the reply                                    _C/offload/parser, writes
+    11  Window::end, Operation::end   completes the user's future                          window, _operation
 
-Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path.
+Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``_C/offload/reads`` in
+place of ``writes``.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ import torch
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage.store import expect_one_for_each, expected_digests
+from rpc_ext import _C
 from rpc_ext._channel import Channel
 from rpc_ext.calls import Worker, rpc_sync
 from rpc_ext.offload import _calls as calls
 from rpc_ext.offload import _closing as closing
-from rpc_ext.offload._changes import DeleteRequest, WriteRequest
+from rpc_ext.offload._buffers import SendBuffers
 from rpc_ext.offload._keys import RemoteKeys
 from rpc_ext.offload._operation import Operation, Operations
-from rpc_ext.offload._reads import ReadRequest
 from rpc_ext.offload._source import source_of
 from rpc_ext.offload._statistics import RemoteOffloaderStatistics
 from rpc_ext.offload._target import filled, target_of
-from rpc_ext.offload._window import Window
-from rpc_ext.offload._wire import TOKEN, expect_key
+from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, TOKEN, expect_key
 from rpc_ext.session import current
 
 __all__ = ["RemoteOffloader"]
+
+_BUFFERED = 8 * (PACK + LINE * MOST_ENTRIES)  # bytes of batches that have not been sent
 
 
 class RemoteOffloader(RemoteKeys):
@@ -80,8 +82,9 @@ class RemoteOffloader(RemoteKeys):
         except BaseException:  # the service may nevertheless have begun a session
             closing.note(self._session, self._worker, name, self._token)
             raise
-        channel = Channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
-        self._window = Window(channel, name, self._token, self._worker, size, self._timeout)
+        self._channel = Channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
+        buffers = SendBuffers(_BUFFERED)
+        self._window = _C.OffloadWindow(self._channel, name, self._token, self._worker, size, self._timeout, buffers)
         self._operations = Operations(self._worker)
         self._closed = False
         self._asked = set()
@@ -154,15 +157,7 @@ class RemoteOffloader(RemoteKeys):
             released=released,
             written=written,
         )
-        requests = [
-            WriteRequest(key, source, due, operation, i)
-            for i, (key, source, due) in enumerate(zip(tensors, sources, expected, strict=True))
-        ]
-        try:
-            self._window.submit(requests)
-        finally:  # Ctrl-C ends the call, but no request
-            for request in requests:
-                request.copy_to_host(self._window)
+        self._window.write(operation.native, list(tensors), sources, expected)
         return operation.future
 
     # ---- reading
@@ -187,7 +182,7 @@ class RemoteOffloader(RemoteKeys):
         target = target_of(out, device, priority)
         self._expect_open()
         operation = Operation(self._operations, "read", [key], priority=priority)
-        self._window.submit([ReadRequest(key, target, False, operation, 0)])
+        self._window.read(operation.native, [key], [target], False)
         return operation.future
 
     def readv(
@@ -217,14 +212,8 @@ class RemoteOffloader(RemoteKeys):
         self._expect_open()
         if not names:
             return CUDAFuture.completed([])
-        into = None if digests is None else (digests, targets)
-        operation = Operation(self._operations, "read", names, priority=priority, gives_list=True, digests=into)
-        self._window.submit(
-            [
-                ReadRequest(key, target, digests is not None, operation, i)
-                for i, (key, target) in enumerate(zip(names, targets, strict=True))
-            ]
-        )
+        operation = Operation(self._operations, "read", names, priority=priority, gives_list=True, digests=digests)
+        self._window.read(operation.native, names, targets, digests is not None)
         return operation.future
 
     # ---- the rest
@@ -255,7 +244,7 @@ class RemoteOffloader(RemoteKeys):
         if not names:
             return CUDAFuture.completed(None)
         operation = Operation(self._operations, "delete", names)
-        self._window.submit([DeleteRequest(key, operation, i) for i, key in enumerate(names)])
+        self._window.delete(operation.native, names)
         return operation.future
 
     def flush(self) -> CUDAFuture[None]:

@@ -17,13 +17,11 @@ from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
 from cudafuture.storage import digest
 from rpc_ext import _C
 from rpc_ext.offload import _wire as wire
-from rpc_ext.offload._changes import DeleteRequest, WriteRequest
+from rpc_ext.offload._buffers import SendBuffers
 from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._operation import Operation, Operations
-from rpc_ext.offload._reads import ReadRequest
 from rpc_ext.offload._source import source_of
 from rpc_ext.offload._target import target_of
-from rpc_ext.offload._window import Window
 
 PATIENCE = 60
 HOUR = 3600.0
@@ -91,28 +89,22 @@ class Client:
 
     def __init__(self, size: int = 1 << 30, seconds: float = 0.0) -> None:
         self.channel = Channel()
-        channel: Any = self.channel
-        self.window = Window(channel, "offload", bytes(16), "there", size, seconds)
+        self.window = _C.OffloadWindow(self.channel, "offload", bytes(16), "there", size, seconds, SendBuffers(1 << 25))
         self.operations = Operations("there")
 
     @property
     def sent(self) -> list[Message]:
         return self.channel.sent
 
-    def write(self, key: str, tensor: torch.Tensor) -> Any:
+    def write(self, key: str, tensor: torch.Tensor, digest: int | None = None) -> Any:
         operation = Operation(self.operations, "write", [key], nbytes=tensor.nbytes)
-        self.window.submit([WriteRequest(key, source_of(tensor, 0), None, operation, 0)])
+        self.window.write(operation.native, [key], [source_of(tensor, 0)], [digest])
         return operation.future
 
     def read(self, *keys: str, outs: list[torch.Tensor] | None = None) -> Any:
         operation = Operation(self.operations, "read", keys, gives_list=True)
         targets = [target_of(out, None, 0) for out in outs or [None] * len(keys)]
-        self.window.submit(
-            [
-                ReadRequest(key, target, False, operation, i)
-                for i, (key, target) in enumerate(zip(keys, targets, strict=True))
-            ]
-        )
+        self.window.read(operation.native, list(keys), targets, False)
         return operation.future
 
     def end_time(self) -> None:
@@ -121,7 +113,7 @@ class Client:
 
     def delete(self, key: str) -> Any:
         operation = Operation(self.operations, "delete", [key])
-        self.window.submit([DeleteRequest(key, operation, 0)])
+        self.window.delete(operation.native, [key])
         return operation.future
 
 
@@ -241,9 +233,8 @@ def test_a_request_that_follows_one_that_was_never_sent_does_not_name_it() -> No
 
 def test_a_request_that_fails_before_it_is_sent_does_not_hide_the_one_before_it(client: Client) -> None:
     large = client.write("a", torch.zeros(2 << 20, dtype=torch.uint8))
-    operation = Operation(client.operations, "write", ["a"], nbytes=4)
-    client.window.submit([WriteRequest("a", source_of(torch.ones(1), 0), 1, operation, 0)])  # its digest differs
-    assert isinstance(operation.future.exception(timeout=PATIENCE), ChecksumError)
+    spoilt = client.write("a", torch.ones(1), digest=1)
+    assert isinstance(spoilt.exception(timeout=PATIENCE), ChecksumError)
     client.read("a")
     assert not large.done()
     assert [message.verb for message in client.sent] == [wire.PUT, wire.GET]

@@ -108,7 +108,7 @@ def send(
         entries,
         torch.empty(0, dtype=torch.uint8) if data is None else data,
     )
-    remote._window._channel.send(body, tensors, PATIENCE, outcome)
+    remote._channel.send(body, tensors, PATIENCE, outcome)
     return outcome.future
 
 
@@ -123,7 +123,7 @@ def send_body(remote: RemoteOffloader, body: bytes, tensors: list[torch.Tensor] 
         def failed(self, error: BaseException) -> None:
             future.set_exception(error)
 
-    remote._window._channel.send(body, tensors or [], PATIENCE, Listener())
+    remote._channel.send(body, tensors or [], PATIENCE, Listener())
     return future
 
 
@@ -158,8 +158,7 @@ def put_of(
 
 def set_timeout(remote: RemoteOffloader, seconds: float) -> None:
     """Give a client another timeout, for requests that it submits from now on and that no earlier one outlives."""
-    remote._timeout = remote._window._seconds = seconds
-    remote._window._timer_runs = False  # the next request starts it, with the earlier deadline
+    remote._timeout = remote._window.seconds = seconds
 
 
 class HandledInPython:

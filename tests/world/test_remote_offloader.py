@@ -18,14 +18,13 @@ from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine
 from cudafuture.storage.engine import PAGE
-from rpc_ext import rpc_sync
+from rpc_ext import _C, rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._handler import RequestHandler
-from rpc_ext.offload._window import Message
-from rpc_ext.offload._wire import LONGEST_KEY, PIECE
+from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from soak import soak_count
@@ -86,16 +85,16 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
 
 def change_before_the_rest(monkeypatch: pytest.MonkeyPatch, change: Callable[[], CUDAFuture[Any]]) -> None:
     """Have the next client take the answer to its read when a change that another client asks for is done."""
-    answered = Message.answered
+    answered = _C.OffloadMessage.answered
 
-    def take_late(message: Message, body: bytes, tensors: list[torch.Tensor]) -> None:
+    def take_late(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
         if message.verb != wire.GET:
             answered(message, body, tensors)
             return
         monkeypatch.undo()
         change().add_done_callback(lambda _: answered(message, body, tensors), executor=executors.inline)
 
-    monkeypatch.setattr(Message, "answered", take_late)
+    monkeypatch.setattr(_C.OffloadMessage, "answered", take_late)
 
 
 @pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
@@ -278,7 +277,7 @@ def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(serv
 
 
 def test_a_write_that_fails_releases_its_memory(service: OffloadService, remote: RemoteOffloader) -> None:
-    remote._window._token = b"wrong"
+    remote._window.token = bytes(TOKEN)
     write = remote.write("x", numbered(PIECE))
     assert write.released is not None
     write.released.wait(timeout=PATIENCE)
@@ -337,7 +336,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
 
 
 def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> None:
-    remote._window._token = b"wrong"
+    remote._window.token = bytes(TOKEN)
     errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", numbered(1)) for i in range(50)]]
     assert all(isinstance(error, AuthenticationError) for error in errors)
     for i, error in enumerate(errors):

@@ -81,19 +81,11 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        ("small", "offload._buffers.SendBuffers.take"),
-        ("small", "offload._changes.alone"),
-        ("small", "offload._changes.digests"),
-        ("small", "offload._wire.pack_request"),
         ("small", "_channel.Channel.send"),
         ("small", "_destination.Destination.try_admit"),
-        ("alone", "offload._changes.digest"),
-        ("alone", "offload._wire.pack_request"),
         ("alone", "_channel.Channel.send"),
         ("alone", "_destination.Destination.try_admit"),
         ("parts", "offload._source.alone"),
-        ("parts", "offload._changes.digest"),
-        ("parts", "offload._wire.pack_request"),
         ("parts", "_channel.Channel.send"),
         ("parts", "_destination.Destination.try_admit"),
     ],
@@ -112,7 +104,7 @@ def test_ctrl_c_amid_a_write_leaves_nothing_behind(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("filled", [False, True], ids=["new", "filled"])
-@pytest.mark.parametrize("name", ["offload._wire.pack_request", "_channel.Channel.send"])
+@pytest.mark.parametrize("name", ["_destination.Destination.try_admit", "_channel.Channel.send"])
 def test_ctrl_c_amid_a_read_leaves_nothing_behind(
     remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool, name: str
 ) -> None:
@@ -310,7 +302,7 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
         assert len(ended) == 1
 
 
-@pytest.mark.parametrize("kind", ["destination", "services", "sessions", "session", "timer", "window", "operations"])
+@pytest.mark.parametrize("kind", ["destination", "services", "sessions", "session", "timer", "operations"])
 def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: OffloadService, kind: str) -> None:
     """A client that is dropped takes no lock that the thread may hold which collects it."""
     other = RemoteOffloader(ME)
@@ -320,7 +312,6 @@ def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: Of
         "sessions": handler_of(service)._sessions._lock,
         "session": sessions._lock,
         "timer": _timer._timer._changed,
-        "window": other._window._lock,
         "operations": other._operations._lock,
     }
     lock = locks[kind]

@@ -28,7 +28,6 @@ from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
-from rpc_ext.offload._window import Message
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Fetch, Found, Part, Put, data_of
 from world.offload_history import content_of
 from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
@@ -341,9 +340,9 @@ def test_what_cannot_be_read_is_not_sent(service: OffloadService, tmp_path: Path
 )
 def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str, verb: int) -> None:
     content = content_of(key, 1)
-    answered = Message.answered
+    answered = _C.OffloadMessage.answered
 
-    def changing(message: Message, body: bytes, tensors: list[torch.Tensor]) -> None:
+    def changing(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
         if message.verb == verb and tensors:
             tensors = [tensors[0].clone()]
             tensors[0][-1] ^= 1
@@ -353,7 +352,7 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
 
     with RemoteOffloader(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
-        with mock.patch.object(Message, "answered", changing):
+        with mock.patch.object(_C.OffloadMessage, "answered", changing):
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)

@@ -82,7 +82,7 @@ Verb verb_from(int number) {
   return static_cast<Verb>(number);
 }
 
-py::tuple tuple_of(Message&& message) {
+py::tuple tuple_of(Packed&& message) {
   return py::make_tuple(py::bytes(message.body.data(), message.body.size()), py::cast(message.tensors));
 }
 
@@ -165,6 +165,8 @@ void bind_messages(py::module_& m) {
   bind_problems(m);
   m.attr("OFFLOAD_VERSION") = kVersion;
   m.attr("PART") = kPart;
+  m.attr("PACK") = kPack;
+  m.attr("LARGE") = kLarge;
   m.attr("MOST_ENTRIES") = kMostEntries;
   m.attr("LONGEST_KEY") = kLongestKey;
   m.attr("TOKEN") = kToken;

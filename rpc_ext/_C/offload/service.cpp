@@ -172,7 +172,7 @@ Problem bytes_differ(const std::string& key, std::uint64_t length) {
 
 void send_answer(Reply& reply, std::size_t count, const Errors& errors, Verb verb, const std::vector<Found>& entries,
                  const at::Tensor& data) {
-  Message message = pack_answer(kAnswerHeader, count, errors, verb, entries, data.defined() ? data : no_data());
+  Packed message = pack_answer(kAnswerHeader, count, errors, verb, entries, data.defined() ? data : no_data());
   reply.send(std::move(message.body), std::move(message.tensors));
 }
 

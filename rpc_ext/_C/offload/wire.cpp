@@ -44,7 +44,7 @@ class Writer {
     number(digest);
   }
 
-  Message with_data(const at::Tensor& data) && {
+  Packed with_data(const at::Tensor& data) && {
     const std::size_t size = data.nbytes();
     if (size > kInline) return {std::move(bytes_), {data}};
     text({static_cast<const char*>(data.const_data_ptr()), size});
@@ -93,7 +93,7 @@ at::Tensor bytes_of(std::size_t size) {
 
 at::Tensor no_data() { return bytes_of(0); }
 
-Message pack_request(const Request& request) {
+Packed pack_request(const Request& request) {
   std::size_t expected = 64 + request.service.size() + std::min(request.data.nbytes(), kInline);
   for (const Entry& entry : request.entries) expected += 64 + entry.key.size() + 8 * entry.sizes.size();
   Writer writer(expected);
@@ -121,8 +121,8 @@ Message pack_request(const Request& request) {
   return std::move(writer).with_data(request.data);
 }
 
-Message pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
-                    const std::vector<Found>& entries, const at::Tensor& data) {
+Packed pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
+                   const std::vector<Found>& entries, const at::Tensor& data) {
   Writer writer(header.size() + 16 + 128 * errors.size() + 80 * entries.size() + std::min(data.nbytes(), kInline));
   writer.text(header);
   writer.number(kVersion);

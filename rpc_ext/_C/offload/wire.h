@@ -29,6 +29,8 @@ namespace rpc_ext::offload {
 using cudafuture::storage::Problem;
 
 inline constexpr std::size_t kPart = 16 << 20;     // bytes of the data of one message; larger tensors travel in parts
+inline constexpr std::size_t kPack = 4 << 20;      // most bytes of small tensors in one message
+inline constexpr std::size_t kLarge = 1 << 20;     // bytes from which on a tensor is sent alone
 inline constexpr std::size_t kMostEntries = 1024;  // of one message
 inline constexpr std::size_t kLongestKey = 1000;   // bytes of UTF-8
 inline constexpr std::size_t kToken = 16;          // bytes of the token by which a client names its session
@@ -92,7 +94,7 @@ struct Answer {
   at::Tensor data;
 };
 
-struct Message {
+struct Packed {
   std::vector<char> body;
   std::vector<at::Tensor> tensors;
 };
@@ -101,10 +103,10 @@ std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
 at::Tensor bytes_of(std::size_t size);  // not initialized
 at::Tensor no_data();
 
-Message pack_request(const Request& request);
+Packed pack_request(const Request& request);
 
 // `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
-Message pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
-                    const std::vector<Found>& entries, const at::Tensor& data);
+Packed pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
+                   const std::vector<Found>& entries, const at::Tensor& data);
 
 }  // namespace rpc_ext::offload

@@ -1,0 +1,393 @@
+#include "offload/window.h"
+
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <stdexcept>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+
+#include "offload/bind_messages.h"
+#include "offload/order.h"
+#include "offload/parser.h"
+
+namespace rpc_ext::offload::client {
+namespace {
+
+constexpr double kPause = 0.005;     // seconds until a message that RPC had no room for is sent again
+constexpr double kShortest = 0.001;  // seconds: timeout of a message whose requests are about to expire
+
+py::object python(const char* module, const char* name) { return py::module_::import(module).attr(name); }
+
+// The windows that send on this thread.
+thread_local std::vector<const Window*> sending;
+
+class SendingHere {
+ public:
+  explicit SendingHere(const Window* window) { sending.push_back(window); }
+  ~SendingHere() { sending.pop_back(); }
+  SendingHere(const SendingHere&) = delete;
+  SendingHere& operator=(const SendingHere&) = delete;
+};
+
+bool is_interrupt(const py::object& error) { return PyObject_IsInstance(error.ptr(), PyExc_Exception) == 0; }
+
+// Tells the service that the client gave up a request.
+class Abandon final : public Message {
+ public:
+  Abandon(WindowPtr window, const RequestPtr& request) : Message(std::move(window), Verb::abandon, {request}, 0) {}
+
+  // The request itself is done.
+  void start() override { window->send(*this, {requests.front()->entry()}, no_data()); }
+  void take(Answer&&) override {}
+};
+
+}  // namespace
+
+py::object error_of(const std::exception_ptr& error) {
+  py::object found;
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& e) {
+    found = e.value();
+    PyException_SetTraceback(found.ptr(), Py_None);
+  } catch (const std::bad_alloc&) {
+    found = py::reinterpret_borrow<py::object>(PyExc_MemoryError)();
+  } catch (const std::invalid_argument& e) {
+    found = py::reinterpret_borrow<py::object>(PyExc_ValueError)(e.what());
+  } catch (const c10::Error& e) {
+    found = py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    found = py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(e.what());
+  }
+  return found;
+}
+
+// ---- KeyRequest
+
+KeyRequest::KeyRequest(Verb verb, std::string key, OperationPtr operation, std::size_t index, std::uint64_t weight)
+    : verb(verb), key(std::move(key)), index(index), weight(weight), operation(std::move(operation)) {}
+
+Entry KeyRequest::entry() const {
+  const KeyRequest* before = previous.get();
+  while (before != nullptr && before->is_done()) before = before->previous.get();  // it was dropped, and not sent
+  Entry entry;
+  entry.sequence = sequence;
+  entry.after = before == nullptr ? 0 : before->sequence;
+  entry.expires = deadline;
+  entry.key = key;
+  return entry;
+}
+
+// ---- Message
+
+Message::Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch)
+    : window(std::move(window)), verb(verb), is_batch(is_batch), requests(std::move(requests)), nbytes(nbytes) {}
+
+bool Message::expects_answer() {
+  std::erase_if(requests, [](const RequestPtr& request) { return request->is_done(); });
+  if (requests.empty()) window->release(*this);
+  return !requests.empty();
+}
+
+void Message::answered(std::string_view body, const std::vector<at::Tensor>& tensors) {
+  window->release(*this);
+  try {
+    const c10::InferenceMode plain(false);
+    take(parse_answer(verb, requests.size(), body, tensors));
+  } catch (...) {
+    const py::object error = error_of(std::current_exception());
+    for (const RequestPtr& request : std::vector(requests)) window->end(request, py::none(), error, false);
+  }
+}
+
+void Message::failed(const py::object& error) {
+  PyException_SetTraceback(error.ptr(), Py_None);
+  window->release(*this);
+  for (const RequestPtr& request : std::vector(requests)) window->end(request, py::none(), error, false);
+}
+
+// ---- Window
+
+Window::Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
+               double seconds, py::object buffers)
+    : token(std::move(token)),
+      size(size),
+      buffers(std::move(buffers)),
+      offload_thread(python("rpc_ext.offload._buffers", "offload_thread")),
+      future_class(python("cudafuture", "CUDAFuture")),
+      digest(python("cudafuture.storage", "digest")),
+      digest_class(python("cudafuture.storage", "Digest")),
+      expected_digest_class(python("rpc_ext.offload._source", "ExpectedDigest")),
+      expect_digest(python("rpc_ext.offload._source", "expect_digest")),
+      checksum_error(python("cudafuture.errors", "ChecksumError")),
+      error_from(python("rpc_ext.offload._errors", "error_from")),
+      channel_(std::move(channel)),
+      digests_(python("cudafuture.storage", "digests")),
+      schedule_(python("rpc_ext._timer", "schedule")),
+      service_(std::move(service)),
+      worker_(std::move(worker)),
+      seconds_(seconds) {}
+
+void Window::set_seconds(double seconds) {
+  seconds_ = seconds;
+  timer_runs_ = false;  // the next request starts it
+}
+
+py::object Window::digests_of(const at::Tensor& data,
+                              const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places) {
+  return digests_(data, places);
+}
+
+void Window::submit(const std::vector<RequestPtr>& requests) {
+  const double now = offload::now();
+  const double deadline = seconds_ > 0 ? now + seconds_ : 0;
+  for (const RequestPtr& request : requests) {
+    request->sequence = ++sequence_;
+    request->deadline = deadline;
+    RequestPtr& last = last_[request->key];
+    if (last != nullptr) {
+      request->previous = last;
+      last->followers.push_back(request);
+      request->holds += last->state == KeyRequest::State::waiting ? 1 : 0;
+    }
+    last = request;
+    ages_.push_back(request);
+    if (request->holds == 0) make_ready(request);
+  }
+  if (deadline > 0 && !timer_runs_) {
+    timer_runs_ = true;
+    try {
+      set_timer(deadline);
+    } catch (...) {  // the system has no more threads
+      timer_runs_ = false;
+      const py::object error = error_of(std::current_exception());
+      for (const RequestPtr& request : requests) end(request, py::none(), error);
+      throw;
+    }
+  }
+  if (const py::object interrupt = go_on(); !interrupt.is_none()) {
+    PyErr_SetObject(py::type::handle_of(interrupt).ptr(), interrupt.ptr());
+    throw py::error_already_set();
+  }
+}
+
+void Window::set_timer(double due) { schedule_(shared_from_this(), due); }
+
+void Window::release_hold(const RequestPtr& request) {
+  remove_hold(request);
+  go_on();
+}
+
+void Window::remove_hold(const RequestPtr& request) {
+  if (--request->holds == 0 && request->state == KeyRequest::State::waiting) make_ready(request);
+}
+
+void Window::make_ready(const RequestPtr& request) {
+  const auto messages = request->messages(shared_from_this());
+  if (!messages.empty()) {
+    outgoing_.insert(outgoing_.end(), messages.begin(), messages.end());
+    return;
+  }
+  Ready& ready = ready_.at(static_cast<std::size_t>(request->verb));
+  ready.requests.push_back(request);
+  ready.nbytes += request->weight;
+}
+
+void Window::enqueue(const std::vector<MessagePtr>& messages) {
+  outgoing_.insert(outgoing_.end(), messages.begin(), messages.end());
+  go_on();
+}
+
+// ---- sending
+
+py::object Window::go_on() {
+  py::object interrupt = py::none();
+  if (std::find(sending.begin(), sending.end(), this) != sending.end()) return interrupt;
+  const SendingHere here(this);
+  const auto self = shared_from_this();
+  while (const MessagePtr message = next()) {
+    try {
+      message->start();
+    } catch (...) {
+      const py::object error = error_of(std::current_exception());
+      message->failed(error);
+      if (interrupt.is_none() && is_interrupt(error)) interrupt = error;
+    }
+  }
+  return interrupt;
+}
+
+// Takes the next message, and room for it.
+MessagePtr Window::next() {
+  for (std::size_t verb = 0; verb < ready_.size(); ++verb) {
+    while (!ready_[verb].requests.empty() && (ready_[verb].batches == 0 || is_full(verb))) {
+      outgoing_.push_back(form_batch(verb));
+    }
+  }
+  if (outgoing_.empty() || is_held_) return nullptr;
+  const std::uint64_t nbytes = outgoing_.front()->nbytes;
+  if (in_flight_ > 0 && in_flight_ + nbytes > size) return nullptr;
+  in_flight_ += nbytes;
+  MessagePtr message = std::move(outgoing_.front());
+  outgoing_.pop_front();
+  message->has_room = true;
+  return message;
+}
+
+bool Window::is_full(std::size_t verb) const {
+  return ready_[verb].requests.size() >= kMostEntries || ready_[verb].nbytes >= kPack;
+}
+
+MessagePtr Window::form_batch(std::size_t verb) {
+  Ready& ready = ready_[verb];
+  std::vector<RequestPtr> requests;
+  std::unordered_set<std::string_view> keys;
+  std::uint64_t nbytes = 0;
+  while (!ready.requests.empty() && requests.size() < kMostEntries) {
+    const RequestPtr& request = ready.requests.front();
+    if (!requests.empty() && nbytes + request->weight > kPack) break;
+    if (!keys.insert(request->key).second) break;
+    nbytes += request->weight;
+    requests.push_back(std::move(ready.requests.front()));
+    ready.requests.pop_front();
+  }
+  ready.nbytes -= nbytes;
+  ++ready.batches;
+  KeyRequest& first = *requests.front();
+  return first.batch(shared_from_this(), std::move(requests));
+}
+
+void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor& data) {
+  const double now = offload::now();
+  double timeout = seconds_;
+  if (seconds_ > 0 && !message.requests.empty()) {
+    double last = 0;
+    for (const RequestPtr& request : message.requests) last = std::max(last, request->deadline);
+    timeout = std::max(last - now, kShortest);
+  }
+  while (!ages_.empty() && ages_.front()->is_done()) ages_.pop_front();
+  Request request;
+  request.verb = message.verb;
+  request.token = token;
+  request.sent = now;
+  request.oldest = ages_.empty() ? sequence_ + 1 : ages_.front()->sequence;
+  request.service = service_;
+  request.entries = std::move(entries);
+  request.data = data;
+  auto packed = pack_request(request);
+  try {
+    channel_.attr("send")(py::bytes(packed.body.data(), packed.body.size()), std::move(packed.tensors), timeout,
+                          message.shared_from_this());
+  } catch (py::error_already_set& e) {
+    if (!e.matches(PyExc_BlockingIOError)) throw;
+    set_timer(now + kPause);
+    is_held_ = true;
+    in_flight_ -= message.nbytes;
+    message.has_room = false;
+    outgoing_.push_front(message.shared_from_this());
+  }
+}
+
+void Window::mark_sent(const std::vector<RequestPtr>& requests) {
+  for (const RequestPtr& request : requests) {
+    if (request->state != KeyRequest::State::waiting) continue;
+    request->state = KeyRequest::State::sent;
+    for (const RequestPtr& follower : request->followers) remove_hold(follower);
+  }
+}
+
+void Window::release(Message& message) {
+  if (message.has_room) {
+    message.has_room = false;
+    in_flight_ -= message.nbytes;
+    if (message.is_batch) --ready_.at(static_cast<std::size_t>(message.verb)).batches;
+  }
+  go_on();
+}
+
+// ---- outcomes
+
+bool Window::end(const RequestPtr& request, const py::object& value, const py::object& error, bool answered) {
+  if (request->is_done()) return false;
+  const bool was_sent = request->state == KeyRequest::State::sent;
+  const bool abandons = was_sent && !answered && !request->followers.empty();
+  request->state = KeyRequest::State::done;
+  unchain(request, was_sent);
+  const OperationPtr operation = std::move(request->operation);
+  request->drop();
+  if (error.is_none() && request->gives_future()) {
+    operation->join(request->index, value);
+  } else {
+    operation->end(request->index, value, error);
+  }
+  if (abandons) {
+    abandon(request);
+  } else if (!was_sent) {
+    go_on();
+  }
+  return true;
+}
+
+// Takes a request that is done out of the order of its key: those behind it follow the one before it.
+void Window::unchain(const RequestPtr& request, bool was_sent) {
+  RequestPtr before = request->previous;
+  while (before != nullptr && before->is_done()) before = before->previous;
+  request->previous = before;
+  if (const auto last = last_.find(request->key); last != last_.end() && last->second == request) {
+    if (before == nullptr) {
+      last_.erase(last);
+    } else {
+      last->second = before;
+    }
+  }
+  const auto followers = std::move(request->followers);
+  request->followers.clear();
+  if (before != nullptr) before->followers.insert(before->followers.end(), followers.begin(), followers.end());
+  if (!was_sent && (before == nullptr || before->state != KeyRequest::State::waiting)) {
+    for (const RequestPtr& follower : followers) remove_hold(follower);
+  }
+}
+
+void Window::abandon(const RequestPtr& request) { enqueue({std::make_shared<Abandon>(shared_from_this(), request)}); }
+
+std::optional<double> Window::look(double now) {
+  const bool was_held = std::exchange(is_held_, false);
+  std::vector<RequestPtr> late;
+  while (!ages_.empty()) {
+    const RequestPtr& oldest = ages_.front();
+    if (!oldest->is_done() && !(0 < oldest->deadline && oldest->deadline <= now)) break;
+    if (!oldest->is_done()) late.push_back(oldest);
+    ages_.pop_front();
+  }
+  std::optional<double> due;
+  if (!ages_.empty() && ages_.front()->deadline > 0) due = ages_.front()->deadline;
+  timer_runs_ = due.has_value();
+  for (const RequestPtr& request : late) {
+    const bool waits = request->state == KeyRequest::State::waiting;
+    std::array<char, 32> limit{};
+    std::snprintf(limit.data(), limit.size(), "%g", seconds_);
+    const std::string message = "worker '" + worker_ + "' took more than " + limit.data() + " s; " +
+                                (waits ? "it was not sent: there was no room" : "it has no reply");
+    end(request, py::none(), py::reinterpret_borrow<py::object>(PyExc_TimeoutError)(message), false);
+  }
+  if (was_held) go_on();
+  return due;
+}
+
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> Window::statistics() const {
+  std::uint64_t waiting = 0;
+  for (const RequestPtr& request : ages_) {
+    if (request->holds > 0 && request->state == KeyRequest::State::waiting) waiting += request->weight;
+  }
+  for (const MessagePtr& message : outgoing_) waiting += message->nbytes;
+  for (const Ready& ready : ready_) waiting += ready.nbytes;
+  return {in_flight_, waiting, size};
+}
+
+}  // namespace rpc_ext::offload::client

@@ -1,0 +1,194 @@
+// The window of an offload client: which requests are sent, which wait, and which are too late.
+//
+//     submit ──► held until the request before it on its key was sent ──► ready ──► batch ──┐
+//                (and its bytes are on the host)                 └──► a large tensor's parts ┴─► outgoing
+//     outgoing ──► as many bytes in flight as the service allows ──► Message::start ──► channel
+//
+// The service orders the operations on a key, so a request does not wait for the answer to the one before it. Small
+// requests travel many at a time: those that become ready while a batch of their kind is in flight go with the next
+// one, and a full batch goes at once (J. Nagle, RFC 896). All requests of a client have the same timeout, so the oldest
+// expires first, wherever it is.
+//
+// The GIL guards the window, its requests and its messages. It is released for copies of many bytes and while the agent
+// sends a message.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "offload/client_operation.h"
+#include "offload/wire.h"
+
+namespace rpc_ext::offload::client {
+
+class Window;
+class Message;
+class KeyRequest;
+using WindowPtr = std::shared_ptr<Window>;
+using MessagePtr = std::shared_ptr<Message>;
+using RequestPtr = std::shared_ptr<KeyRequest>;
+
+// One key of an operation, from the call to the outcome.
+class KeyRequest : public std::enable_shared_from_this<KeyRequest> {
+ public:
+  enum class State : std::uint8_t { waiting, sent, done };
+
+  // `weight`: bytes that count for the window and for the size of a batch.
+  KeyRequest(Verb verb, std::string key, OperationPtr operation, std::size_t index, std::uint64_t weight);
+  virtual ~KeyRequest() = default;
+  KeyRequest(const KeyRequest&) = delete;
+  KeyRequest& operator=(const KeyRequest&) = delete;
+
+  // The messages of a request that travels alone. Empty: it travels in a batch.
+  virtual std::vector<MessagePtr> messages(const WindowPtr&) { return {}; }
+
+  // The message of this request and others with the same verb.
+  virtual MessagePtr batch(const WindowPtr& window, std::vector<RequestPtr> requests) = 0;
+
+  // Releases the memory of a request that is done: the window may keep the request itself for a while.
+  virtual void drop() {}
+
+  // The value of the request is a future, of a tensor on a device.
+  virtual bool gives_future() const noexcept { return false; }
+
+  bool is_done() const noexcept { return state == State::done; }
+  Entry entry() const;
+
+  const Verb verb;
+  const std::string key;
+  const std::size_t index;
+  const std::uint64_t weight;
+  OperationPtr operation;  // null: the request is done
+  State state = State::waiting;
+  std::uint64_t sequence = 0;
+  double deadline = 0;                // on this process's clock; 0: none
+  int holds = 0;                      // reasons for which it cannot be sent yet
+  RequestPtr previous;                // on the same key, unless it was done before this one was submitted
+  std::vector<RequestPtr> followers;  // of which this one is the previous
+};
+
+// A message of requests with the same verb, from the moment that they are put together to the answer.
+class Message : public std::enable_shared_from_this<Message> {
+ public:
+  Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch = false);
+  virtual ~Message() = default;
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  virtual void start() = 0;                // sends it: there is room
+  virtual void take(Answer&& answer) = 0;  // gives each request its outcome
+
+  // ---- called by the channel, once
+  virtual void answered(std::string_view body, const std::vector<at::Tensor>& tensors);
+  virtual void failed(const py::object& error);  // the service did not answer
+
+  const WindowPtr window;
+  const Verb verb;
+  const bool is_batch;  // the window formed it of small requests
+  std::vector<RequestPtr> requests;
+  std::uint64_t nbytes;   // that count for the window
+  bool has_room = false;  // its bytes count as in flight
+
+ protected:
+  // Drops the requests that are done. False: none is left, and the room was given back.
+  bool expects_answer();
+
+  // Calls `go_on` when a future is done, on the thread that continues operations.
+  template <class GoOn>
+  void when_done(const py::object& future, GoOn go_on) const;
+};
+
+// Sends the requests of one client.
+class Window final : public std::enable_shared_from_this<Window> {
+ public:
+  // `size`: bytes that may be in flight; a message of more goes when nothing else is in flight. `seconds`: that each
+  // request has; 0: no limit. `buffers`: SendBuffers of Python, for batches.
+  Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
+         double seconds, py::object buffers);
+
+  // Takes requests in the order in which they are to take effect. Throws the interrupt (Ctrl-C) that a message met.
+  void submit(const std::vector<RequestPtr>& requests);
+
+  void release_hold(const RequestPtr& request);           // its bytes have come to the host
+  void enqueue(const std::vector<MessagePtr>& messages);  // of requests that were sent before
+
+  // Sends what there is room for. A message that fails at once calls this again: the outer call sends the next. Returns
+  // the interrupt that a message met, which has failed with it; or None.
+  py::object go_on();
+
+  // Sends a message that has been given room. Where RPC has none, it is sent again after a pause.
+  void send(Message& message, std::vector<Entry> entries, const at::Tensor& data);
+  void mark_sent(const std::vector<RequestPtr>& requests);  // releases those that follow them
+  void release(Message& message);  // gives back the room of a message that is over, once, and sends the next ones
+
+  // Gives a request its outcome; false if it has one. `answered`: the service has answered it, so that it cannot arrive
+  // there any more.
+  bool end(const RequestPtr& request, const py::object& value, const py::object& error, bool answered = true);
+
+  void abandon(const RequestPtr& request);  // tells the service that it may never arrive as a whole
+
+  // Fails the requests that have expired, and sends again what RPC had no room for. Called by the timer thread.
+  std::optional<double> look(double now);
+
+  // The bytes in flight, the bytes that wait, and the size of the window.
+  std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> statistics() const;
+
+  py::object digests_of(const at::Tensor& data, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places);
+
+  double seconds() const noexcept { return seconds_; }
+  void set_seconds(double seconds);  // of the requests from now on, which no earlier one outlives
+
+  std::string token;
+  std::uint64_t size;
+
+  // ---- functions and classes of Python
+  const py::object buffers, offload_thread, future_class, digest, digest_class, expected_digest_class, expect_digest,
+      checksum_error, error_from;
+
+ private:
+  void remove_hold(const RequestPtr& request);
+  void make_ready(const RequestPtr& request);
+  MessagePtr next();
+  bool is_full(std::size_t verb) const;
+  MessagePtr form_batch(std::size_t verb);
+  void unchain(const RequestPtr& request, bool was_sent);
+  void set_timer(double due);
+
+  struct Ready {
+    std::deque<RequestPtr> requests;
+    std::uint64_t nbytes = 0;
+    int batches = 0;  // outgoing and in flight
+  };
+
+  const py::object channel_, digests_, schedule_;
+  const std::string service_, worker_;
+  double seconds_;
+  std::uint64_t in_flight_ = 0;  // bytes
+  std::uint64_t sequence_ = 0;
+  std::unordered_map<std::string, RequestPtr> last_;  // by key: the last request that is not done
+  std::deque<RequestPtr> ages_;                       // by age: requests that are not done, and others
+  bool timer_runs_ = false;
+  std::array<Ready, 4> ready_;  // by verb
+  std::deque<MessagePtr> outgoing_;
+  bool is_held_ = false;  // RPC has no room for the first outgoing message
+};
+
+// The exception of Python for one of C++, without its traceback: a program that kept its frames would keep the data.
+py::object error_of(const std::exception_ptr& error);
+
+template <class GoOn>
+void Message::when_done(const py::object& future, GoOn go_on) const {
+  future.attr("add_done_callback")(py::cpp_function(std::move(go_on)), py::arg("executor") = window->offload_thread);
+}
+
+}  // namespace rpc_ext::offload::client
