@@ -7,6 +7,7 @@
 
 #include "agent.h"
 #include "autograd.h"
+#include "client/bind.h"
 #include "histogram.h"
 #include "offload/bind.h"
 #include "part.h"
@@ -193,6 +194,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("memory", memory, py::arg("data"));
   offload::bind(m);
+  offload::client::bind(m);
 }
 
 }  // namespace rpc_ext

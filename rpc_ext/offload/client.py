@@ -3,15 +3,15 @@
 One small write, both sides together::
 
      1  RemoteOffloader.write         an Operation with the user's future                  client, _operation
-     2  Window::submit                a WriteRequest, in order on its key, with a deadline _C/offload/window
-     3  WriteBatch::start             copies the bytes into a buffer, takes their digests  _C/offload/writes
+     2  Window::submit                a WriteRequest, in order on its key, with a deadline _C/client/window
+     3  WriteBatch::start             copies the bytes into a buffer, takes their digests  _C/client/writes
      4  Window::send, Channel.send    packs the request, sends it                          _C/offload/wire, _channel
      5  MessageRoute::handle          unpacks it, finds the session                        _C/offload/service
      ...                              order, quota, store, reply; see there
     10  WriteBatch::answered          unpacks the reply                                    _C/offload/parser, writes
     11  Window::end, Operation::end   completes the user's future                          window, _operation
 
-Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``_C/offload/reads`` in
+Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``_C/client/reads`` in
 place of ``writes``.
 """
 

@@ -57,10 +57,22 @@ LAYERS = {
         "channel": {"reply"},
         "histogram": set(),
         "offload": {"channel", "histogram", "part", "python", "reply"},
+        "client": {"offload", "part", "python"},
         "callback": {"channel", "pipe", "python", "references", "reply"},
         "store": {"python"},
         "agent": {"callback", "pipe", "python", "refusals", "store"},
-        "module": {"agent", "autograd", "histogram", "offload", "part", "python", "receiving", "references", "reply"},
+        "module": {
+            "agent",
+            "autograd",
+            "client",
+            "histogram",
+            "offload",
+            "part",
+            "python",
+            "receiving",
+            "references",
+            "reply",
+        },
     },
 }
 SHARED = "storage/store_access.h"  # of the core, included by the module of rpc_ext, too
@@ -100,7 +112,9 @@ TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
 
 def needs_no_python(file: Path) -> bool:
     """Return whether a file of rpc_ext's module must see no Python header."""
-    return file.stem in RPC_WITHOUT_PYTHON or (file.parent != RPC_NATIVE and not file.stem.startswith("bind"))
+    return file.stem in RPC_WITHOUT_PYTHON or (
+        file.parent not in (RPC_NATIVE, RPC_NATIVE / "client") and not file.stem.startswith("bind")
+    )
 
 
 FILES = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "offload/bind_client.h"
 #include "offload/bind_messages.h"
 #include "offload/namespace.h"
 #include "offload/order.h"
@@ -242,7 +241,6 @@ void bind(py::module_& m) {
   SessionClass session(m, "OffloadSession");
   ServiceClass service(m, "OffloadService");
   bind_messages(m);
-  bind_client(m);
   bind_order(order, space);
   bind_service(m, session, service);
 }

@@ -1,4 +1,4 @@
-#include "offload/window.h"
+#include "client/window.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "offload/window.h"
+#include "client/window.h"
 
 namespace rpc_ext::offload::client {
 

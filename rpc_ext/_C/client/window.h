@@ -26,7 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "offload/client_operation.h"
+#include "client/operation.h"
 #include "offload/wire.h"
 
 namespace rpc_ext::offload::client {

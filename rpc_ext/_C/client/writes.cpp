@@ -1,4 +1,4 @@
-#include "offload/writes.h"
+#include "client/writes.h"
 
 #include <pybind11/stl.h>
 

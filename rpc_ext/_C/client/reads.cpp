@@ -1,4 +1,4 @@
-#include "offload/reads.h"
+#include "client/reads.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>

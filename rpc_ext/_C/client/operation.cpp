@@ -1,4 +1,4 @@
-#include "offload/client_operation.h"
+#include "client/operation.h"
 
 #include <pybind11/stl.h>
 

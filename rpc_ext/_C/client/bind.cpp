@@ -1,4 +1,4 @@
-#include "offload/bind_client.h"
+#include "client/bind.h"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,27 +12,24 @@
 #include <utility>
 #include <vector>
 
-#include "offload/client_operation.h"
-#include "offload/reads.h"
-#include "offload/window.h"
-#include "offload/writes.h"
+#include "client/operation.h"
+#include "client/reads.h"
+#include "client/window.h"
+#include "client/writes.h"
 
-namespace rpc_ext::offload {
+namespace rpc_ext::offload::client {
 namespace {
 
-using client::OperationPtr;
-using client::RequestPtr;
-using client::WindowPtr;
 using Keys = std::vector<std::string>;
 
 void write(const WindowPtr& self, const OperationPtr& operation, const Keys& keys, const py::sequence& sources,
            const py::sequence& expected) {
   std::vector<RequestPtr> requests;
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    requests.push_back(std::make_shared<client::WriteRequest>(keys[i], sources[i], expected[i], operation, i));
+    requests.push_back(std::make_shared<WriteRequest>(keys[i], sources[i], expected[i], operation, i));
   }
   const auto copy_to_host = [&] {
-    for (const RequestPtr& request : requests) static_cast<client::WriteRequest&>(*request).copy_to_host(self);
+    for (const RequestPtr& request : requests) static_cast<WriteRequest&>(*request).copy_to_host(self);
   };
   try {
     self->submit(requests);
@@ -55,8 +52,8 @@ void read(const WindowPtr& self, const OperationPtr& operation, const Keys& keys
     } else if (!target.is_none()) {
       out = target.attr("out");
     }
-    requests.push_back(std::make_shared<client::ReadRequest>(
-        keys[i], std::move(target), out.cast<std::optional<at::Tensor>>(), has_digests, operation, i));
+    requests.push_back(std::make_shared<ReadRequest>(keys[i], std::move(target), out.cast<std::optional<at::Tensor>>(),
+                                                     has_digests, operation, i));
   }
   self->submit(requests);
 }
@@ -64,48 +61,48 @@ void read(const WindowPtr& self, const OperationPtr& operation, const Keys& keys
 void erase(const WindowPtr& self, const OperationPtr& operation, const Keys& keys) {
   std::vector<RequestPtr> requests;
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    requests.push_back(std::make_shared<client::DeleteRequest>(keys[i], operation, i));
+    requests.push_back(std::make_shared<DeleteRequest>(keys[i], operation, i));
   }
   self->submit(requests);
 }
 
 }  // namespace
 
-void bind_client(py::module_& m) {
-  py::class_<client::Operation, OperationPtr>(m, "OffloadOperation")
+void bind(py::module_& m) {
+  py::class_<Operation, OperationPtr>(m, "OffloadOperation")
       .def(py::init<std::size_t, bool, py::object, py::object>(), py::arg("count"), py::arg("has_values"),
            py::arg("complete"), py::arg("join"))
-      .def("end", &client::Operation::end, py::arg("index"), py::arg("value").none(true), py::arg("error").none(true));
+      .def("end", &Operation::end, py::arg("index"), py::arg("value").none(true), py::arg("error").none(true));
 
-  py::class_<client::Message, client::MessagePtr>(m, "OffloadMessage")
-      .def_property_readonly("verb", [](const client::Message& self) { return static_cast<int>(self.verb); })
+  py::class_<Message, MessagePtr>(m, "OffloadMessage")
+      .def_property_readonly("verb", [](const Message& self) { return static_cast<int>(self.verb); })
       .def(
           "answered",
-          [](client::Message& self, const py::bytes& body, const std::vector<at::Tensor>& tensors) {
+          [](Message& self, const py::bytes& body, const std::vector<at::Tensor>& tensors) {
             self.answered(std::string_view(body), tensors);
           },
           py::arg("body"), py::arg("tensors"))
-      .def("failed", &client::Message::failed, py::arg("error"));
+      .def("failed", &Message::failed, py::arg("error"));
 
-  py::class_<client::Window, WindowPtr>(m, "OffloadWindow")
+  py::class_<Window, WindowPtr>(m, "OffloadWindow")
       .def(py::init([](py::object channel, std::string service, const py::bytes& token, std::string worker,
                        std::uint64_t size, double seconds, py::object buffers) {
-             return std::make_shared<client::Window>(std::move(channel), std::move(service), std::string(token),
-                                                     std::move(worker), size, seconds, std::move(buffers));
+             return std::make_shared<Window>(std::move(channel), std::move(service), std::string(token),
+                                             std::move(worker), size, seconds, std::move(buffers));
            }),
            py::arg("channel"), py::arg("service"), py::arg("token"), py::arg("worker"), py::arg("size"),
            py::arg("seconds"), py::arg("buffers"))
       .def("write", write, py::arg("operation"), py::arg("keys"), py::arg("sources"), py::arg("expected"))
       .def("read", read, py::arg("operation"), py::arg("keys"), py::arg("targets"), py::arg("has_digests"))
       .def("delete", erase, py::arg("operation"), py::arg("keys"))
-      .def("look", &client::Window::look, py::arg("now"))
-      .def("statistics", &client::Window::statistics)
-      .def_readonly("buffers", &client::Window::buffers)
-      .def_readwrite("size", &client::Window::size)
+      .def("look", &Window::look, py::arg("now"))
+      .def("statistics", &Window::statistics)
+      .def_readonly("buffers", &Window::buffers)
+      .def_readwrite("size", &Window::size)
       .def_property(
-          "token", [](const client::Window& self) { return py::bytes(self.token); },
-          [](client::Window& self, const py::bytes& token) { self.token = std::string(token); })
-      .def_property("seconds", [](const client::Window& self) { return self.seconds(); }, &client::Window::set_seconds);
+          "token", [](const Window& self) { return py::bytes(self.token); },
+          [](Window& self, const py::bytes& token) { self.token = std::string(token); })
+      .def_property("seconds", [](const Window& self) { return self.seconds(); }, &Window::set_seconds);
 }
 
-}  // namespace rpc_ext::offload
+}  // namespace rpc_ext::offload::client
