@@ -94,6 +94,16 @@ void call_python(py::handle callable, const PyObject* const* arguments, std::siz
   Py_DECREF(result);
 }
 
+py::object call_with(py::handle callable, const py::tuple& arguments) {
+  PyObject* result = nullptr;
+  {
+    const Parked parked;
+    result = PyObject_CallObject(callable.ptr(), arguments.ptr());
+  }
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
 void remember_main_thread() {
   const auto main = py::module_::import("threading").attr("main_thread")();
   main_thread = static_cast<pthread_t>(main.attr("ident").cast<unsigned long>());

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <utility>
 
 namespace rpc_ext {
 
@@ -59,6 +60,14 @@ template <class... Arguments>
 void call_python(py::handle callable, const Arguments&... arguments) {
   const PyObject* const given[] = {arguments.ptr()..., nullptr};
   call_python(callable, given, sizeof...(arguments));
+}
+
+// The same, with the result.
+py::object call_with(py::handle callable, const py::tuple& arguments);
+
+template <class... Arguments>
+py::object call(py::handle callable, Arguments&&... arguments) {
+  return call_with(callable, py::make_tuple(std::forward<Arguments>(arguments)...));
 }
 
 // Remembers which thread is Python's main one, the last to use Python.

@@ -29,7 +29,8 @@ void Operation::end(std::size_t index, const py::object& value, const py::object
   if (--left_ > 0) return;
   const py::object complete = std::exchange(complete_, {});
   join_ = {};
-  complete(std::move(values_), std::move(digests_), py::bytes(written_), std::exchange(error_, py::none()), failed_);
+  call(complete, std::move(values_), std::move(digests_), py::bytes(written_), std::exchange(error_, py::none()),
+       failed_);
 }
 
 }  // namespace rpc_ext::offload::client

@@ -71,7 +71,7 @@ class ReadBatch final : public Message {
     for (std::size_t i = 0; i < requests.size(); ++i) {
       const auto request = std::static_pointer_cast<ReadRequest>(requests[i]);
       if (problems[i] != nullptr) {
-        window->end(request, py::none(), window->error_from(to_python(*problems[i])));
+        window->end(request, py::none(), call(window->error_from, to_python(*problems[i])));
         continue;
       }
       const Found& found = answer.entries[at];
@@ -120,7 +120,7 @@ class FetchParts final : public Message {
       py::object error = py::none();
       try {
         if (problems[i] != nullptr) {
-          error = window->error_from(to_python(*problems[i]));
+          error = call(window->error_from, to_python(*problems[i]));
         } else {
           const Found& found = answer.entries[at++];
           request->take_part(*window, part, bytes_at(answer.data, found), found.digest);
@@ -257,7 +257,7 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
   if (found.length == found.nbytes) {
     py::object value;
     if (is_on_device_) {
-      value = target.attr("whole")(found.dtype, shape, data);
+      value = call(target.attr("whole"), found.dtype, shape, data);
     } else {
       at::Tensor tensor;
       if (!fill(found.nbytes, [&] { tensor = host_.whole(found, data); })) return {};
@@ -267,11 +267,11 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
     return {};
   }
   if (is_on_device_) {
-    target.attr("begin")(found.dtype, shape, found.nbytes);
+    call(target.attr("begin"), found.dtype, shape, found.nbytes);
   } else {
     host_.begin(found);
   }
-  if (has_digest_ || found.has_kept) digest_ = window.digest_class(found.nbytes);
+  if (has_digest_ || found.has_kept) digest_ = call(window.digest_class, found.nbytes);
   std::uint32_t next = 0;
   if (found.length > 0) take_part(window, next++, data, found.digest);
   std::vector<std::uint32_t> rest;
@@ -281,18 +281,22 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
 
 void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor& data, std::uint64_t expected) {
   const std::uint64_t begin = part * kPart;
-  const py::object digest = digest_.is_none() ? window.digest(data) : digest_.attr("add")(begin, data);
+  if (data.nbytes() != size_of_part(part)) {
+    throw std::invalid_argument("key " + quoted(key) + ": a part has " + std::to_string(data.nbytes()) +
+                                " bytes, and not " + std::to_string(size_of_part(part)));
+  }
+  const py::object digest = digest_.is_none() ? call(window.digest, data) : call(digest_.attr("add"), begin, data);
   expect_received(window, key, digest.cast<std::uint64_t>(), expected);
   if (is_done()) return;
   const py::object target = target_;
   if (is_on_device_) {
-    target.attr("fill")(begin, data);
+    call(target.attr("fill"), begin, data);
   } else if (!fill(data.nbytes(), [&] { host_.fill(begin, data); })) {
     return;
   }
   if (--left_ > 0) return;
   const std::uint64_t all = expect_whole(window);
-  if (is_on_device_) return end(window, target.attr("finish")(), all);
+  if (is_on_device_) return end(window, call(target.attr("finish")), all);
   at::Tensor tensor;
   if (fill(found_.nbytes, [&] { tensor = host_.finish(found_); })) end(window, py::cast(std::move(tensor)), all);
 }
@@ -300,11 +304,11 @@ void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor
 // Throws ChecksumError unless the parts together have the digest in the store; returns their digest.
 std::uint64_t ReadRequest::expect_whole(const Window& window) const {
   if (digest_.is_none()) return 0;
-  if (found_.has_kept && digest_.attr("value")(found_.seed).cast<std::uint64_t>() != found_.kept) {
+  if (found_.has_kept && call(digest_.attr("value"), found_.seed).cast<std::uint64_t>() != found_.kept) {
     raise(window.checksum_error, "key " + quoted(key) + ": its " + std::to_string(found_.nbytes) +
                                      " bytes on the disk are not those that were written");
   }
-  return digest_.attr("value")().cast<std::uint64_t>();
+  return call(digest_.attr("value")).cast<std::uint64_t>();
 }
 
 std::uint64_t ReadRequest::size_of_part(std::uint32_t part) const {

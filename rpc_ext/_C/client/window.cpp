@@ -141,7 +141,7 @@ void Window::set_seconds(double seconds) {
 
 py::object Window::digests_of(const at::Tensor& data,
                               const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places) {
-  return digests_(data, places);
+  return call(digests_, data, places);
 }
 
 void Window::submit(const std::vector<RequestPtr>& requests) {
@@ -177,7 +177,7 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   }
 }
 
-void Window::set_timer(double due) { schedule_(shared_from_this(), due); }
+void Window::set_timer(double due) { call(schedule_, shared_from_this(), due); }
 
 void Window::release_hold(const RequestPtr& request) {
   remove_hold(request);
@@ -282,8 +282,8 @@ void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor
   request.data = data;
   auto packed = pack_request(request);
   try {
-    channel_.attr("send")(py::bytes(packed.body.data(), packed.body.size()), std::move(packed.tensors), timeout,
-                          message.shared_from_this());
+    call(channel_.attr("send"), py::bytes(packed.body.data(), packed.body.size()), std::move(packed.tensors), timeout,
+         message.shared_from_this());
   } catch (py::error_already_set& e) {
     if (!e.matches(PyExc_BlockingIOError)) throw;
     set_timer(now + kPause);
@@ -298,7 +298,7 @@ void Window::mark_sent(const std::vector<RequestPtr>& requests) {
   for (const RequestPtr& request : requests) {
     if (request->state != KeyRequest::State::waiting) continue;
     request->state = KeyRequest::State::sent;
-    for (const RequestPtr& follower : request->followers) remove_hold(follower);
+    for (const RequestPtr& follower : std::vector(request->followers)) remove_hold(follower);
   }
 }
 

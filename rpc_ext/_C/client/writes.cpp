@@ -33,12 +33,12 @@ class WriteBatch final : public Message {
     std::uint64_t room = 0;
     for (const RequestPtr& request : requests) room += line_after(write_of(request).nbytes);
     if (room < kLeastPooled) return fill(bytes_of(room));
-    const py::object taken = window->buffers.attr("take")(room);
-    if (taken.attr("done")().cast<bool>()) return fill(taken.attr("value")().cast<at::Tensor>());
+    const py::object taken = call(window->buffers.attr("take"), room);
+    if (call(taken.attr("done")).cast<bool>()) return fill(call(taken.attr("value")).cast<at::Tensor>());
     when_done(taken, [self = shared_from_this()](const py::object& done) {
       auto& batch = static_cast<WriteBatch&>(*self);
       try {
-        batch.fill(done.attr("value")().cast<at::Tensor>());
+        batch.fill(call(done.attr("value")).cast<at::Tensor>());
       } catch (...) {
         batch.fail();
       }
@@ -57,7 +57,7 @@ class WriteBatch final : public Message {
 
   void take(Answer&& answer) override {
     std::vector<py::object> errors(requests.size(), py::none());
-    for (const auto& [index, problem] : answer.errors) errors[index] = window->error_from(to_python(problem));
+    for (const auto& [index, problem] : answer.errors) errors[index] = call(window->error_from, to_python(problem));
     for (std::size_t i = 0; i < requests.size(); ++i) window->end(requests[i], py::none(), errors[i]);
   }
 
@@ -116,7 +116,7 @@ class WriteBatch final : public Message {
       request.release();
       if (request.expected.is_none()) continue;
       try {
-        window->expect_digest(request.key, places_.at(&request).digest, request.expected);
+        call(window->expect_digest, request.key, places_.at(&request).digest, request.expected);
       } catch (py::error_already_set& e) {
         if (!e.matches(window->checksum_error)) throw;
         window->end(each, py::none(), error_of(std::current_exception()));
@@ -151,12 +151,12 @@ class WritePart final : public Message {
   void start() override {
     if (!expects_answer()) return;
     if (data_.defined()) return send();
-    const py::object part = request_->source.attr("part")(begin(), nbytes);
+    const py::object part = call(request_->source.attr("part"), begin(), nbytes);
     if (!py::isinstance(part, window->future_class)) return take_data(part);
     when_done(part, [self = shared_from_this()](const py::object& done) {
       auto& message = static_cast<WritePart&>(*self);
       try {
-        message.take_data(done.attr("value")());
+        message.take_data(call(done.attr("value")));
       } catch (...) {
         message.failed(error_of(std::current_exception()));
       }
@@ -165,7 +165,7 @@ class WritePart final : public Message {
 
   void take(Answer&& answer) override {
     const py::object error =
-        answer.errors.empty() ? py::none() : window->error_from(to_python(answer.errors.front().second));
+        answer.errors.empty() ? py::none() : call(window->error_from, to_python(answer.errors.front().second));
     --request_->left;
     if (!error.is_none() || request_->left == 0) window->end(request_, py::none(), error);
     if (!error.is_none() && request_->nbytes > kPart) window->abandon(request_);
@@ -180,7 +180,8 @@ class WritePart final : public Message {
   std::uint64_t begin() const { return part_ * kPart; }
 
   void take_data(const py::object& data) {
-    digest_ = (due_.is_none() ? window->digest(data) : due_.attr("add")(begin(), data)).cast<std::uint64_t>();
+    digest_ =
+        (due_.is_none() ? call(window->digest, data) : call(due_.attr("add"), begin(), data)).cast<std::uint64_t>();
     data_ = data.cast<at::Tensor>();
     send();
   }
@@ -212,7 +213,7 @@ class DeleteBatch final : public Message {
 
   void take(Answer&& answer) override {
     std::vector<py::object> errors(requests.size(), py::none());
-    for (const auto& [index, problem] : answer.errors) errors[index] = window->error_from(to_python(problem));
+    for (const auto& [index, problem] : answer.errors) errors[index] = call(window->error_from, to_python(problem));
     for (std::size_t i = 0; i < requests.size(); ++i) window->end(requests[i], py::none(), errors[i]);
   }
 };
@@ -239,15 +240,15 @@ void WriteRequest::copy_to_host(const WindowPtr& window) {
   if (!is_on_device_) return;
   const auto go_on = [self = shared(), window](const py::object& done) {
     try {
-      self->data = done.attr("value")().cast<at::Tensor>();
+      self->data = call(done.attr("value")).cast<at::Tensor>();
       window->release_hold(self);
     } catch (...) {
       window->end(self, py::none(), error_of(std::current_exception()));
     }
   };
   try {
-    source.attr("part")(0, nbytes).attr("add_done_callback")(py::cpp_function(go_on),
-                                                             py::arg("executor") = window->offload_thread);
+    call(source.attr("part"), 0, nbytes)
+        .attr("add_done_callback")(py::cpp_function(go_on), py::arg("executor") = window->offload_thread);
   } catch (...) {
     window->end(shared_from_this(), py::none(), error_of(std::current_exception()));
   }
@@ -256,7 +257,7 @@ void WriteRequest::copy_to_host(const WindowPtr& window) {
 std::vector<MessagePtr> WriteRequest::messages(const WindowPtr& window) {
   if (nbytes < kLarge) return {};
   py::object due = py::none();
-  if (!expected.is_none()) due = window->expected_digest_class(key, nbytes, expected);
+  if (!expected.is_none()) due = call(window->expected_digest_class, key, nbytes, expected);
   std::vector<MessagePtr> messages;
   for (std::uint32_t part = 0; part < parts_of(nbytes); ++part) {
     messages.push_back(std::make_shared<WritePart>(window, shared(), part, due));
@@ -272,7 +273,7 @@ MessagePtr WriteRequest::batch(const WindowPtr& window, std::vector<RequestPtr> 
 
 void WriteRequest::release() {
   data.reset();
-  source.attr("release")();
+  call(source.attr("release"));
 }
 
 Entry WriteRequest::put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const {
