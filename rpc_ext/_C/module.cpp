@@ -25,7 +25,7 @@ Bytes bytes_from(const py::bytes& object) {
 }
 
 void send_call(Agent& self, int to, const py::bytes& payload, std::vector<at::Tensor> tensors, float timeout,
-          py::object listener) {
+               py::object listener) {
   Bytes bytes = bytes_from(payload);
   auto held = std::make_shared<Held>(std::move(listener));
   const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
@@ -156,7 +156,8 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("names"), py::arg("rank"), py::arg("exchange"), py::arg("options"), py::arg("reverse_device_maps"),
            py::arg("devices"), py::kw_only(), py::arg("key"), py::arg("contents"), py::arg("serve"), py::arg("tell"))
-      .def("call", send_call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"), py::arg("listener"))
+      .def("call", send_call, py::arg("to"), py::arg("payload"), py::arg("tensors"), py::arg("timeout"),
+           py::arg("listener"))
       .def("sent", &Agent::sent)
       .def("stop", stop, py::arg("patience"))
       .def("refused", &Agent::refused, py::call_guard<WithoutGil>());
