@@ -83,18 +83,18 @@ class Operation:
         nbytes = 0
         value: Any = None
         try:
-            if self._written is not None:
-                filled(self._written, torch.frombuffer(bytearray(written), dtype=torch.bool))
             if error is not None:
                 error = named(error, f"{self.kind} {self._keys[failed]}", self._operations.worker)
-            elif self.kind == "write":
+            if self._written is not None:
+                filled(self._written, torch.frombuffer(bytearray(written), dtype=torch.bool))
+            if error is None and self.kind == "write":
                 value = nbytes = self._nbytes
-            elif self.kind == "read":
+            elif error is None and self.kind == "read":
                 if self._digests is not None:
                     filled(self._digests, torch.tensor(digests, dtype=torch.uint64))
                 value, nbytes = values if self._gives_list else values[0], sum(tensor.nbytes for tensor in values)
         except Exception as e:  # for example, the caller has resized the tensor for the digests
-            error = e
+            error = error or e
         self._operations.count(self, nbytes, error)
         if error is not None:
             self.future.set_exception(error)

@@ -5,6 +5,7 @@ The channel is one of the test's own, which keeps the messages and answers them 
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 import weakref
@@ -317,6 +318,37 @@ def test_a_window_keeps_nothing_of_what_is_done(client: Client) -> None:
         client.sent[1:] = []
         assert [ref() for ref in gone] == [None, None]
     assert not stuck.done()
+
+
+def test_a_finalizer_of_an_old_request_may_use_the_window() -> None:
+    """The window drops a request that is done with all that it holds, which may call the window again."""
+    client = Client(seconds=HOUR)
+    stuck = client.delete("stuck")
+    operation, source = Operation(client.operations, "write", ["a"], nbytes=4), source_of(torch.ones(1), 0)
+    client.window.write(operation.native, ["a"], [source], [None])
+    later: list[Any] = []
+    weakref.finalize(source.released, lambda: later.append(client.delete("later")))
+    client.sent[1].answer()
+    del operation, source
+    client.sent[0].answer()
+    client.sent.clear()
+    client.window.look(time.perf_counter())
+    gc.collect()
+    client.read("b")
+    assert stuck.done()
+    assert [message.keys for message in client.sent] == [["later"], ["b"]]
+    assert client.sent[1].request.oldest == client.sent[0].entries[0].sequence
+    client.end_time()
+    assert isinstance(later[0].exception(timeout=PATIENCE), TimeoutError)
+
+
+def test_the_error_of_a_write_is_that_of_the_disk_whatever_became_of_written(client: Client) -> None:
+    written = torch.zeros(1, dtype=torch.bool)
+    operation = Operation(client.operations, "write", ["a"], nbytes=4, written=written)
+    client.window.write(operation.native, ["a"], [source_of(torch.ones(1), 0)], [None])
+    written.resize_(5)
+    client.sent[0].answer({0: StorageError("no disk")})
+    assert isinstance(operation.future.exception(timeout=PATIENCE), StorageError)
 
 
 def test_an_answer_that_makes_no_sense_fails_its_requests(client: Client) -> None:

@@ -26,7 +26,12 @@ void write(const WindowPtr& self, const OperationPtr& operation, const Keys& key
            const py::sequence& expected) {
   std::vector<RequestPtr> requests;
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    requests.push_back(std::make_shared<WriteRequest>(keys[i], sources[i], expected[i], operation, i));
+    const auto request = std::make_shared<WriteRequest>(keys[i], sources[i], expected[i], operation, i);
+    // Not when it becomes ready: Python may raise, and may let other threads change the window.
+    if (request->nbytes >= kLarge && !request->expected.is_none()) {
+      request->due = call(self->expected_digest_class, request->key, request->nbytes, request->expected);
+    }
+    requests.push_back(request);
   }
   const auto copy_to_host = [&] {
     for (const RequestPtr& request : requests) static_cast<WriteRequest&>(*request).copy_to_host(self);

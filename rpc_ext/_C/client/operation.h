@@ -21,7 +21,10 @@ class Operation final {
   Operation(std::size_t count, bool has_values, py::object complete, py::object join);
 
   void end(std::size_t index, const py::object& value, const py::object& error);
-  void join(std::size_t index, const py::object& future) { call(join_, index, future); }
+  void join(std::size_t index, const py::object& future) {
+    const py::object join = join_;  // the end of the operation drops it
+    call(join, index, future);
+  }
   void set_digest(std::size_t index, std::uint64_t digest);
 
  private:

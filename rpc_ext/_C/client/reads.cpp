@@ -294,8 +294,9 @@ void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor
   } else if (!fill(data.nbytes(), [&] { host_.fill(begin, data); })) {
     return;
   }
-  if (--left_ > 0) return;
+  if (is_done() || --left_ > 0) return;
   const std::uint64_t all = expect_whole(window);
+  if (is_done()) return;
   if (is_on_device_) return end(window, call(target.attr("finish")), all);
   at::Tensor tensor;
   if (fill(found_.nbytes, [&] { tensor = host_.finish(found_); })) end(window, py::cast(std::move(tensor)), all);

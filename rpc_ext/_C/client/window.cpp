@@ -177,6 +177,12 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   }
 }
 
+// Takes the oldest request out of the queue, and drops it only then: that may run Python, which may call the window.
+void Window::take_oldest() {
+  const RequestPtr oldest = std::move(ages_.front());
+  ages_.pop_front();
+}
+
 void Window::set_timer(double due) { call(schedule_, shared_from_this(), due); }
 
 void Window::release_hold(const RequestPtr& request) {
@@ -271,7 +277,7 @@ void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor
     for (const RequestPtr& request : message.requests) last = std::max(last, request->deadline);
     timeout = std::max(last - now, kShortest);
   }
-  while (!ages_.empty() && ages_.front()->is_done()) ages_.pop_front();
+  while (!ages_.empty() && ages_.front()->is_done()) take_oldest();
   Request request;
   request.verb = message.verb;
   request.token = token;
@@ -338,7 +344,7 @@ bool Window::end(const RequestPtr& request, const py::object& value, const py::o
 void Window::unchain(const RequestPtr& request, bool was_sent) {
   RequestPtr before = request->previous;
   while (before != nullptr && before->is_done()) before = before->previous;
-  request->previous = before;
+  const RequestPtr replaced = std::exchange(request->previous, before);  // dropped at the end: see take_oldest
   if (const auto last = last_.find(request->key); last != last_.end() && last->second == request) {
     if (before == nullptr) {
       last_.erase(last);
@@ -363,7 +369,7 @@ std::optional<double> Window::look(double now) {
     const RequestPtr& oldest = ages_.front();
     if (!oldest->is_done() && !(0 < oldest->deadline && oldest->deadline <= now)) break;
     if (!oldest->is_done()) late.push_back(oldest);
-    ages_.pop_front();
+    take_oldest();
   }
   std::optional<double> due;
   if (!ages_.empty() && ages_.front()->deadline > 0) due = ages_.front()->deadline;

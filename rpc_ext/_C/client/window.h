@@ -162,6 +162,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   bool is_full(std::size_t verb) const;
   MessagePtr form_batch(std::size_t verb);
   void unchain(const RequestPtr& request, bool was_sent);
+  void take_oldest();
   void set_timer(double due);
 
   struct Ready {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "offload/bind_messages.h"
@@ -88,6 +89,7 @@ class WriteBatch final : public Message {
       places.emplace_back(line_after(end), length);
       end = places.back().first + length;
     }
+    if (end > buffer.nbytes()) throw std::invalid_argument("a tensor has grown while it was written");
     auto* const to = static_cast<std::byte*>(buffer.mutable_data_ptr());
     const auto copy_all = [&] {
       std::uint64_t at = 0;
@@ -141,12 +143,10 @@ class WriteBatch final : public Message {
 // A tensor that travels alone, or one part of it.
 class WritePart final : public Message {
  public:
-  // `due`: an ExpectedDigest of Python, or None.
-  WritePart(WindowPtr window, WriteRequestPtr request, std::uint32_t part, py::object due)
+  WritePart(WindowPtr window, WriteRequestPtr request, std::uint32_t part)
       : Message(std::move(window), Verb::put, {request}, size_of_part(request->nbytes, part)),
         request_(std::move(request)),
-        part_(part),
-        due_(std::move(due)) {}
+        part_(part) {}
 
   void start() override {
     if (!expects_answer()) return;
@@ -180,8 +180,8 @@ class WritePart final : public Message {
   std::uint64_t begin() const { return part_ * kPart; }
 
   void take_data(const py::object& data) {
-    digest_ =
-        (due_.is_none() ? call(window->digest, data) : call(due_.attr("add"), begin(), data)).cast<std::uint64_t>();
+    digest_ = (request_->due.is_none() ? call(window->digest, data) : call(request_->due.attr("add"), begin(), data))
+                  .cast<std::uint64_t>();
     data_ = data.cast<at::Tensor>();
     send();
   }
@@ -193,7 +193,6 @@ class WritePart final : public Message {
 
   const WriteRequestPtr request_;
   const std::uint32_t part_;
-  const py::object due_;
   at::Tensor data_;
   std::uint64_t digest_ = 0;
 };
@@ -256,11 +255,9 @@ void WriteRequest::copy_to_host(const WindowPtr& window) {
 
 std::vector<MessagePtr> WriteRequest::messages(const WindowPtr& window) {
   if (nbytes < kLarge) return {};
-  py::object due = py::none();
-  if (!expected.is_none()) due = call(window->expected_digest_class, key, nbytes, expected);
   std::vector<MessagePtr> messages;
   for (std::uint32_t part = 0; part < parts_of(nbytes); ++part) {
-    messages.push_back(std::make_shared<WritePart>(window, shared(), part, due));
+    messages.push_back(std::make_shared<WritePart>(window, shared(), part));
   }
   return messages;
 }

@@ -37,7 +37,8 @@ class WriteRequest final : public KeyRequest {
   const std::uint64_t nbytes;
   std::uint32_t left;  // parts that the service has not acknowledged
   const py::object source, expected;
-  at::Tensor data;  // all bytes on the host; undefined: they are on a device, or were released
+  py::object due = py::none();  // the ExpectedDigest of Python of a tensor in parts; None: any digest
+  at::Tensor data;              // all bytes on the host; undefined: they are on a device, or were released
 
  private:
   const bool is_on_device_;
