@@ -94,11 +94,11 @@ void call_python(py::handle callable, const PyObject* const* arguments, std::siz
   Py_DECREF(result);
 }
 
-py::object call_with(py::handle callable, const py::tuple& arguments) {
+py::object call_with(py::handle callable, const py::tuple& arguments, const py::dict& named) {
   PyObject* result = nullptr;
   {
     const Parked parked;
-    result = PyObject_CallObject(callable.ptr(), arguments.ptr());
+    result = PyObject_Call(callable.ptr(), arguments.ptr(), named.ptr());
   }
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);

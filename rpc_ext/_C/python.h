@@ -63,7 +63,7 @@ void call_python(py::handle callable, const Arguments&... arguments) {
 }
 
 // The same, with the result.
-py::object call_with(py::handle callable, const py::tuple& arguments);
+py::object call_with(py::handle callable, const py::tuple& arguments, const py::dict& named = {});
 
 template <class... Arguments>
 py::object call(py::handle callable, Arguments&&... arguments) {

@@ -25,13 +25,19 @@ using Keys = std::vector<std::string>;
 void write(const WindowPtr& self, const OperationPtr& operation, const Keys& keys, const py::sequence& sources,
            const py::sequence& expected) {
   std::vector<RequestPtr> requests;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    const auto request = std::make_shared<WriteRequest>(keys[i], sources[i], expected[i], operation, i);
-    // Not when it becomes ready: Python may raise, and may let other threads change the window.
-    if (request->nbytes >= kLarge && !request->expected.is_none()) {
-      request->due = call(self->expected_digest_class, request->key, request->nbytes, request->expected);
+  try {
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      const auto request = std::make_shared<WriteRequest>(keys[i], sources[i], expected[i], operation, i);
+      // Not when it becomes ready: Python may raise, and may let other threads change the window.
+      if (request->nbytes >= kLarge && !request->expected.is_none()) {
+        request->due = call(self->expected_digest_class, request->key, request->nbytes, request->expected);
+      }
+      requests.push_back(request);
     }
-    requests.push_back(request);
+  } catch (...) {
+    const py::object error = error_of(std::current_exception());
+    for (std::size_t i = 0; i < keys.size(); ++i) operation->end(i, py::none(), error);
+    throw;
   }
   const auto copy_to_host = [&] {
     for (const RequestPtr& request : requests) static_cast<WriteRequest&>(*request).copy_to_host(self);

@@ -9,8 +9,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "offload/bind_messages.h"
-
 namespace rpc_ext::offload::client {
 namespace {
 
@@ -52,26 +50,19 @@ class ReadBatch final : public Message {
   ReadBatch(WindowPtr window, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch)
       : Message(std::move(window), Verb::get, std::move(requests), nbytes, is_batch) {}
 
-  void start() override {
-    if (!expects_answer()) return;
-    window->mark_sent(requests);
-    std::vector<Entry> entries;
-    for (const RequestPtr& request : requests) entries.push_back(request->entry());
-    window->send(*this, std::move(entries), no_data());
-  }
+  void start() override { send_entries(); }
 
   void take(Answer&& answer) override {
     std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
     for (const Found& found : answer.entries) places.emplace_back(found.at, found.length);
     const auto digests = window->digests_of(answer.data, places).cast<std::vector<std::uint64_t>>();
-    std::vector<const Problem*> problems(requests.size());
-    for (const auto& [index, problem] : answer.errors) problems[index] = &problem;
+    const auto errors = errors_of(answer);
     std::vector<PartOf> rest;
     std::size_t at = 0;
     for (std::size_t i = 0; i < requests.size(); ++i) {
       const auto request = std::static_pointer_cast<ReadRequest>(requests[i]);
-      if (problems[i] != nullptr) {
-        window->end(request, py::none(), call(window->error_from, to_python(*problems[i])));
+      if (!errors[i].is_none()) {
+        window->end(request, py::none(), errors[i]);
         continue;
       }
       const Found& found = answer.entries[at];
@@ -112,16 +103,13 @@ class FetchParts final : public Message {
   }
 
   void take(Answer&& answer) override {
-    std::vector<const Problem*> problems(parts_.size());
-    for (const auto& [index, problem] : answer.errors) problems[index] = &problem;
+    auto errors = errors_of(answer);
     std::size_t at = 0;
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       const auto& [request, part] = parts_[i];
-      py::object error = py::none();
+      py::object& error = errors[i];
       try {
-        if (problems[i] != nullptr) {
-          error = call(window->error_from, to_python(*problems[i]));
-        } else {
+        if (error.is_none()) {
           const Found& found = answer.entries[at++];
           request->take_part(*window, part, bytes_at(answer.data, found), found.digest);
         }
@@ -173,9 +161,9 @@ void HostTarget::expect(const std::string& key, const Found& found) const {
 
 at::Tensor HostTarget::whole(const Found& found, const at::Tensor& data) {
   const at::Tensor tensor = data.view(found.dtype).reshape(found.sizes);
-  if (out_) {
-    copy_to(*out_, tensor);
-    return *out_;
+  if (const std::optional<at::Tensor> out = out_) {  // the end of the request drops out_
+    copy_to(*out, tensor);
+    return *out;
   }
   if (tensor.storage().nbytes() <= tensor.nbytes()) return tensor;
   at::Tensor alone = at::empty(found.sizes, at::TensorOptions().dtype(found.dtype).device(c10::kCPU));

@@ -1,20 +1,15 @@
 #include "client/window.h"
 
-#include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <stdexcept>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
 
-#include "offload/bind_messages.h"
 #include "offload/order.h"
-#include "offload/parser.h"
 
 namespace rpc_ext::offload::client {
 namespace {
@@ -48,71 +43,6 @@ class Abandon final : public Message {
 };
 
 }  // namespace
-
-py::object error_of(const std::exception_ptr& error) {
-  py::object found;
-  try {
-    std::rethrow_exception(error);
-  } catch (py::error_already_set& e) {
-    found = e.value();
-    PyException_SetTraceback(found.ptr(), Py_None);
-  } catch (const std::bad_alloc&) {
-    found = py::reinterpret_borrow<py::object>(PyExc_MemoryError)();
-  } catch (const std::invalid_argument& e) {
-    found = py::reinterpret_borrow<py::object>(PyExc_ValueError)(e.what());
-  } catch (const c10::Error& e) {
-    found = py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(e.what_without_backtrace());
-  } catch (const std::exception& e) {
-    found = py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(e.what());
-  }
-  return found;
-}
-
-// ---- KeyRequest
-
-KeyRequest::KeyRequest(Verb verb, std::string key, OperationPtr operation, std::size_t index, std::uint64_t weight)
-    : verb(verb), key(std::move(key)), index(index), weight(weight), operation(std::move(operation)) {}
-
-Entry KeyRequest::entry() const {
-  const KeyRequest* before = previous.get();
-  while (before != nullptr && before->is_done()) before = before->previous.get();  // it was dropped, and not sent
-  Entry entry;
-  entry.sequence = sequence;
-  entry.after = before == nullptr ? 0 : before->sequence;
-  entry.expires = deadline;
-  entry.key = key;
-  return entry;
-}
-
-// ---- Message
-
-Message::Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch)
-    : window(std::move(window)), verb(verb), is_batch(is_batch), requests(std::move(requests)), nbytes(nbytes) {}
-
-bool Message::expects_answer() {
-  std::erase_if(requests, [](const RequestPtr& request) { return request->is_done(); });
-  if (requests.empty()) window->release(*this);
-  return !requests.empty();
-}
-
-void Message::answered(std::string_view body, const std::vector<at::Tensor>& tensors) {
-  window->release(*this);
-  try {
-    const c10::InferenceMode plain(false);
-    take(parse_answer(verb, requests.size(), body, tensors));
-  } catch (...) {
-    const py::object error = error_of(std::current_exception());
-    for (const RequestPtr& request : std::vector(requests)) window->end(request, py::none(), error, false);
-  }
-}
-
-void Message::failed(const py::object& error) {
-  PyException_SetTraceback(error.ptr(), Py_None);
-  window->release(*this);
-  for (const RequestPtr& request : std::vector(requests)) window->end(request, py::none(), error, false);
-}
-
-// ---- Window
 
 Window::Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
                double seconds, py::object buffers)
@@ -364,25 +294,24 @@ void Window::abandon(const RequestPtr& request) { enqueue({std::make_shared<Aban
 
 std::optional<double> Window::look(double now) {
   const bool was_held = std::exchange(is_held_, false);
-  std::vector<RequestPtr> late;
   while (!ages_.empty()) {
-    const RequestPtr& oldest = ages_.front();
-    if (!oldest->is_done() && !(0 < oldest->deadline && oldest->deadline <= now)) break;
-    if (!oldest->is_done()) late.push_back(oldest);
-    take_oldest();
-  }
-  std::optional<double> due;
-  if (!ages_.empty() && ages_.front()->deadline > 0) due = ages_.front()->deadline;
-  timer_runs_ = due.has_value();
-  for (const RequestPtr& request : late) {
-    const bool waits = request->state == KeyRequest::State::waiting;
+    const RequestPtr oldest = ages_.front();
+    if (oldest->is_done()) {
+      take_oldest();
+      continue;
+    }
+    if (oldest->deadline == 0 || oldest->deadline > now) break;
+    const bool waits = oldest->state == KeyRequest::State::waiting;
     std::array<char, 32> limit{};
     std::snprintf(limit.data(), limit.size(), "%g", seconds_);
     const std::string message = "worker '" + worker_ + "' took more than " + limit.data() + " s; " +
                                 (waits ? "it was not sent: there was no room" : "it has no reply");
-    end(request, py::none(), py::reinterpret_borrow<py::object>(PyExc_TimeoutError)(message), false);
+    end(oldest, py::none(), py::reinterpret_borrow<py::object>(PyExc_TimeoutError)(message), false);
   }
   if (was_held) go_on();
+  std::optional<double> due;
+  if (!ages_.empty() && ages_.front()->deadline > 0) due = ages_.front()->deadline;
+  timer_runs_ = due.has_value();
   return due;
 }
 

@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "offload/bind_messages.h"
 #include "part.h"
 
 namespace rpc_ext::offload::client {
@@ -36,7 +35,7 @@ class WriteBatch final : public Message {
     if (room < kLeastPooled) return fill(bytes_of(room));
     const py::object taken = call(window->buffers.attr("take"), room);
     if (call(taken.attr("done")).cast<bool>()) return fill(call(taken.attr("value")).cast<at::Tensor>());
-    when_done(taken, [self = shared_from_this()](const py::object& done) {
+    window->when_done(taken, [self = shared_from_this()](const py::object& done) {
       auto& batch = static_cast<WriteBatch&>(*self);
       try {
         batch.fill(call(done.attr("value")).cast<at::Tensor>());
@@ -56,11 +55,7 @@ class WriteBatch final : public Message {
     Message::failed(error);
   }
 
-  void take(Answer&& answer) override {
-    std::vector<py::object> errors(requests.size(), py::none());
-    for (const auto& [index, problem] : answer.errors) errors[index] = call(window->error_from, to_python(problem));
-    for (std::size_t i = 0; i < requests.size(); ++i) window->end(requests[i], py::none(), errors[i]);
-  }
+  void take(Answer&& answer) override { end_all(answer); }
 
  private:
   struct Place {
@@ -153,7 +148,7 @@ class WritePart final : public Message {
     if (data_.defined()) return send();
     const py::object part = call(request_->source.attr("part"), begin(), nbytes);
     if (!py::isinstance(part, window->future_class)) return take_data(part);
-    when_done(part, [self = shared_from_this()](const py::object& done) {
+    window->when_done(part, [self = shared_from_this()](const py::object& done) {
       auto& message = static_cast<WritePart&>(*self);
       try {
         message.take_data(call(done.attr("value")));
@@ -164,8 +159,7 @@ class WritePart final : public Message {
   }
 
   void take(Answer&& answer) override {
-    const py::object error =
-        answer.errors.empty() ? py::none() : call(window->error_from, to_python(answer.errors.front().second));
+    const py::object error = errors_of(answer).front();
     --request_->left;
     if (!error.is_none() || request_->left == 0) window->end(request_, py::none(), error);
     if (!error.is_none() && request_->nbytes > kPart) window->abandon(request_);
@@ -202,19 +196,8 @@ class DeleteBatch final : public Message {
   DeleteBatch(WindowPtr window, std::vector<RequestPtr> requests)
       : Message(std::move(window), Verb::erase, std::move(requests), 0, true) {}
 
-  void start() override {
-    if (!expects_answer()) return;
-    window->mark_sent(requests);
-    std::vector<Entry> entries;
-    for (const RequestPtr& request : requests) entries.push_back(request->entry());
-    window->send(*this, std::move(entries), no_data());
-  }
-
-  void take(Answer&& answer) override {
-    std::vector<py::object> errors(requests.size(), py::none());
-    for (const auto& [index, problem] : answer.errors) errors[index] = call(window->error_from, to_python(problem));
-    for (std::size_t i = 0; i < requests.size(); ++i) window->end(requests[i], py::none(), errors[i]);
-  }
+  void start() override { send_entries(); }
+  void take(Answer&& answer) override { end_all(answer); }
 };
 
 }  // namespace
@@ -246,8 +229,7 @@ void WriteRequest::copy_to_host(const WindowPtr& window) {
     }
   };
   try {
-    call(source.attr("part"), 0, nbytes)
-        .attr("add_done_callback")(py::cpp_function(go_on), py::arg("executor") = window->offload_thread);
+    window->when_done(call(source.attr("part"), 0, nbytes), go_on);
   } catch (...) {
     window->end(shared_from_this(), py::none(), error_of(std::current_exception()));
   }
