@@ -10,13 +10,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
 
-__all__ = ["Timed", "cancel", "cancel_after", "expire", "schedule"]
+__all__ = ["Timed", "cancel", "expire", "schedule"]
 
 _logger = logging.getLogger("rpc_ext.timer")
 _AFTER_FAILURE = 1.0  # seconds from a `look` that has raised to the next one
@@ -126,31 +125,22 @@ atexit.register(_timer.end)
 
 def expire(future: CUDAFuture[Any], seconds: float, message: str) -> None:
     """Fail a future with TimeoutError if it is not done in time (0: no limit)."""
-    _end_after(future, seconds, lambda late: late.set_exception(TimeoutError(message)))
-
-
-def cancel_after(future: CUDAFuture[Any], seconds: float) -> None:
-    """Cancel a future if it is not done in time (0: no limit)."""
-    _end_after(future, seconds, lambda late: late.cancel())
-
-
-def _end_after(future: CUDAFuture[Any], seconds: float, end: Callable[[CUDAFuture[Any]], object]) -> None:
     if seconds and not future.done():
-        expiry = _Expiry(future, end)
+        expiry = _Expiry(future, message)
         schedule(expiry, time.perf_counter() + seconds)
         future.add_done_callback(expiry.release, executor=executors.inline)
 
 
 class _Expiry:
-    def __init__(self, future: CUDAFuture[Any], end: Callable[[CUDAFuture[Any]], object]) -> None:
+    def __init__(self, future: CUDAFuture[Any], message: str) -> None:
         self._future: CUDAFuture[Any] | None = future
-        self._end = end
+        self._message = message
 
     def look(self, _: float) -> None:
         future = self._future
         if future is not None:
             with contextlib.suppress(InvalidStateError):  # it has just completed
-                self._end(future)
+                future.set_exception(TimeoutError(self._message))
 
     def release(self, _: object) -> None:
         """Release the future and its value before the timeout."""

@@ -8,7 +8,6 @@ import torch
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.storage import Buffer, BufferPool
-from rpc_ext._timer import cancel_after
 
 __all__ = ["SendBuffers", "offload_thread"]
 
@@ -20,7 +19,7 @@ thread: a callback of the program that blocks that thread stalls no client and n
 
 
 class SendBuffers:
-    """Buffers that one sender fills for one receiver: a client for its service, or a session for its client.
+    """Buffers that a client fills for its service.
 
     A slow receiver does not block the others. A buffer is in use until its message has been sent, even if the request
     times out before. A message takes one buffer and waits for nothing that needs another, so messages that hold
@@ -33,12 +32,8 @@ class SendBuffers:
     def __init__(self, nbytes: int) -> None:
         self._pool = BufferPool(nbytes, pin=False)
 
-    def take(self, nbytes: int, seconds: float = 0.0) -> CUDAFuture[torch.Tensor]:
-        """Return a future of `nbytes` uninitialized bytes in a storage of their own.
-
-        The future fails with TimeoutError after `seconds` (0: no limit), and with InvalidStateError when the buffers
-        are closed.
-        """
+    def take(self, nbytes: int) -> CUDAFuture[torch.Tensor]:
+        """Return a future of `nbytes` uninitialized bytes in a storage of their own."""
         if nbytes < _LEAST:
             return CUDAFuture.completed(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         taken = self._pool.take(nbytes)
@@ -47,12 +42,7 @@ class SendBuffers:
         # A future of its own: children of the pool's would have the callback thread for their default executor.
         future: CUDAFuture[torch.Tensor] = CUDAFuture(executor=offload_thread)
         taken.add_done_callback(partial(_pass_on, future), executor=offload_thread)
-        cancel_after(taken, seconds)
         return future
-
-    def close(self) -> None:
-        """Fail the pending futures."""
-        self._pool.close()
 
 
 def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> None:
@@ -66,7 +56,5 @@ def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> Non
 
 def _tensor_of(taken: CUDAFuture[Buffer]) -> torch.Tensor:
     """Return the tensor of a buffer. The buffer is released when the tensor is dropped."""
-    if taken.cancelled():
-        raise TimeoutError("no buffer was free in time")
     with taken.value() as buffer:
         return buffer.tensor

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc_ext import _C
-from rpc_ext.offload._errors import error_from
 
 __all__ = [
     "ABANDON",
@@ -24,26 +23,17 @@ __all__ = [
     "LONGEST_NAME",
     "MOST_DIMENSIONS",
     "MOST_ENTRIES",
-    "NO_DATA",
     "PACK",
     "PIECE",
     "PUT",
     "TOKEN",
     "VERSION",
-    "Answer",
-    "Entry",
-    "Fetch",
-    "Found",
     "Operation",
-    "Part",
     "Put",
     "Request",
-    "data_of",
     "expect_key",
     "expect_sendable",
     "pack_answer",
-    "pack_request",
-    "parse_answer",
     "parts_of",
 ]
 
@@ -63,7 +53,6 @@ VERSION = _C.OFFLOAD_VERSION
 MOST_DIMENSIONS = _C.MOST_DIMENSIONS
 DTYPES: tuple[torch.dtype, ...] = tuple(_C.offload_dtypes())
 """dtypes that can be sent"""
-NO_DATA = torch.empty(0, dtype=torch.uint8)
 
 
 class Operation(NamedTuple):
@@ -91,36 +80,6 @@ class Put(NamedTuple):
     digest: int  # of the part's bytes
 
 
-class Fetch(NamedTuple):
-    """An entry of FETCH: a part of a tensor that an earlier GET has found."""
-
-    sequence: int
-    part: int
-
-
-class Found(NamedTuple):
-    """An entry of the answer to GET."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    at: int
-    length: int  # bytes of the first part in the data; 0 for a non-empty tensor: FETCH sends all parts
-    digest: int  # of those bytes
-    kept: tuple[int, int] | None  # digest of the whole tensor in the store, and its seed
-
-
-class Part(NamedTuple):
-    """An entry of the answer to FETCH."""
-
-    at: int
-    length: int
-    digest: int
-
-
-Entry = Operation | Put | Fetch
-
-
 class Request(NamedTuple):
     """A request, parsed by the service."""
 
@@ -129,15 +88,7 @@ class Request(NamedTuple):
     sent: float  # on the client's monotonic clock
     oldest: int  # the lowest sequence number of an operation that is not done at the client
     service: str
-    entries: list[Entry]
-    data: torch.Tensor
-
-
-class Answer(NamedTuple):
-    """A reply, parsed by the client."""
-
-    errors: dict[int, BaseException]  # by index of the entry
-    entries: list[Found | Part]  # of the entries without an error; empty for verbs without entries
+    entries: list[Any]
     data: torch.Tensor
 
 
@@ -171,36 +122,12 @@ def expect_sendable(dtype: torch.dtype, dimensions: int) -> None:
         raise ValueError(f"a tensor has at most {MOST_DIMENSIONS} dimensions, not {dimensions}")
 
 
-def pack_request(
-    verb: int, token: bytes, sent: float, oldest: int, service: str, entries: Sequence[Entry], data: torch.Tensor
-) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the body and the tensors of a request."""
-    return _C.pack_request(verb, token, sent, oldest, service, entries, data)
-
-
-def data_of(data: torch.Tensor, entry: Put | Found | Part) -> torch.Tensor:
-    """Return the bytes of an entry."""
-    begin = entry.at if entry.length else 0  # an empty entry has any offset, but views need an aligned one
-    return data[begin : begin + entry.length]
-
-
 def pack_answer(
     verb: int,
     count: int,
     problems: Sequence[tuple[int, tuple[Any, ...]]] = (),
-    entries: Sequence[Found | Part] = (),
+    entries: Sequence[tuple[Any, ...]] = (),
     data: torch.Tensor | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Return the body and the tensors of the reply to a request with `count` entries."""
     return _C.pack_answer(verb, count, problems, entries, data)
-
-
-def parse_answer(verb: int, count: int, body: bytes, tensors: list[torch.Tensor]) -> Answer:
-    """Return the reply to a request with `count` entries.
-
-    Raises:
-        ValueError: the message is no such reply.
-    """
-    problems, entries, data = _C.parse_answer(verb, count, body, tensors)
-    make = Found if verb == GET else Part
-    return Answer({i: error_from(problem) for i, problem in problems}, [make(*entry) for entry in entries], data)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cudafuture.errors import InvalidStateError
+from offload import messages as wire
+from offload.messages import Fetch
 from rpc_ext import OffloadService, RemoteOffloader, serve_offload
-from rpc_ext.offload import _wire as wire
-from rpc_ext.offload._wire import PIECE, Fetch
+from rpc_ext.offload._wire import PIECE
 from unit.storing import PATIENCE
 from world.offload_seams import change_of, send
 from world.rpc_callees import ME, alone, wait_for

@@ -16,8 +16,8 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
 from cudafuture.storage import digest
+from offload import messages as wire
 from rpc_ext import _C
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._buffers import SendBuffers
 from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._operation import Operation, Operations

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cudafuture.errors import AuthenticationError, NotFoundError, StorageError
+from offload import messages as wire
+from offload.messages import Fetch, Found, Part, pack_request, parse_answer
 from rpc_ext import _C
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._errors import error_from, problem_of
-from rpc_ext.offload._wire import PIECE, Fetch, Found, Operation, Part, Put, pack_answer, pack_request, parse_answer
+from rpc_ext.offload._wire import PIECE, Operation, Put, pack_answer
 from soak import soak_count
 
 TOKEN = bytes(range(wire.TOKEN))

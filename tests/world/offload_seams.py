@@ -20,10 +20,10 @@ import torch
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Engine, digest
+from offload import messages as wire
 from rpc_ext import _C, OffloadService, RemoteOffloader
 from rpc_ext._channel import Channel, Listener, Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
 from unit.storing import flip, slabs
 from world.rpc_callees import PATIENCE, wait_for

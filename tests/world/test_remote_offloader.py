@@ -18,10 +18,10 @@ from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
 from cudafuture.storage import Engine
 from cudafuture.storage.engine import PAGE
+from offload import messages as wire
 from rpc_ext import _C, rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN

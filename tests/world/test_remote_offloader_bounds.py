@@ -22,9 +22,9 @@ from cudafuture.errors import (
 )
 from cudafuture.storage import Offloader, digest
 from cudafuture.storage.engine import PAGE
+from offload import messages as wire
 from rpc_ext import rpc_sync
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload

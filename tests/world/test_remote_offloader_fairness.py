@@ -16,8 +16,8 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, collect_all, wait_all
 from cudafuture.storage import Engine
+from offload import messages as wire
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload

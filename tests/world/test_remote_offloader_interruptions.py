@@ -16,12 +16,12 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, collect_all, gather, wait_all
 from cudafuture.errors import InvalidStateError
+from offload import messages as wire
 from rpc_ext import OffloadService, RemoteOffloader, _timer, rpc_async, serve_offload
 from rpc_ext import session as sessions
 from rpc_ext._channel import Channel, Reply
 from rpc_ext._destination import Destination
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import PIECE
 from world.offload_seams import HandledInPython, Kept, expect_idle, handler_of, set_timeout

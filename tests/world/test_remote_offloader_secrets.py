@@ -17,9 +17,9 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture.errors import AuthenticationError, ChecksumError
 from cudafuture.testing import World
+from offload import messages as wire
 from rpc_ext import OffloadService, RemoteOffloader, _codec, _listeners, serve_offload
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._wire import PIECE
 from world.attacker import SEAL_SIZE, Stranger, key_of
 from world.middleman import FROM, TO, joined, relayed

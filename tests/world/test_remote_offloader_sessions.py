@@ -23,12 +23,13 @@ from cudafuture.errors import (
     QuotaError,
 )
 from cudafuture.storage import Offloader
+from offload import messages as wire
+from offload.messages import Fetch, Found, Part, data_of
 from rpc_ext import _C, OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
-from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
-from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Fetch, Found, Part, Put, data_of
+from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
 from world.offload_history import content_of
 from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
 from world.ranks import run_ranks

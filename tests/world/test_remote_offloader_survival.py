@@ -53,7 +53,7 @@ def use_a_server_that_dies(rank: int, store: str, folder: str, reads: bool) -> l
             assert isinstance(error, (WorkerLostError, LookupError)), error
             assert "callee" in str(error) or "callee" in "".join(getattr(error, "__notes__", ()))
     assert isinstance(remote.write("late", torch.ones(1)).exception(timeout=LONG), WorkerLostError)
-    # what tells the worker that operations were given up ends after their futures
+    # the messages that abandon operations end after the futures of the operations
     wait_for(lambda: session.statistics().destinations["callee"].in_flight == 0)
     rpc_ext.shutdown(graceful=False)
     return [f"new {i}" for i, error in enumerate(errors) if error is None] if not reads else []
