@@ -74,7 +74,7 @@ def test_a_failure_of_the_program_is_not_hidden_by_one_of_the_device(alone: Call
         try:
             call()
         except ValueError as e:
-            assert "in program order" in str(e)
+            assert "of the program" in str(e)
         else:
             raise AssertionError("no error")
     """
