@@ -5,24 +5,15 @@ from __future__ import annotations
 import collections
 import errno
 import threading
-import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from rpc_ext._C import Histogram
+from rpc_ext import _C
 from rpc_ext._codec import DeviceMap
 from rpc_ext._statistics import DestinationStatistics
 
 __all__ = ["Destination"]
-
-
-class Admitted(Protocol):
-    """The attributes of a call that this module uses."""
-
-    size: int
-    started: float
-    settled: bool
 
 
 class _Waiter(NamedTuple):
@@ -30,34 +21,22 @@ class _Waiter(NamedTuple):
     admitted: CUDAFuture[None]  # completed under the lock
 
 
-class Destination:
+class Destination(_C.Destination):
     """A worker, and the calls and bytes in flight to it, which are limited. Further calls wait, in order.
 
-    A call of more bytes than the limit is sent when no other call is in flight.
+    A call of more bytes than the limit is sent when no other call is in flight. The native class counts the calls; this
+    one adds those that wait.
     """
 
     def __init__(self, name: str, rank: int, devices: DeviceMap, max_calls: int, max_bytes: int) -> None:
-        self.name, self.rank, self.devices = name, rank, devices
-        self._max_calls, self._max_bytes = max_calls, max_bytes
+        super().__init__(name, rank, max_calls, max_bytes)
+        self.devices = devices
         self.batches: set[Any] = set()  # open batches
-        self.is_closed = False
-        """True after the shutdown of RPC: calls in flight get no reply any more"""
-        self._lock = threading.Lock()  # guards all that follows; a leaf
-        self._calls = self._bytes = 0  # in flight
+        self._lock = threading.Lock()  # guards what follows, and `waiting` and `is_awaited`; a leaf
         self._waiters: collections.deque[_Waiter] = collections.deque()
         self._idle: CUDAFuture[None] | None = None  # completes when no call is in flight
-        self._made = self._failed = self._sent = self._received = 0
-        self._latencies = Histogram()
 
     # ---- admission
-
-    def try_admit(self, size: int) -> bool:
-        """Take room for a call of `size` bytes; return False if there is none, or if other calls wait for room."""
-        with self._lock:
-            if self._waiters or not self._fits(size):
-                return False
-            self._take(1, size)
-            return True
 
     def admit(self, size: int, timeout: float) -> None:
         """Wait until there is room for a call of `size` bytes, and take it.
@@ -67,46 +46,40 @@ class Destination:
             InvalidStateError: RPC was shut down.
         """
         with self._lock:
-            if not self._waiters and self._fits(size):
-                self._take(1, size)
+            if self.try_admit(size):
                 return
             if self.is_closed:  # no later call would admit this one
                 raise self._ended()
             waiter = _Waiter(size, CUDAFuture())
             self._waiters.append(waiter)
+            self.waiting += 1
+            self._admit_waiters()  # a call may have ended since there was no room
         try:
             waiter.admitted.wait(timeout=timeout or None)
         except TimeoutError:
             if self._leave_queue(waiter):
+                counts = self.counts()
                 raise TimeoutError(
-                    f"no room for another call to worker '{self.name}' within {timeout:g} s: {self._calls} calls and "
-                    f"{self._bytes} bytes are in flight"
+                    f"no room for another call to worker '{self.name}' within {timeout:g} s: {counts['in_flight']} "
+                    f"calls and {counts['bytes_in_flight']} bytes are in flight"
                 ) from None
             waiter.admitted.value()  # the waiter was admitted after the timeout, or RPC was shut down
         except BaseException:
             if not self._leave_queue(waiter) and waiter.admitted.exception() is None:
-                self._give_back(size)
+                self.give_back(size)
             raise
 
     def would_block(self) -> BlockingIOError:
         """Return the error of a non-blocking call without room."""
+        counts = self.counts()
         return BlockingIOError(
             errno.EAGAIN,
-            f"{self._calls} calls and {self._bytes} bytes are in flight to worker '{self.name}' "
-            f"(at most {self._max_calls} and {self._max_bytes})",
+            f"{counts['in_flight']} calls and {counts['bytes_in_flight']} bytes are in flight to worker '{self.name}' "
+            f"(at most {self.max_calls} and {self.max_bytes})",
         )
 
     def _ended(self) -> InvalidStateError:
         return InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
-
-    def _fits(self, size: int) -> bool:
-        return self._calls == 0 or (self._calls < self._max_calls and self._bytes + size <= self._max_bytes)
-
-    def _take(self, calls: int, size: int) -> None:
-        self._calls += calls
-        self._bytes += size
-        self._made += calls
-        self._sent += size
 
     def _leave_queue(self, waiter: _Waiter) -> bool:
         """Remove a waiter; return False if it has been admitted or refused."""
@@ -114,47 +87,34 @@ class Destination:
             if waiter.admitted.done():
                 return False
             self._waiters.remove(waiter)
-            self._note_room()
+            self.waiting -= 1
+            self._admit_waiters()
             return True
 
-    def _give_back(self, size: int) -> None:
-        """Undo the admission of a call that is not sent."""
+    def _admit_waiters(self) -> None:
+        """Admit waiters for which there is room. Called under the lock."""
+        while self._waiters and self.take_room(self._waiters[0].size):
+            self.waiting -= 1
+            self._waiters.popleft().admitted.set_result(None)
+
+    def note_room(self) -> None:
+        """Admit waiters, and end ``wait_until_idle`` if no call is left. The native class calls this."""
         with self._lock:
-            self._take(-1, -size)
-            self._note_room()
+            self._admit_waiters()
+            self._note_idle()
 
-    def _note_room(self) -> None:
-        """Admit waiters for which there is room; end ``wait_until_idle`` if no call is left. Called under the lock."""
-        while self._waiters and self._fits(self._waiters[0].size):
-            waiter = self._waiters.popleft()
-            self._take(1, waiter.size)
-            waiter.admitted.set_result(None)
-        if self._idle is not None and self._calls == 0:
-            self._idle.set_result(None)
-            self._idle = None
-
-    # ---- the end of a call
-
-    def finish(self, call: Admitted, received: int, failed: bool) -> bool:
-        """Count the end of a call with a reply of `received` bytes; return False if it was counted before."""
-        took = int(1e9 * (time.perf_counter() - call.started))
-        with self._lock:
-            if call.settled:
-                return False
-            call.settled = True
-            self._calls -= 1
-            self._bytes -= call.size
-            self._received += received
-            self._failed += failed
-            self._latencies.add(took)
-            if self._waiters or self._idle is not None:
-                self._note_room()
-        return True
+    def _note_idle(self) -> None:
+        if self._idle is not None and self.in_flight == 0:
+            self.is_awaited = False
+            idle, self._idle = self._idle, None
+            idle.set_result(None)
 
     def flush(self) -> None:
         """Send the calls that wait in batches."""
         for batch in list(self.batches):
             batch.flush()
+
+    # ---- the end
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no call is in flight.
@@ -163,14 +123,16 @@ class Destination:
             TimeoutError: calls are still in flight after `timeout` seconds.
         """
         with self._lock:
-            if self._calls == 0:  # then no call waits for room
-                return
-            idle = self._idle = CUDAFuture[None]()
+            if self._idle is None:
+                self._idle = CUDAFuture()
+            idle = self._idle
+            self.is_awaited = True
+            self._note_idle()
         try:
             idle.wait(timeout=timeout)
         except TimeoutError:
             raise TimeoutError(
-                f"worker '{self.name}' has not answered {self._calls} calls within {timeout:g} s"
+                f"worker '{self.name}' has not answered {self.in_flight} calls within {timeout:g} s"
             ) from None
 
     def close(self) -> None:
@@ -178,20 +140,16 @@ class Destination:
         with self._lock:
             self.is_closed = True
             while self._waiters:
+                self.waiting -= 1
                 self._waiters.popleft().admitted.set_exception(self._ended())
 
     def statistics(self) -> DestinationStatistics:
         """Return the statistics so far."""
-        with self._lock:
-            return DestinationStatistics(
-                calls=self._made,
-                failed=self._failed,
-                in_flight=self._calls,
-                bytes_in_flight=self._bytes,
-                waiting=len(self._waiters),
-                bytes_sent=self._sent,
-                bytes_received=self._received,
-                latency_p50=self._latencies.quantile(0.5),
-                latency_p99=self._latencies.quantile(0.99),
-                latencies=tuple(self._latencies.buckets()),
-            )
+        latencies = self.latencies
+        return DestinationStatistics(
+            **self.counts(),
+            waiting=self.waiting,
+            latency_p50=latencies.quantile(0.5),
+            latency_p99=latencies.quantile(0.99),
+            latencies=tuple(latencies.buckets()),
+        )

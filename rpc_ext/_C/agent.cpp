@@ -30,18 +30,16 @@ void expect_on_host(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-void deliver(Held& listener, rpc::JitFuture& future) {
+void deliver(CallListener& listener, rpc::JitFuture& future) {
   const Gil gil;
   if (!gil) return;
   try {
     if (future.hasError()) {
-      const std::string message = future.tryRetrieveErrorMessage();  // of whatever bytes
-      call_python(listener.get().attr("on_error"), py::int_(static_cast<int>(kind_of(future, message))),
-                  py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
+      const std::string message = future.tryRetrieveErrorMessage();
+      listener.on_error(kind_of(future, message), message);
     } else {
       const auto reply = future.constValue().toCustomClass<rpc::Message>();
-      call_python(listener.get().attr("on_reply"), py::bytes(reply->payload().data(), reply->payload().size()),
-                  py::cast(reply->tensors()));
+      listener.on_reply({reply->payload().data(), reply->payload().size()}, reply->tensors());
     }
   } catch (py::error_already_set& e) {
     e.discard_as_unraisable("rpc_ext: completing a call");
@@ -102,7 +100,7 @@ void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::
 }
 
 void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
-                 std::shared_ptr<Held> listener) {
+                 std::shared_ptr<CallListener> listener) {
   expect_storages(tensors);
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_CALL);

@@ -19,6 +19,16 @@ namespace rpc_ext {
 // How a call of ours failed before the callee could say anything.
 enum class Failure { other = 0, timeout = 1, refused = 2 };
 
+// Takes the outcome of one call. A thread of the agent, or the one that makes the call, calls one of its methods, once,
+// with the GIL; what they raise is reported as unraisable.
+class CallListener {
+ public:
+  virtual ~CallListener() = default;
+  virtual void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) = 0;
+  virtual void on_error(Failure kind, const std::string& message) = 0;  // of whatever bytes
+  virtual void drop() = 0;                                              // releases what needs the GIL, with the GIL
+};
+
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
 class Agent final : public rpc::TensorPipeAgent {
  public:
@@ -39,14 +49,16 @@ class Agent final : public rpc::TensorPipeAgent {
   c10::intrusive_ptr<rpc::JitFuture> send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                           float timeout_seconds, const rpc::DeviceMap& device_map) override;
 
-  // Sends a payload of ours. The listener's on_reply(payload, tensors), or on_error(failure, message), is called once,
-  // by a thread of the agent or by this one. Called without the GIL.
+  // Sends a payload of ours. Called without the GIL.
   void call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
-            std::shared_ptr<Held> listener);
+            std::shared_ptr<CallListener> listener);
 
   // Closes all connections, fails the calls that are under way, and waits for the functions that run here, as long as
   // `patience`. False where some still run: what they use lives on. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
+
+  // False once torch's shutdown has removed it.
+  bool is_current() const { return isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this; }
 
   // Messages sent so far, whoever made them.
   std::uint64_t sent() const { return sent_.load(); }

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "channel.h"
+#include "message_handler.h"
 #include "python.h"
 #include "reply.h"
 

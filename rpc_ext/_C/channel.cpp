@@ -1,26 +1,113 @@
 #include "channel.h"
 
-#include <array>
-#include <mutex>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
 #include <utility>
+
+#include "clock.h"
+#include "message_handler.h"
 
 namespace rpc_ext {
 namespace {
 
-std::mutex handlers_mutex;  // guards the handlers; nothing is taken under it
-std::array<std::shared_ptr<MessageHandler>, 256> message_handlers;
+// A message in flight.
+class SentMessage final : public CallListener {
+ public:
+  SentMessage(std::shared_ptr<const Channel> channel, std::shared_ptr<MessageListener> listener, std::uint64_t size,
+              double seconds)
+      : state_(std::make_unique<State>(std::move(channel), std::move(listener))), size_(size), seconds_(seconds) {}
+
+  ~SentMessage() override {
+    if (state_ == nullptr) return;
+    if (const Gil gil; gil) {
+      drop();
+    } else {
+      state_.release();  // Python is going away: leaked
+    }
+  }
+
+  void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) override {
+    std::uint64_t received = payload.size();
+    for (const at::Tensor& tensor : tensors) received += tensor.nbytes();
+    const bool is_answer = payload.starts_with(kAnswerHeader);
+    state_->channel->destination().finish(size_, started_, received, !is_answer);
+    if (is_answer) {
+      state_->listener->answered(payload.substr(kChannelHeader), tensors);
+    } else {
+      state_->listener->failed(state_->channel->error(payload));
+    }
+  }
+
+  void on_error(Failure kind, const std::string& message) override {
+    state_->channel->destination().finish(size_, started_, 0, true);
+    state_->listener->failed(state_->channel->error(kind, message, seconds_));
+  }
+
+  void drop() override { state_.reset(); }
+
+ private:
+  // What only a thread with the GIL may drop.
+  struct State {
+    State(std::shared_ptr<const Channel> channel, std::shared_ptr<MessageListener> listener)
+        : channel(std::move(channel)), listener(std::move(listener)) {}
+
+    const std::shared_ptr<const Channel> channel;
+    const std::shared_ptr<MessageListener> listener;
+  };
+
+  std::unique_ptr<State> state_;
+  const std::uint64_t size_;
+  const double seconds_;
+  const double started_ = now();
+};
 
 }  // namespace
 
-void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler) {
-  const std::lock_guard lock(handlers_mutex);
-  message_handlers.at(number).swap(handler);
+Channel::Channel(const std::shared_ptr<Agent>& agent, py::object destination, unsigned char number, std::string name,
+                 Errors errors)
+    : agent_(agent),
+      process_(getpid()),
+      destination_(std::move(destination)),
+      to_(destination_.cast<DestinationPtr>()),
+      name_(std::move(name)),
+      header_(header_of(number)),
+      errors_(std::move(errors)) {}
+
+bool Channel::send(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
+                   std::shared_ptr<MessageListener> listener) {
+  const auto agent = agent_.lock();
+  if (agent == nullptr || getpid() != process_ || !agent->is_current()) call(errors_.raise_ended);
+  std::uint64_t size = body.size();
+  for (const at::Tensor& tensor : tensors) size += tensor.nbytes();
+  Bytes payload(header_.begin(), header_.end());
+  payload.insert(payload.end(), body.begin(), body.end());
+  const auto sent = std::make_shared<SentMessage>(shared_from_this(), std::move(listener), size, seconds);
+  if (!to_->try_admit(size)) {
+    call(destination_.attr("flush"));
+    return false;
+  }
+  std::string problem;
+  try {
+    const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
+    agent->call(to_->rank, std::move(payload), std::move(tensors), static_cast<float>(seconds), sent);
+    return true;
+  } catch (const c10::Error& e) {
+    problem = e.what_without_backtrace();
+  } catch (const std::exception& e) {  // the engine's: a dead pipe
+    problem = e.what();
+  }
+  sent->on_error(Failure::other, problem);
+  return true;
 }
 
-std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload) {
-  if (payload.size() < kChannelHeader || payload[kChannelHeader - 2] != kChannelKind) return nullptr;
-  const std::lock_guard lock(handlers_mutex);
-  return message_handlers[static_cast<unsigned char>(payload[kChannelHeader - 1])];
+py::object Channel::error(std::string_view reply) const {
+  return call(errors_.of_reply, py::bytes(reply.data(), reply.size()), name_, to_->name);
+}
+
+py::object Channel::error(Failure kind, const std::string& message, double seconds) const {
+  const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace"));
+  return call(errors_.of_engine, static_cast<int>(kind), text, name_, destination_, seconds);
 }
 
 }  // namespace rpc_ext

@@ -7,7 +7,9 @@
 
 #include "agent.h"
 #include "autograd.h"
+#include "channel.h"
 #include "client/bind.h"
+#include "destination.h"
 #include "histogram.h"
 #include "offload/bind.h"
 #include "part.h"
@@ -24,10 +26,30 @@ Bytes bytes_from(const py::bytes& object) {
   return {view.begin(), view.end()};
 }
 
+// A listener of Python: on_reply(payload, tensors), on_error(kind, message).
+class PythonCallListener final : public CallListener {
+ public:
+  explicit PythonCallListener(py::object listener) : listener_(std::move(listener)) {}
+
+  void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) override {
+    call_python(listener_.get().attr("on_reply"), py::bytes(payload.data(), payload.size()), py::cast(tensors));
+  }
+
+  void on_error(Failure kind, const std::string& message) override {
+    call_python(listener_.get().attr("on_error"), py::int_(static_cast<int>(kind)),
+                py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
+  }
+
+  void drop() override { listener_.drop(); }
+
+ private:
+  Held listener_;
+};
+
 void send_call(Agent& self, int to, const py::bytes& payload, std::vector<at::Tensor> tensors, float timeout,
                py::object listener) {
   Bytes bytes = bytes_from(payload);
-  auto held = std::make_shared<Held>(std::move(listener));
+  auto held = std::make_shared<PythonCallListener>(std::move(listener));
   const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
   self.call(to, std::move(bytes), std::move(tensors), timeout, std::move(held));
 }
@@ -40,6 +62,40 @@ void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors
     first = self.send(std::move(bytes), std::move(tensors));
   }
   if (!first) throw std::runtime_error("the call was answered already");
+}
+
+// A listener of Python: answered(body, tensors), failed(error).
+class PythonMessageListener final : public MessageListener {
+ public:
+  explicit PythonMessageListener(py::object listener) : listener_(std::move(listener)) {}
+
+  void answered(std::string_view body, const std::vector<at::Tensor>& tensors) override {
+    call(listener_.attr("answered"), py::bytes(body.data(), body.size()), tensors);
+  }
+
+  void failed(const py::object& error) override { call(listener_.attr("failed"), error); }
+
+ private:
+  const py::object listener_;
+};
+
+void send_message(Channel& self, const py::bytes& body, std::vector<at::Tensor> tensors, double seconds,
+                  py::object listener) {
+  if (self.send(std::string_view(body), std::move(tensors), seconds,
+                std::make_shared<PythonMessageListener>(std::move(listener)))) {
+    return;
+  }
+  const py::object error = call(py::cast(&self.destination()).attr("would_block"));
+  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  throw py::error_already_set();
+}
+
+// Counts the end of a call, which has the attributes size, started and settled; false: it was counted before.
+bool finish(Destination& self, const py::object& ended, std::uint64_t received, bool has_failed) {
+  if (ended.attr("settled").cast<bool>()) return false;
+  ended.attr("settled") = true;
+  self.finish(ended.attr("size").cast<std::uint64_t>(), ended.attr("started").cast<double>(), received, has_failed);
+  return true;
 }
 
 bool stop(const std::shared_ptr<Agent>& self, double patience) {
@@ -172,6 +228,46 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("total", &Histogram::total)
       .def("quantile", &Histogram::quantile, py::arg("q"))
       .def("buckets", &Histogram::buckets);
+
+  py::class_<Destination, DestinationPtr>(m, "Destination")
+      .def(py::init<std::string, int, std::uint64_t, std::uint64_t>(), py::arg("name"), py::arg("rank"),
+           py::arg("max_calls"), py::arg("max_bytes"))
+      .def_readonly("name", &Destination::name)
+      .def_readonly("rank", &Destination::rank)
+      .def_readonly("max_calls", &Destination::max_calls)
+      .def_readonly("max_bytes", &Destination::max_bytes)
+      .def_property_readonly("in_flight", [](const Destination& self) { return self.counts().in_flight; })
+      .def_readwrite("waiting", &Destination::waiting)
+      .def_readwrite("is_awaited", &Destination::is_awaited)
+      .def_readwrite("is_closed", &Destination::is_closed)
+      .def("try_admit", &Destination::try_admit, py::arg("size"))
+      .def("take_room", &Destination::take_room, py::arg("size"))
+      .def("give_back", &Destination::give_back, py::arg("size"))
+      .def("finish", finish, py::arg("call"), py::arg("received"), py::arg("failed"))
+      .def("counts",
+           [](const Destination& self) {
+             const auto& [calls, failed, in_flight, bytes_in_flight, sent, received] = self.counts();
+             py::dict counts;
+             counts["calls"] = calls;
+             counts["failed"] = failed;
+             counts["in_flight"] = in_flight;
+             counts["bytes_in_flight"] = bytes_in_flight;
+             counts["bytes_sent"] = sent;
+             counts["bytes_received"] = received;
+             return counts;
+           })
+      .def_property_readonly("latencies", &Destination::latencies, py::return_value_policy::copy);
+
+  py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel")
+      .def(py::init([](const std::shared_ptr<Agent>& agent, py::object destination, unsigned char number,
+                       std::string name, py::object raise_ended, py::object of_reply, py::object of_engine) {
+             return std::make_shared<Channel>(
+                 agent, std::move(destination), number, std::move(name),
+                 Channel::Errors{std::move(raise_ended), std::move(of_reply), std::move(of_engine)});
+           }),
+           py::arg("agent"), py::arg("destination"), py::arg("number"), py::arg("name"), py::kw_only(),
+           py::arg("raise_ended"), py::arg("error_of_reply"), py::arg("error_of_engine"))
+      .def("send", send_message, py::arg("body"), py::arg("tensors"), py::arg("seconds"), py::arg("listener"));
 
   m.attr("MAGIC") = py::bytes(magic.data(), magic.size());
   m.def("listening_address", &rpc::TensorPipeAgent::guessAddress);

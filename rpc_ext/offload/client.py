@@ -5,7 +5,7 @@ One small write, both sides together::
      1  RemoteOffloader.write         an Operation with the user's future                  client, _operation
      2  Window::submit                a WriteRequest, in order on its key, with a deadline _C/client/window
      3  WriteBatch::start             copies the bytes into a buffer, takes their digests  _C/client/writes
-     4  Window::send, Channel.send    packs the request, sends it                          _C/offload/wire, _channel
+     4  Window::send, Channel::send   packs the request, sends it                          _C/offload/wire, _C/channel
      5  MessageRoute::handle          unpacks it, finds the session                        _C/offload/service
      ...                              order, quota, store, reply; see there
     10  WriteBatch::answered          unpacks the reply                                    _C/offload/parser, writes
@@ -29,7 +29,7 @@ from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage.store import expect_one_for_each, expected_digests
 from rpc_ext import _C
-from rpc_ext._channel import Channel
+from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_sync
 from rpc_ext.offload import _calls as calls
 from rpc_ext.offload import _closing as closing
@@ -82,9 +82,9 @@ class RemoteOffloader(RemoteKeys):
         except BaseException:  # the service may nevertheless have begun a session
             closing.note(self._session, self._worker, name, self._token)
             raise
-        self._channel = Channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
+        sender = channel(session, destination, calls.CHANNEL, f"offload service {name!r}")
         buffers = SendBuffers(_BUFFERED)
-        self._window = _C.OffloadWindow(self._channel, name, self._token, self._worker, size, self._timeout, buffers)
+        self._window = _C.OffloadWindow(sender, name, self._token, self._worker, size, self._timeout, buffers)
         self._operations = Operations(self._worker)
         self._closed = False
         self._asked = set()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
@@ -22,8 +22,9 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Engine, digest
 from offload import messages as wire
 from rpc_ext import _C, OffloadService, RemoteOffloader
-from rpc_ext._channel import Channel, Listener, Reply
+from rpc_ext._channel import Listener, Reply
 from rpc_ext.offload import _calls as services
+from rpc_ext.offload import client
 from rpc_ext.offload._handler import RequestHandler
 from unit.storing import flip, slabs
 from world.rpc_callees import PATIENCE, wait_for
@@ -53,6 +54,32 @@ def spoil(folder: Path, tensor: torch.Tensor) -> Callable[[], None]:
     ((slab, offset),) = ((slab, offset) for slab, offset in found.items() if offset >= 0)
     flip(slab, offset)
     return partial(flip, slab, offset)
+
+
+Answered = Callable[[_C.OffloadMessage, bytes, "list[torch.Tensor]"], None]
+
+
+@contextlib.contextmanager
+def replies_go_to(remote: RemoteOffloader, answered: Answered) -> Iterator[None]:
+    """Call `answered` with the replies to the messages that a client sends in the block, instead of the message."""
+    real = remote._window.channel
+
+    class Between:
+        def __init__(self, message: _C.OffloadMessage) -> None:
+            self._message = message
+            self.failed = message.failed
+
+        def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+            answered(self._message, body, tensors)
+
+    def send(body: bytes, tensors: list[torch.Tensor], seconds: float, message: _C.OffloadMessage) -> None:
+        real.send(body, tensors, seconds, Between(message))
+
+    remote._window.channel = SimpleNamespace(send=send)
+    try:
+        yield
+    finally:
+        remote._window.channel = real
 
 
 def expect_idle(remote: RemoteOffloader) -> None:
@@ -108,7 +135,7 @@ def send(
         entries,
         torch.empty(0, dtype=torch.uint8) if data is None else data,
     )
-    remote._channel.send(body, tensors, PATIENCE, outcome)
+    remote._window.channel.send(body, tensors, PATIENCE, outcome)
     return outcome.future
 
 
@@ -123,7 +150,7 @@ def send_body(remote: RemoteOffloader, body: bytes, tensors: list[torch.Tensor] 
         def failed(self, error: BaseException) -> None:
             future.set_exception(error)
 
-    remote._channel.send(body, tensors or [], PATIENCE, Listener())
+    remote._window.channel.send(body, tensors or [], PATIENCE, Listener())
     return future
 
 
@@ -218,22 +245,27 @@ def handled_requests() -> int:
 
 
 class Departures:
-    """Counts the requests that the clients of this process have sent, until the end of the block."""
+    """Counts the requests that the clients which begin in the block have sent."""
 
     def __init__(self) -> None:
         self.sent = 0
 
     def __enter__(self) -> Departures:
         self._patch = pytest.MonkeyPatch()
-        real = Channel.send
+        real = client.channel
         lock = threading.Lock()
 
-        def count(channel: Channel, body: bytes, tensors: list[torch.Tensor], seconds: float, to: Listener) -> None:
-            real(channel, body, tensors, seconds, to)
-            with lock:
-                self.sent += 1
+        def counted(*arguments: Any) -> Any:
+            channel = real(*arguments)
 
-        self._patch.setattr(Channel, "send", count)
+            def count(body: bytes, tensors: list[torch.Tensor], seconds: float, to: Listener) -> None:
+                channel.send(body, tensors, seconds, to)
+                with lock:
+                    self.sent += 1
+
+            return SimpleNamespace(send=count)
+
+        self._patch.setattr(client, "channel", counted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

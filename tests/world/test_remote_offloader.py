@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import struct
@@ -28,7 +29,7 @@ from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from soak import soak_count
-from world.offload_seams import HandledInPython, change_of, expect_idle, put_of, send, send_body
+from world.offload_seams import HandledInPython, change_of, expect_idle, put_of, replies_go_to, send, send_body
 from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
@@ -83,27 +84,24 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
             assert value in (turn - 1, turn)
 
 
-def change_before_the_rest(monkeypatch: pytest.MonkeyPatch, change: Callable[[], CUDAFuture[Any]]) -> None:
-    """Have the next client take the answer to its read when a change that another client asks for is done."""
-    answered = _C.OffloadMessage.answered
+def changed_before_the_rest(
+    remote: RemoteOffloader, change: Callable[[], CUDAFuture[Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Have a client take the first reply to its read when a change that another client asks for is done."""
 
     def take_late(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
-        if message.verb != wire.GET:
-            answered(message, body, tensors)
-            return
-        monkeypatch.undo()
-        change().add_done_callback(lambda _: answered(message, body, tensors), executor=executors.inline)
+        if message.verb == wire.GET:
+            change().add_done_callback(lambda _: message.answered(body, tensors), executor=executors.inline)
+        else:
+            message.answered(body, tensors)
 
-    monkeypatch.setattr(_C.OffloadMessage, "answered", take_late)
+    return replies_go_to(remote, take_late)
 
 
 @pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
 @pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
 def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was(
-    clients: tuple[RemoteOffloader, RemoteOffloader],
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    other: int | None,
+    clients: tuple[RemoteOffloader, RemoteOffloader], size: int, other: int | None
 ) -> None:
     """Also its later parts, which the client asks for when the key has another tensor."""
     remote, another = clients
@@ -114,8 +112,8 @@ def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was
         changes.append(another.delete("x") if other is None else another.write("x", torch.ones(other)))
         return changes[0]
 
-    change_before_the_rest(monkeypatch, change)
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
+    with changed_before_the_rest(remote, change):
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
     assert changes[0].done()
     if other is None:
         error = remote.read("x").exception(timeout=PATIENCE)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -107,7 +108,7 @@ def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteOffloader, mon
         raise RuntimeError("not sent")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rpc_ext._channel.Channel.send", fail)
+        patch.setattr(remote._window, "channel", SimpleNamespace(send=fail))
         writes = [remote.writev(pack_of(f"{i}")) for i in range(2 * BUFFERS)]
         errors = [write.exception(timeout=PATIENCE) for write in writes]
     assert all(isinstance(error, RuntimeError) for error in errors)

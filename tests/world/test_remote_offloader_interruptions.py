@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -19,7 +20,7 @@ from cudafuture.errors import InvalidStateError
 from offload import messages as wire
 from rpc_ext import OffloadService, RemoteOffloader, _timer, rpc_async, serve_offload
 from rpc_ext import session as sessions
-from rpc_ext._channel import Channel, Reply
+from rpc_ext._channel import Reply
 from rpc_ext._destination import Destination
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
@@ -59,14 +60,17 @@ def expect_works(remote: RemoteOffloader, *keys: str) -> None:
 # ---- Ctrl-C
 
 
-def interrupt_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Raise what Ctrl-C raises the next time that a function is called."""
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, remote: RemoteOffloader, name: str = "send") -> None:
+    """Raise KeyboardInterrupt when the client sends the next message, or the next part of a tensor is ``alone``."""
 
     def interrupt(*_: object, **__: object) -> NoReturn:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"rpc_ext.{name}", interrupt)
+    if name == "send":
+        monkeypatch.setattr(remote._window, "channel", SimpleNamespace(send=interrupt))
+    else:
+        monkeypatch.setattr(f"rpc_ext.offload._source.{name}", interrupt)
 
 
 def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
@@ -80,40 +84,31 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [
-        ("small", "_channel.Channel.send"),
-        ("small", "_destination.Destination.try_admit"),
-        ("alone", "_channel.Channel.send"),
-        ("alone", "_destination.Destination.try_admit"),
-        ("parts", "offload._source.alone"),
-        ("parts", "_channel.Channel.send"),
-        ("parts", "_destination.Destination.try_admit"),
-    ],
+    [("small", "send"), ("alone", "send"), ("parts", "send"), ("parts", "alone")],
 )
 def test_ctrl_c_amid_a_write_leaves_nothing_behind(
     remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: str, name: str
 ) -> None:
     tensor = numbered(SIZES[size])
-    interrupt_once(monkeypatch, name)
+    interrupt_once(monkeypatch, remote, name)
     expect_interrupted(lambda: remote.write("x", tensor))
     expect_idle(remote)
-    interrupt_once(monkeypatch, name)
+    interrupt_once(monkeypatch, remote, name)
     expect_interrupted(lambda: remote.writev({"x": tensor, "y": tensor}))
     expect_works(remote, "x", "y", "z")
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("filled", [False, True], ids=["new", "filled"])
-@pytest.mark.parametrize("name", ["_destination.Destination.try_admit", "_channel.Channel.send"])
 def test_ctrl_c_amid_a_read_leaves_nothing_behind(
-    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool, name: str
+    remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool
 ) -> None:
     tensor = numbered(SIZES[size])
     remote.write("x", tensor).wait(timeout=PATIENCE)
-    interrupt_once(monkeypatch, name)
+    interrupt_once(monkeypatch, remote)
     expect_interrupted(lambda: remote.read("x", torch.empty_like(tensor) if filled else None))
     expect_idle(remote)
-    interrupt_once(monkeypatch, name)
+    interrupt_once(monkeypatch, remote)
     expect_interrupted(
         lambda: remote.readv(["x"] * 3, [torch.empty_like(tensor) for _ in range(3)] if filled else None)
     )
@@ -123,7 +118,7 @@ def test_ctrl_c_amid_a_read_leaves_nothing_behind(
 
 def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     remote.write("x", numbered(3)).wait(timeout=PATIENCE)
-    interrupt_once(monkeypatch, "_channel.Channel.send")
+    interrupt_once(monkeypatch, remote)
     expect_interrupted(lambda: remote.delete("x"))
     expect_works(remote, "x", "y")
 
@@ -142,7 +137,7 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
     with Kept(kind) as kept:
         asked = [ask(key) for key in keys]
         first = kept.next()
-    interrupt_once(monkeypatch, "_channel.Channel.send")
+    interrupt_once(monkeypatch, remote)
     first.set_result(None)
     asked[0].wait(timeout=PATIENCE)
     for future in asked[1:]:
@@ -161,7 +156,7 @@ def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteOffloader, mon
     with Kept("put") as kept:
         first = remote.write("first", numbered(1 << 23))  # and others, up to the window
         writes = [remote.write(f"{i}", tensor) for i in range(2000)]
-        monkeypatch.setattr(Channel, "send", refuse)
+        monkeypatch.setattr(remote._window, "channel", SimpleNamespace(send=refuse))
         while not all(write.done() for write in writes) and kept.has_more():
             kept.next().set_result(None)
         first.wait(timeout=PATIENCE)

@@ -31,7 +31,7 @@ from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
 from world.offload_history import content_of
-from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
+from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, replies_go_to, send, spoil
 from world.ranks import run_ranks
 from world.rpc_callees import ME, PATIENCE, alone, wait_for
 from world.rpc_workers import begin
@@ -341,7 +341,6 @@ def test_what_cannot_be_read_is_not_sent(service: OffloadService, tmp_path: Path
 )
 def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: OffloadService, key: str, verb: int) -> None:
     content = content_of(key, 1)
-    answered = _C.OffloadMessage.answered
 
     def changing(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
         if message.verb == verb and tensors:
@@ -349,11 +348,11 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
             tensors[0][-1] ^= 1
         elif message.verb == verb:
             body = body[:-1] + bytes([body[-1] ^ 1])
-        answered(message, body, tensors)
+        message.answered(body, tensors)
 
     with RemoteOffloader(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
-        with mock.patch.object(_C.OffloadMessage, "answered", changing):
+        with replies_go_to(remote, changing):
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)

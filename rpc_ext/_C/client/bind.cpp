@@ -109,6 +109,7 @@ void bind(py::module_& m) {
       .def("look", &Window::look, py::arg("now"))
       .def("statistics", &Window::statistics)
       .def_readonly("buffers", &Window::buffers)
+      .def_property("channel", &Window::channel, &Window::set_channel)
       .def_readwrite("size", &Window::size)
       .def_property(
           "token", [](const Window& self) { return py::bytes(self.token); },

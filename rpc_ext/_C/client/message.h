@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "channel.h"
 #include "client/operation.h"
 #include "offload/wire.h"
 
@@ -63,10 +64,9 @@ class KeyRequest : public std::enable_shared_from_this<KeyRequest> {
 };
 
 // A message of requests with the same verb, from the moment that they are put together to the answer.
-class Message : public std::enable_shared_from_this<Message> {
+class Message : public MessageListener, public std::enable_shared_from_this<Message> {
  public:
   Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch = false);
-  virtual ~Message() = default;
   Message(const Message&) = delete;
   Message& operator=(const Message&) = delete;
 
@@ -74,8 +74,8 @@ class Message : public std::enable_shared_from_this<Message> {
   virtual void take(Answer&& answer) = 0;  // gives each request its outcome
 
   // ---- called by the channel, once
-  virtual void answered(std::string_view body, const std::vector<at::Tensor>& tensors);
-  virtual void failed(const py::object& error);  // the service did not answer
+  void answered(std::string_view body, const std::vector<at::Tensor>& tensors) override;
+  void failed(const py::object& error) override;  // the service did not answer
 
   const WindowPtr window;
   const Verb verb;

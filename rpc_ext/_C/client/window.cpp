@@ -9,7 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "offload/order.h"
+#include "clock.h"
 
 namespace rpc_ext::offload::client {
 namespace {
@@ -57,12 +57,18 @@ Window::Window(py::object channel, std::string service, std::string token, std::
       expect_digest(python("rpc_ext.offload._source", "expect_digest")),
       checksum_error(python("cudafuture.errors", "ChecksumError")),
       error_from(python("rpc_ext.offload._errors", "error_from")),
-      channel_(std::move(channel)),
       digests_(python("cudafuture.storage", "digests")),
       schedule_(python("rpc_ext._timer", "schedule")),
       service_(std::move(service)),
       worker_(std::move(worker)),
-      seconds_(seconds) {}
+      seconds_(seconds) {
+  set_channel(std::move(channel));
+}
+
+void Window::set_channel(py::object channel) {
+  native_channel_ = py::isinstance<Channel>(channel) ? channel.cast<Channel*>() : nullptr;
+  channel_ = std::move(channel);
+}
 
 void Window::set_seconds(double seconds) {
   seconds_ = seconds;
@@ -75,7 +81,7 @@ py::object Window::digests_of(const at::Tensor& data,
 }
 
 void Window::submit(const std::vector<RequestPtr>& requests) {
-  const double now = offload::now();
+  const double now = rpc_ext::now();
   const double deadline = seconds_ > 0 ? now + seconds_ : 0;
   for (const RequestPtr& request : requests) {
     request->sequence = ++sequence_;
@@ -200,7 +206,7 @@ MessagePtr Window::form_batch(std::size_t verb) {
 }
 
 void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor& data) {
-  const double now = offload::now();
+  const double now = rpc_ext::now();
   double timeout = seconds_;
   if (seconds_ > 0 && !message.requests.empty()) {
     double last = 0;
@@ -217,17 +223,26 @@ void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor
   request.entries = std::move(entries);
   request.data = data;
   auto packed = pack_request(request);
+  const std::string body(packed.body.begin(), packed.body.end());
+  if (pass_on(body, std::move(packed.tensors), timeout, message.shared_from_this())) return;
+  set_timer(now + kPause);
+  is_held_ = true;
+  in_flight_ -= message.nbytes;
+  message.has_room = false;
+  outgoing_.push_front(message.shared_from_this());
+}
+
+// Sends a message through the channel; false: RPC has no room for it.
+bool Window::pass_on(const std::string& body, std::vector<at::Tensor> tensors, double seconds,
+                     const MessagePtr& message) {
+  if (native_channel_ != nullptr) return native_channel_->send(body, std::move(tensors), seconds, message);
   try {
-    call(channel_.attr("send"), py::bytes(packed.body.data(), packed.body.size()), std::move(packed.tensors), timeout,
-         message.shared_from_this());
+    call(channel_.attr("send"), py::bytes(body), std::move(tensors), seconds, message);
   } catch (py::error_already_set& e) {
     if (!e.matches(PyExc_BlockingIOError)) throw;
-    set_timer(now + kPause);
-    is_held_ = true;
-    in_flight_ -= message.nbytes;
-    message.has_room = false;
-    outgoing_.push_front(message.shared_from_this());
+    return false;
   }
+  return true;
 }
 
 void Window::mark_sent(const std::vector<RequestPtr>& requests) {

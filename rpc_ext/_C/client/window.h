@@ -26,6 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "channel.h"
 #include "client/message.h"
 #include "offload/wire.h"
 
@@ -34,8 +35,9 @@ namespace rpc_ext::offload::client {
 // Sends the requests of one client.
 class Window final : public std::enable_shared_from_this<Window> {
  public:
-  // `size`: bytes that may be in flight; a message of more goes when nothing else is in flight. `seconds`: that each
-  // request has; 0: no limit. `buffers`: SendBuffers of Python, for batches.
+  // `channel`: a Channel, or an object of Python with its `send`. `size`: bytes that may be in flight; a message of
+  // more goes when nothing else is in flight. `seconds`: that each request has; 0: no limit. `buffers`: SendBuffers of
+  // Python, for batches.
   Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
          double seconds, py::object buffers);
 
@@ -79,6 +81,9 @@ class Window final : public std::enable_shared_from_this<Window> {
   double seconds() const noexcept { return seconds_; }
   void set_seconds(double seconds);  // of the requests from now on, which no earlier one outlives
 
+  const py::object& channel() const noexcept { return channel_; }
+  void set_channel(py::object channel);
+
   std::string token;
   std::uint64_t size;
 
@@ -95,6 +100,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   void unchain(const RequestPtr& request, bool was_sent);
   void take_oldest();
   void set_timer(double due);
+  bool pass_on(const std::string& body, std::vector<at::Tensor> tensors, double seconds, const MessagePtr& message);
 
   struct Ready {
     std::deque<RequestPtr> requests;
@@ -102,7 +108,9 @@ class Window final : public std::enable_shared_from_this<Window> {
     int batches = 0;  // outgoing and in flight
   };
 
-  const py::object channel_, digests_, schedule_;
+  const py::object digests_, schedule_;
+  py::object channel_;
+  Channel* native_channel_ = nullptr;  // null: the channel is an object of Python
   const std::string service_, worker_;
   double seconds_;
   std::uint64_t in_flight_ = 0;  // bytes

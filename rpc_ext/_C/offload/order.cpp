@@ -1,9 +1,10 @@
 #include "offload/order.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <utility>
+
+#include "clock.h"
 
 namespace rpc_ext::offload {
 namespace {
@@ -11,10 +12,6 @@ namespace {
 constexpr std::size_t kPurge = 1024;  // operations between two searches for keys that nothing can refer to any more
 
 }  // namespace
-
-double now() noexcept {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // ---- Begins
 

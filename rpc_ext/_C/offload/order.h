@@ -23,9 +23,6 @@ namespace rpc_ext::offload {
 
 using Begin = std::function<void()>;  // begins an operation; it must not throw
 
-// The monotonic clock, in seconds: that of Python's time.perf_counter().
-double now() noexcept;
-
 // Runs functions one after the other, those included that they add: a long chain of operations takes no stack.
 //
 // Lock: mutex_ guards the functions; nothing is taken under it.

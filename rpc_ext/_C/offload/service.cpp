@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "clock.h"
 #include "offload/changing.h"
 #include "offload/parser.h"
 #include "offload/reading.h"

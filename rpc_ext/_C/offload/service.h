@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "channel.h"
+#include "message_handler.h"
 #include "histogram.h"
 #include "offload/session.h"
 #include "offload/wire.h"

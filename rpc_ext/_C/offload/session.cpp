@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "clock.h"
+
 namespace rpc_ext::offload {
 namespace {
 

@@ -1,0 +1,51 @@
+// Messages of a channel that native code handles, without the interpreter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "reply.h"
+
+namespace rpc_ext {
+
+// How a payload of ours begins: no pickle does.
+inline constexpr std::string_view magic(
+    "\xCF"
+    "cf1",
+    4);
+
+// The beginning of a message: the magic, the kind, the number of the channel. An answer has number 0.
+inline constexpr char kChannelKind = 5;
+inline constexpr std::size_t kChannelHeader = 6;
+
+inline constexpr std::string_view kAnswerHeader(
+    "\xCF"
+    "cf1\x05\x00",
+    kChannelHeader);
+
+inline std::string header_of(unsigned char number) {
+  return std::string(kAnswerHeader.substr(0, kChannelHeader - 1)) + static_cast<char>(number);
+}
+
+class MessageHandler {
+ public:
+  virtual ~MessageHandler() = default;
+
+  // Handles the body of a message. False: nothing was done, and the handler in Python is to take the message. Called on
+  // a thread of the agent, without the GIL; it must not block.
+  virtual bool handle(std::string_view body, const std::vector<at::Tensor>& tensors,
+                      const std::shared_ptr<Reply>& reply) = 0;
+};
+
+// Null: there is none.
+void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler);
+
+// The native handler of a payload; null where the payload is no message of a channel that has one.
+std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload);
+
+}  // namespace rpc_ext
