@@ -6,8 +6,8 @@
 
 #include "folder.h"
 #include "rules.h"
-#include "storage/gate.h"
 #include "storage/page.h"
+#include "store/gate.h"
 
 using namespace cudafuture::storage;
 

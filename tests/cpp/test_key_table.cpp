@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "rules.h"
-#include "storage/key_table.h"
+#include "store/key_table.h"
 
 using namespace cudafuture::storage;
 

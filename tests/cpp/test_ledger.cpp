@@ -6,7 +6,7 @@
 #include "callback.h"
 #include "fake_runtime.h"
 #include "rules.h"
-#include "storage/ledger.h"
+#include "store/ledger.h"
 
 using namespace cudafuture;
 using namespace cudafuture::fake;

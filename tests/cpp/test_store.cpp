@@ -20,9 +20,9 @@
 #include "rules.h"
 #include "storage/extents.h"
 #include "storage/failure.h"
-#include "storage/journal.h"
-#include "storage/packs.h"
-#include "storage/store.h"
+#include "store/journal.h"
+#include "store/packs.h"
+#include "store/store.h"
 #include "threads.h"
 
 using namespace cudafuture;

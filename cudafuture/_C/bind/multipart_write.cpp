@@ -1,5 +1,5 @@
 // Multipart writes of cudafuture.storage.
-#include "storage/multipart_write.h"
+#include "store/multipart_write.h"
 
 #include <ATen/core/Tensor.h>
 #include <nanobind/stl/shared_ptr.h>

@@ -28,8 +28,8 @@
 #include "storage/aligned.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
-#include "storage/mapping.h"
-#include "storage/store.h"
+#include "store/mapping.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 

@@ -11,7 +11,7 @@
 
 #include "bind/python.h"
 #include "storage/buffer_pool.h"
-#include "storage/store.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 

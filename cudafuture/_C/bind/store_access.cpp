@@ -1,5 +1,5 @@
-// Stores and buffer pools for other extension modules; see storage/store_access.h.
-#include "storage/store_access.h"
+// Stores and buffer pools for other extension modules; see store/store_access.h.
+#include "store/store_access.h"
 
 #include <nanobind/stl/shared_ptr.h>
 
@@ -18,8 +18,8 @@
 #include "storage/buffer_pool.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
-#include "storage/store.h"
-#include "storage/then.h"
+#include "store/store.h"
+#include "store/then.h"
 
 namespace cudafuture::bind {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bind/python.h"
-#include "storage/store.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 

@@ -17,7 +17,7 @@
 #include "offload/namespace.h"
 #include "offload/order.h"
 #include "offload/wire.h"
-#include "storage/store_access.h"
+#include "store/store_access.h"
 
 namespace rpc_ext::offload {
 

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "storage/store_access.h"
+#include "store/store_access.h"
 
 namespace rpc_ext::offload {
 

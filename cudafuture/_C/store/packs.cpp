@@ -1,0 +1,64 @@
+#include "store/packs.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "store/slabs.h"
+
+namespace cudafuture::storage {
+
+std::vector<std::uint64_t> sizes_of(const Writes& writes) {
+  std::vector<std::uint64_t> sizes;
+  for (const Write& write : writes) sizes.push_back(write.memory.size());
+  return sizes;
+}
+
+std::vector<Writes> Packs::cut(WriteList writes, std::uint64_t size) {
+  const auto end_behind = [](std::uint64_t end, const Write& write) {
+    return Slabs::next_offset(end, write.memory.size()) + write.memory.size();
+  };
+  std::vector<Writes> packs;
+  while (!writes.empty()) {
+    std::uint64_t end = writes.front().memory.size();
+    auto next = writes.begin() + 1;
+    for (; next != writes.end() && end_behind(end, *next) <= size; ++next) end = end_behind(end, *next);
+    packs.emplace_back(std::move_iterator(writes.begin()), std::move_iterator(next));
+    writes.erase(writes.begin(), next);
+  }
+  return packs;
+}
+
+std::vector<Writes> Packs::add(WriteList&& writes) {
+  std::lock_guard lock(mutex_);
+  for (const Write& write : writes) bytes_ += write.memory.size();
+  if (waiting_.empty()) {
+    waiting_ = std::move(writes);
+  } else {
+    std::move(writes.begin(), writes.end(), std::back_inserter(waiting_));
+  }
+  return take(false);
+}
+
+std::vector<Writes> Packs::ended() {
+  std::lock_guard lock(mutex_);
+  return take(true);
+}
+
+std::vector<Writes> Packs::take(bool ended) {
+  if (ended) --under_way_;
+  if (waiting_.empty() || (under_way_ != 0 && bytes_ < size_)) return {};
+  std::vector<Writes> packs = cut(std::exchange(waiting_, {}), size_);
+  bytes_ = 0;
+  std::uint64_t last = 0;
+  for (const Write& write : packs.back()) last += write.memory.size();
+  if (last < size_ && (under_way_ != 0 || packs.size() > 1)) {
+    waiting_.assign(std::move_iterator(packs.back().begin()), std::move_iterator(packs.back().end()));
+    packs.pop_back();
+    bytes_ = last;
+  }
+  under_way_ += packs.size();
+  return packs;
+}
+
+}  // namespace cudafuture::storage
