@@ -10,6 +10,7 @@
 #include "store/gate.h"
 
 using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 namespace {
 

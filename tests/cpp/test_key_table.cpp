@@ -9,7 +9,7 @@
 #include "rules.h"
 #include "store/key_table.h"
 
-using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 namespace {
 

@@ -10,7 +10,7 @@
 
 using namespace cudafuture;
 using namespace cudafuture::fake;
-using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 TEST_CASE("store ledger: a flush hears of each failure of what was asked for before it, and of none that was earlier") {
   Ledger ledger;

@@ -28,6 +28,7 @@
 using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 namespace {
 

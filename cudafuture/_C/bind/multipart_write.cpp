@@ -23,9 +23,9 @@
 namespace cudafuture::bind {
 namespace {
 
-using storage::Call;
-using storage::CallPtr;
-using storage::MultipartWrite;
+using store::Call;
+using store::CallPtr;
+using store::MultipartWrite;
 
 // The Python handle of a multipart write, which is aborted when Python drops the handle.
 struct MultipartHandle {
@@ -54,7 +54,7 @@ storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
           ("a shape consists of sizes of at least 0, not " + std::string(nb::repr(size).c_str())).c_str());
     }
   }
-  if (shape.sizes.size() > storage::kMostDims) {
+  if (shape.sizes.size() > store::kMostDims) {
     throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   }
   return shape;
@@ -139,7 +139,7 @@ nb::object commit(const MultipartHandle& self, nb::handle digest) {
 
 }  // namespace
 
-void bind_multipart_write(nb::module_& m, nb::class_<storage::Store>& store) {
+void bind_multipart_write(nb::module_& m, nb::class_<store::Store>& store) {
   nb::class_<MultipartHandle>(m, "MultipartWrite")
       .def("put", put, nb::arg("at"), nb::arg("tensor"), nb::arg("digest").none())
       .def("commit", commit, nb::arg("digest").none())

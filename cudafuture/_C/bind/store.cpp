@@ -33,8 +33,8 @@
 
 namespace cudafuture::bind {
 
-using storage::Call;
-using storage::CallPtr;
+using store::Call;
+using store::CallPtr;
 
 std::string key_of(nb::handle object) {
   if (!PyUnicode_Check(object.ptr())) {
@@ -44,7 +44,7 @@ std::string key_of(nb::handle object) {
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
   if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
   const std::string_view key(text, static_cast<std::size_t>(size));
-  if (key.empty() || key.size() > storage::kLongestKey) {
+  if (key.empty() || key.size() > store::kLongestKey) {
     throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());
   }
   if (key.find('\0') != std::string_view::npos) throw nb::value_error("a key has no NUL");
@@ -79,9 +79,9 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 namespace {
 
 using storage::Direction;
-using storage::Store;
+using store::Store;
 
-using Entries = std::vector<storage::EntryPtr>;
+using Entries = std::vector<store::EntryPtr>;
 
 CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
   const std::string operand = keys.size() == 1 ? keys.front() : std::to_string(keys.size()) + " keys";
@@ -90,7 +90,7 @@ CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int pri
 
 storage::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  if (tensor.dim() > storage::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
+  if (tensor.dim() > store::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
@@ -123,13 +123,13 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   bool* const outcome = outcomes ? outcomes->mutable_data_ptr<bool>() : nullptr;
   std::fill_n(outcome, outcomes ? names.size() : 0, false);
   if (outcomes) taken.keep.append(nb::steal(THPVariable_Wrap(outcomes->detach())));
-  storage::WriteList writes;
+  store::WriteList writes;
   for (std::size_t i = 0; i < names.size(); ++i) {
     writes.push_back({call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory.front()), 0, expected[i],
                       outcome == nullptr ? nullptr : outcome + i});
     taken.memory.pop_front();
   }
-  if (atomic) call->atomic = std::make_shared<storage::AtomicWrite>(writes.size());
+  if (atomic) call->atomic = std::make_shared<store::AtomicWrite>(writes.size());
   names = {};
   call->device = std::move(taken.device);
   call->keep = foreign(taken.kept());
@@ -142,8 +142,8 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
 }
 
 // Finds an entry; releases the GIL if the index is locked, as during a compaction.
-storage::EntryPtr find(const Store& store, const std::string& key) {
-  storage::EntryPtr found;
+store::EntryPtr find(const Store& store, const std::string& key) {
+  store::EntryPtr found;
   if (store.try_find(key, found)) return found;
   const WithoutGil released;
   return store.find(key);
@@ -167,7 +167,7 @@ std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr&
 
 nb::list make_tensors(const Entries& entries, c10::Device device) {
   nb::list tensors;
-  for (const storage::EntryPtr& entry : entries) {
+  for (const store::EntryPtr& entry : entries) {
     at::Tensor tensor;
     {
       const WithoutGil released;
@@ -215,7 +215,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   }
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
-  storage::ReadList reads;
+  store::ReadList reads;
   for (std::size_t i = 0; i < names.size(); ++i) {
     reads.push_back({call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory.front()),
                      digest == nullptr ? nullptr : digest + i});
@@ -241,7 +241,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
 nb::object link(const StorePtr& self, const nb::dict& to_by_key) {
   const Entry entry;
   refuse_after_fork();
-  std::vector<storage::Index::Link> links;
+  std::vector<store::Index::Link> links;
   links.reserve(to_by_key.size());
   for (const auto [key, to] : to_by_key) links.push_back({key_of(key), key_of(to)});
   const std::string operand = links.size() == 1 ? links[0].key : std::to_string(links.size()) + " keys";
@@ -262,12 +262,12 @@ nb::object map(const StorePtr& self, nb::list keys, bool verify) {
   at::Tensor tensor;
   {
     const WithoutGil released;
-    std::vector<storage::EntryPtr> found;
+    std::vector<store::EntryPtr> found;
     for (const std::string& name : names) {
       found.push_back(self->find(name));
       if (found.back() == nullptr) throw storage::no_such_key(name, "");
     }
-    tensor = storage::map_tensors(found, names, verify);
+    tensor = store::map_tensors(found, names, verify);
   }
   return nb::steal(THPVariable_Wrap(std::move(tensor)));
 }
@@ -288,7 +288,7 @@ nb::object erase(const StorePtr& self, nb::list keys) {
 nb::object stat(const Store& self, nb::handle key) {
   refuse_after_fork();
   const std::string name = key_of(key);
-  const storage::EntryPtr found = find(self, name);
+  const store::EntryPtr found = find(self, name);
   if (found == nullptr) raise_error("NotFoundError", "there is no key '" + name + "'");
   const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
@@ -302,9 +302,9 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
   options.direct = !direct ? storage::Direct::automatic : *direct ? storage::Direct::yes : storage::Direct::no;
   options.checksum = checksum;
   options.durable = durable;
-  options.opening = opening == "write"  ? storage::Opening::write
-                    : opening == "read" ? storage::Opening::read
-                                        : storage::Opening::salvage;
+  options.opening = opening == "write"  ? store::Opening::write
+                    : opening == "read" ? store::Opening::read
+                                        : store::Opening::salvage;
   options.capacity = capacity;
   refuse_after_fork();
   const WithoutGil released;

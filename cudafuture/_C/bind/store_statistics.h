@@ -6,7 +6,7 @@
 
 namespace cudafuture::bind {
 
-nb::dict store_statistics(const storage::Store& self);
-nb::dict recovery_of(const storage::Store& self);  // the findings when it was opened
+nb::dict store_statistics(const store::Store& self);
+nb::dict recovery_of(const store::Store& self);  // the findings when it was opened
 
 }  // namespace cudafuture::bind

@@ -4,7 +4,7 @@
 
 #include "core/edge.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 void Call::note_failure(std::exception_ptr error) noexcept {
   if (!has_failed_.exchange(true, std::memory_order_acq_rel)) failure_ = std::move(error);
@@ -35,4 +35,4 @@ void Call::finish() noexcept {
   }
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

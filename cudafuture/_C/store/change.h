@@ -12,7 +12,7 @@
 #include "store/call.h"
 #include "store/entry.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 struct Change {
   CallPtr call;
@@ -50,4 +50,4 @@ class AtomicWrite {
   Outcome outcome_;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

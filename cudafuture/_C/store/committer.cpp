@@ -11,7 +11,10 @@
 #include "storage/failure.h"
 #include "store/store.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 constexpr std::uint64_t kSmallestCompaction = 1 << 20;  // bytes: smaller journals are not compacted
@@ -196,4 +199,4 @@ void Committer::compact_if_worth_it() noexcept {
 
 std::uint64_t Committer::journal_bytes() const noexcept { return journal_bytes_.load(std::memory_order_relaxed); }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -26,13 +26,13 @@
 #include "store/journal.h"
 #include "store/packs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 class Store;
 
 // Returns the change of a write whose bytes are at `place`. `checksum`: null, or the request's, in which it is part
 // `part`.
-Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part);
+Change change_of(Write&& write, Place&& place, const storage::Checksum* checksum, std::size_t part);
 
 class Committer final : private ThreadCache::Task {
  public:
@@ -69,4 +69,4 @@ class Committer final : private ThreadCache::Task {
   std::shared_ptr<Store> working_for_;  // set while the task runs
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -10,13 +10,13 @@
 #include "store/prefetch.h"
 #include "store/slabs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // Immutable once it is in the index. A link shares the entry of its target key, and every reader of a key holds the
 // key's entry. The place is freed when the last owner drops the entry.
 struct Entry {
   std::uint64_t size() const noexcept { return place.size(); }  // bytes
-  Shape shape;
+  storage::Shape shape;
   Place place;             // none: no bytes
   std::uint64_t seed = 0;  // of the checksum: the hash of the key that was written, also in entries that links share
   std::uint64_t digest = 0;
@@ -40,4 +40,4 @@ inline void drop(std::vector<EntryPtr>&& entries) noexcept {
   }
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -11,7 +11,9 @@
 
 #include "storage/failure.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
 
 void sync_folder(const std::string& path) {
   const int folder = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -46,4 +48,4 @@ std::vector<std::string> names_in(const std::string& path) {
   return names;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

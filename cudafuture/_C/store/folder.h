@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // Makes the names in a folder durable. Throws Failure.
 void sync_folder(const std::string& path);
@@ -13,4 +13,4 @@ void write_file(const std::string& path, const std::string& content);  // create
 
 std::vector<std::string> names_in(const std::string& path);  // names of the folder's entries; throws Failure
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -6,7 +6,10 @@
 
 #include "storage/page.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are searched
@@ -63,4 +66,4 @@ std::vector<Reads> Gate::ended() {
   return joined;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

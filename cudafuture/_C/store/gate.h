@@ -17,14 +17,14 @@
 #include "store/call.h"
 #include "store/entry.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // A read of a tensor, or of some of its bytes.
 struct Read {
   CallPtr call;
   std::string key;
   EntryPtr entry;
-  Memory memory;                    // destination of the bytes
+  storage::Memory memory;           // destination of the bytes
   std::uint64_t* digest = nullptr;  // receives their checksum; the call owns it
   std::uint64_t at = 0;             // the tensor's first byte to read, where a leaf begins
 
@@ -54,4 +54,4 @@ class Gate {
   std::size_t under_way_ = 0;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

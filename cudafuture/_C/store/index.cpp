@@ -4,7 +4,7 @@
 #include <map>
 #include <utility>
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 namespace {
 
 // Returns true if a record at the place of an entry belongs to a key that shares the entry.
@@ -275,4 +275,4 @@ Index::Statistics Index::statistics() const {
   return statistics_;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -24,7 +24,7 @@
 #include "store/key_table.h"
 #include "store/packs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 class Index {
  public:
@@ -110,4 +110,4 @@ class Index {
   std::unordered_map<std::string, Record> replayed_;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

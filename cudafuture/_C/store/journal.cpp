@@ -17,7 +17,9 @@
 #include "storage/page.h"
 #include "store/folder.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
 
 namespace {
 
@@ -253,4 +255,4 @@ void Journal::close() noexcept {
   close_files();
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -27,7 +27,7 @@
 #include "store/journal_content.h"
 #include "store/record.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 class Journal {
  public:
@@ -86,4 +86,4 @@ class Journal {
   bool is_broken_ = false;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

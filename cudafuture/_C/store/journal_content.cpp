@@ -7,7 +7,10 @@
 #include "storage/checksum.h"
 #include "storage/failure.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 constexpr std::uint64_t kSector = 512;                 // minimum bytes that a disk writes atomically
@@ -199,4 +202,4 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
   return found;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

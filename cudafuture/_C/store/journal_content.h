@@ -13,7 +13,7 @@
 #include "storage/page.h"
 #include "store/record.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 struct JournalHeader {
   std::array<char, 24> text = {"cudafuture store 2\n"};
@@ -23,10 +23,10 @@ struct JournalHeader {
   std::uint64_t hash = 0;        // of the preceding fields
 
   std::uint64_t right_hash() const noexcept;
-  std::uint64_t page() const noexcept { return generation % 2 * kPage; }  // its offset
+  std::uint64_t page() const noexcept { return generation % 2 * storage::kPage; }  // its offset
 };
-constexpr std::uint64_t kJournalContent = 2 * kPage;  // where the batches begin
-constexpr std::size_t kBatchHeader = 32;              // bytes before the records of a batch
+constexpr std::uint64_t kJournalContent = 2 * storage::kPage;  // where the batches begin
+constexpr std::size_t kBatchHeader = 32;                       // bytes before the records of a batch
 
 std::string batch_of(const std::vector<Record>& records, std::uint64_t number);
 
@@ -57,4 +57,4 @@ using ShowRecord = std::function<void(Record&&, std::uint64_t offset)>;
 // batches. `path` is used in messages. Throws Failure.
 Findings parse_journal(std::string_view content, const std::string& path, Damage damage, const ShowRecord& show);
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

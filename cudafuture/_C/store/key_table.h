@@ -21,7 +21,7 @@
 
 #include "store/prefetch.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 template <class Value>
 class KeyTable {
@@ -184,4 +184,4 @@ class KeyTable {
   std::size_t size_ = 0;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

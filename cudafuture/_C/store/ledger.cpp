@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 void Ledger::begin(Call& call) {
   std::lock_guard lock(mutex_);
@@ -90,4 +90,4 @@ FuturePtr Ledger::close() {
   return closing;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

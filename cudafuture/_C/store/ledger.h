@@ -12,7 +12,7 @@
 
 #include "store/call.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // The calls between two flushes. It is done when all of them and all earlier ones are done.
 struct Epoch {
@@ -42,4 +42,4 @@ class Ledger {
   std::vector<FuturePtr> closings_;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -13,7 +13,10 @@
 #include "storage/failure.h"
 #include "storage/page.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 // A mapping of several places into adjacent pages of memory.
@@ -44,7 +47,7 @@ class Mapping {
   void* memory_;
 };
 
-void add(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::string& key, bool verify) {
+void map_entry(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::string& key, bool verify) {
   const Place& place = entry->place;
   const std::shared_ptr<File> opened = Slabs::file_of(place.slab());
   if (opened == nullptr && place.slab().failure != nullptr) std::rethrow_exception(place.slab().failure);
@@ -93,7 +96,7 @@ at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<s
   const auto mapping = std::make_shared<Mapping>(first.place.offset() % kPage, size);
   std::size_t end = 0;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    add(*mapping, end, entries[i], keys[i], verify);
+    map_entry(*mapping, end, entries[i], keys[i], verify);
     end += entries[i]->size();
   }
   const std::vector<std::int64_t> flat = {static_cast<std::int64_t>(size / c10::elementSize(first.shape.dtype))};
@@ -102,4 +105,4 @@ at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<s
       [mapping, entries](void*) {}, options);
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

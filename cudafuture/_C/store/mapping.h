@@ -8,7 +8,7 @@
 
 #include "store/entry.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // Returns the tensor of a key without reading it: pages are loaded when they are accessed, and changes stay in this
 // process. The tensor keeps the place allocated. For several keys, it returns one flat tensor of all their elements.
@@ -16,4 +16,4 @@ namespace cudafuture::storage {
 // cannot be adjacent.
 at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<std::string>& keys, bool verify);
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -10,7 +10,10 @@
 #include "store/store.h"
 #include "store/then.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 constexpr std::uint64_t kLeaf = Checksum::kLeaf;
@@ -245,4 +248,4 @@ void OpenWrites::abort_all() noexcept {
   }
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

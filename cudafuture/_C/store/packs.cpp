@@ -6,7 +6,7 @@
 
 #include "store/slabs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 std::vector<std::uint64_t> sizes_of(const Writes& writes) {
   std::vector<std::uint64_t> sizes;
@@ -61,4 +61,4 @@ std::vector<Writes> Packs::take(bool ended) {
   return packs;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -18,13 +18,13 @@
 #include "store/call.h"
 #include "store/entry.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 struct Write {
   CallPtr call;
   std::string key;
-  Shape shape;
-  Memory memory;
+  storage::Shape shape;
+  storage::Memory memory;
   std::uint64_t turn = 0;
   std::optional<std::uint64_t> digest = std::nullopt;  // the required checksum of its bytes
   bool* written = nullptr;                             // set after the write; the call owns it
@@ -56,4 +56,4 @@ class Packs {
   std::size_t under_way_ = 0;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

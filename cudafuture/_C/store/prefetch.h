@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // Prefetches each cache line of the memory; the address need not be valid.
 inline void prefetch(const void* memory, std::size_t size) noexcept {
@@ -15,4 +15,4 @@ inline void prefetch(const void* memory, std::size_t size) noexcept {
   }
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

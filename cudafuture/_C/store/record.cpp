@@ -7,7 +7,10 @@
 
 #include "storage/checksum.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 struct Frame {
@@ -159,4 +162,4 @@ std::uint64_t size_of(const Record& record) noexcept {
          sizeof record.has_digest + (record.is_link() ? sizeof record.seed : 0);
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

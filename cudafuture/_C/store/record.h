@@ -13,14 +13,14 @@
 #include "storage/checksum.h"
 #include "store/entry.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 struct Record {
   std::string key;
   std::uint64_t turn = 0;
   bool is_deletion = false;
   // ---- for a written key
-  Shape shape;
+  storage::Shape shape;
   std::uint64_t size = 0;
   std::uint64_t slab = 0;
   std::uint64_t offset = 0;
@@ -28,7 +28,7 @@ struct Record {
   bool has_digest = false;
   std::uint64_t seed = 0;
 
-  bool is_link() const noexcept { return seed != hash_of(key); }
+  bool is_link() const noexcept { return seed != storage::hash_of(key); }
 };
 Record record_of(const std::string& key, std::uint64_t turn, const Entry& entry);
 Record deletion_of(const std::string& key, std::uint64_t turn);
@@ -44,4 +44,4 @@ std::optional<Record> take_record(std::string_view& bytes);
 std::uint64_t size_of_deletion(const std::string& key) noexcept;  // bytes of its record
 std::uint64_t size_of(const Record& record) noexcept;             // bytes
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -10,7 +10,10 @@
 #include "storage/failure.h"
 #include "store/folder.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 void adopt_slabs(Index& index, Slabs& slabs) {
@@ -106,4 +109,4 @@ Recovery recover(const std::string& folder, Opening opening, Index& index, Slabs
   return opening == Opening::read ? recover_to_read(folder, index, slabs) : salvage(folder, index, slabs);
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -10,7 +10,7 @@
 #include "store/journal.h"
 #include "store/slabs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // salvage: read what is left of a store with a damaged journal.
 enum class Opening : std::uint8_t { write, read, salvage };
@@ -30,4 +30,4 @@ struct Recovery {
 // Throws Failure; ChecksumError in Python if the journal is damaged or missing.
 Recovery recover(const std::string& folder, Opening opening, Index& index, Slabs& slabs);
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -19,7 +19,10 @@
 #include "storage/page.h"
 #include "store/folder.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
+
 namespace {
 
 constexpr std::uint64_t kSmallestSlab = 16 << 20;
@@ -353,4 +356,4 @@ Slabs::Statistics Slabs::statistics() const {
   return s;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -7,12 +7,12 @@
 
 #include "core/error.h"
 #include "core/thread_cache.h"
-#include "storage/counter.h"
-#include "storage/failure.h"
 #include "storage/page.h"
 #include "store/then.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
+
+using namespace storage;
 
 // One write request to the engine.
 struct Store::Writing {
@@ -396,4 +396,4 @@ StoreStatistics Store::statistics() const {
   return statistics_of(counters_, index_.statistics(), slabs_->statistics(), journal_bytes);
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

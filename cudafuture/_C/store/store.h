@@ -36,7 +36,7 @@
 #include "store/slabs.h"
 #include "store/store_statistics.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 class Store final : public std::enable_shared_from_this<Store> {
  public:
@@ -44,20 +44,20 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   struct Options {
     std::string folder;
-    Direct direct = Direct::automatic;
+    storage::Direct direct = storage::Direct::automatic;
     bool checksum = true;
     bool durable = false;
     Opening opening = Opening::write;  // of a durable store
     std::uint64_t capacity = 0;        // bytes; 0: any number
   };
   // Throws Failure.
-  static std::shared_ptr<Store> open(std::shared_ptr<Engine> engine, const Options& options);
-  Store(std::shared_ptr<Engine> engine, const Options& options);
+  static std::shared_ptr<Store> open(std::shared_ptr<storage::Engine> engine, const Options& options);
+  Store(std::shared_ptr<storage::Engine> engine, const Options& options);
   ~Store();
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  using Full = Engine::Full;
+  using Full = storage::Engine::Full;
   // Each throws Error if the store is closed; the call's future reports all other errors. Full::exceed: the calling
   // thread must not wait for the engine or for the file system.
   void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
@@ -72,7 +72,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   std::vector<Index::Version> versions(const std::vector<std::string>& keys) const { return index_.versions(keys); }
   bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }
   bool is_closed() const { return ledger_.is_closed(); }
-  Engine& engine() const noexcept { return *engine_; }
+  storage::Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
   void forget(const std::vector<std::string>& keys) {
@@ -91,7 +91,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   struct Reading;
   static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which a tensor is read and written separately
 
-  Failure read_only() const;
+  storage::Failure read_only() const;
   void refuse(const CallPtr& call) noexcept;  // refuses a change to a read-only store
 
   void put(Writes&& writes, bool is_pack, Full when_full);
@@ -115,7 +115,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
 
-  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<storage::Engine> engine_;
   const Options options_;
   const std::uint64_t pack_size_;
   const std::shared_ptr<Slabs> slabs_;
@@ -130,4 +130,4 @@ class Store final : public std::enable_shared_from_this<Store> {
   StoreCounters counters_;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

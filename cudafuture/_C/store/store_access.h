@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 // The reason why an operation failed. The kinds are the error classes that a program sees.
 struct Problem {
@@ -106,4 +106,4 @@ class PoolAccess {
   virtual std::function<void()> take(std::uint64_t size, Taken taken) = 0;
 };
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

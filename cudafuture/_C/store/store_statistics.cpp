@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statistics& index,
                               const Slabs::Statistics& slabs, std::uint64_t journal_bytes) noexcept {
@@ -22,4 +22,4 @@ StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statis
   return s;
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -7,7 +7,7 @@
 #include "store/index.h"
 #include "store/slabs.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 struct StoreStatistics {
   std::uint64_t keys = 0;
@@ -24,10 +24,10 @@ struct StoreStatistics {
 };
 
 struct StoreCounters {
-  Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
+  storage::Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
 };
 
 StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statistics& index,
                               const Slabs::Statistics& slabs, std::uint64_t journal_bytes) noexcept;
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

@@ -6,7 +6,7 @@
 
 #include "core/future.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::store {
 
 template <class Function>
 class Then final : public Continuation {
@@ -33,4 +33,4 @@ void then(const FuturePtr& future, Function function) {
   future->attach(new Then<Function>(std::move(function)));
 }
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::store

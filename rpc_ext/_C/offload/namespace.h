@@ -19,8 +19,8 @@
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::FoundTensor;
-using cudafuture::storage::StoreAccess;
+using cudafuture::store::FoundTensor;
+using cudafuture::store::StoreAccess;
 using StorePtr = std::shared_ptr<StoreAccess>;
 
 // Lock: mutex_ guards what follows it; nothing is taken under it.

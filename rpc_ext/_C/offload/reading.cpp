@@ -118,7 +118,7 @@ void Reading::take_buffer(double expires) {
 }
 
 void Reading::read() {
-  std::vector<cudafuture::storage::PartRead> parts;
+  std::vector<cudafuture::store::PartRead> parts;
   auto* const data = static_cast<std::byte*>(data_.mutable_data_ptr());
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];

@@ -21,7 +21,7 @@
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::PoolAccess;
+using cudafuture::store::PoolAccess;
 
 // Lock: mutex_ guards the kept reads and the requests for buffers; the order's is taken under it.
 class Session final : public std::enable_shared_from_this<Session> {

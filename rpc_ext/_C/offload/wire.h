@@ -26,7 +26,7 @@
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::Problem;
+using cudafuture::store::Problem;
 
 inline constexpr std::size_t kPart = 16 << 20;     // bytes of the data of one message; larger tensors travel in parts
 inline constexpr std::size_t kPack = 4 << 20;      // most bytes of small tensors in one message
