@@ -5,8 +5,8 @@
 
 #include "core/issue_order.h"
 #include "core/ordered_executor.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "core/ordered_executor.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;

@@ -11,8 +11,8 @@
 #include "core/callback_thread.h"
 #include "core/error.h"
 #include "core/thread_cache.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;

@@ -6,9 +6,9 @@
 #include "bind/errors.h"
 #include "bind/executors.h"
 #include "bind/future.h"
+#include "core/completion_order_executor.h"
 #include "core/issue_order.h"
 #include "core/process.h"
-#include "core/serial_executor.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture::bind {

@@ -1,4 +1,4 @@
-#include "core/lane.h"
+#include "core/serial_queue.h"
 
 #include <utility>
 

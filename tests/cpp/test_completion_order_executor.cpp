@@ -1,5 +1,5 @@
 // Serial executors: callbacks in the order of completion, on a thread that waits for nobody else's callbacks.
-#include "core/serial_executor.h"
+#include "core/completion_order_executor.h"
 
 #include <algorithm>
 #include <numeric>
@@ -10,8 +10,8 @@
 
 #include "core/callback_thread.h"
 #include "fake_device.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 #include "together.h"
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "fake_device.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;

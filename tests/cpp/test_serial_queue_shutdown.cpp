@@ -3,8 +3,8 @@
 
 #include "core/callback_thread.h"
 #include "core/process.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;

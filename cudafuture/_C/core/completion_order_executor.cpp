@@ -1,4 +1,4 @@
-#include "core/serial_executor.h"
+#include "core/completion_order_executor.h"
 
 #include "core/process.h"
 

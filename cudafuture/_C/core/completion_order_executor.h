@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/executor.h"
-#include "core/lane.h"
+#include "core/serial_queue.h"
 
 namespace cudafuture {
 

@@ -1,4 +1,4 @@
-#include "lanes.h"
+#include "serial_queues.h"
 
 #include <deque>
 #include <utility>

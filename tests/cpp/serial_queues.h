@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "callback.h"
-#include "core/lane.h"
+#include "core/serial_queue.h"
 #include "threads.h"
 
 namespace cudafuture::fake {
