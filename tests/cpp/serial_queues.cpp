@@ -5,8 +5,8 @@
 
 namespace cudafuture::fake {
 
-Lane& new_lane(std::string name) {
-  static auto* const all = new std::deque<Lane>;
+SerialQueue& new_serial_queue(std::string name) {
+  static auto* const all = new std::deque<SerialQueue>;
   return all->emplace_back(std::move(name));
 }
 

@@ -1,4 +1,4 @@
-// Lanes for the tests, and how to wait in one and for one.
+// Serial queues for the tests, and how to wait in one and for one.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace cudafuture::fake {
 
-// Never freed, as no lane is: the thread that ran the last callback may look into the line once more.
-Lane& new_lane(std::string name = "lane");
+// Never freed, as no serial queue is: the thread that ran the last callback may look into the line once more.
+SerialQueue& new_serial_queue(std::string name = "queue");
 
 // Returns when everything that stands in the line now has run.
 void settle(Executor& line);

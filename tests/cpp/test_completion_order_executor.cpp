@@ -20,19 +20,20 @@ using namespace cudafuture::fake;
 
 namespace {
 
-SerialExecutor& new_serial(std::string name) {
-  static auto* const all = new std::vector<SerialExecutor*>;  // it is never freed, and is to be found by leak checkers
-  all->push_back(&SerialExecutor::make(std::move(name)));
+CompletionOrderExecutor& new_serial(std::string name) {
+  static auto* const all =
+      new std::vector<CompletionOrderExecutor*>;  // it is never freed, and is to be found by leak checkers
+  all->push_back(&CompletionOrderExecutor::make(std::move(name)));
   return *all->back();
 }
 
 }  // namespace
 
-TEST_SUITE_BEGIN("serial_executor");
+TEST_SUITE_BEGIN("completion_order_executor");
 
 TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were completed") {
   constexpr int kCallbacks = 50;
-  SerialExecutor& serial = new_serial("serial");
+  CompletionOrderExecutor& serial = new_serial("serial");
   std::vector<FuturePtr> parents = many(kCallbacks);
   Order order;
   for (int i = 0; i < kCallbacks; ++i)
@@ -49,8 +50,8 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were
 
 TEST_CASE_FIXTURE(Rules,
                   "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
-  SerialExecutor& serial = new_serial("serial");
-  SerialExecutor& other = new_serial("other");
+  CompletionOrderExecutor& serial = new_serial("serial");
+  CompletionOrderExecutor& other = new_serial("other");
   Signal go_on;
   Executor* const blocked[] = {&CallbackThread::get(), &other};
   for (Executor* const executor : blocked) {
@@ -61,8 +62,9 @@ TEST_CASE_FIXTURE(Rules,
   for (Executor* const executor : blocked) settle(*executor);
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for the order of collectives in no lane") {
-  SerialExecutor& serial = new_serial("serial");
+TEST_CASE_FIXTURE(Rules,
+                  "callbacks of many threads run one at a time, and for the order of collectives in no serial queue") {
+  CompletionOrderExecutor& serial = new_serial("serial");
   int running = 0;
   int count = 0;
   together(4, [&](int) {
@@ -71,7 +73,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for t
       parent->attach(call_inside(
           [&](Future&) {
             CHECK(running++ == 0);
-            CHECK(Lane::current() == nullptr);
+            CHECK(SerialQueue::current() == nullptr);
             ++count;
             --running;
           },
@@ -84,7 +86,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of many threads run one at a time, and for t
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback that is dropped before it is posted has no place") {
-  SerialExecutor& serial = new_serial("serial");
+  CompletionOrderExecutor& serial = new_serial("serial");
   Order order;
   {
     const FuturePtr dropped = pending();

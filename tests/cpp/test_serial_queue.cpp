@@ -1,4 +1,4 @@
-// Lanes: callbacks in the order of their attachment, places that are given up, and what runs inside.
+// Serial queues: callbacks in the order of their attachment, places that are given up, and what runs inside.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -32,16 +32,16 @@ struct Moot final : Continuation {
 
 }  // namespace
 
-TEST_SUITE_BEGIN("lane");
+TEST_SUITE_BEGIN("serial_queue");
 
 TEST_CASE_FIXTURE(Rules, "callbacks run in the order of their attachment, whatever order their parents complete in") {
   constexpr int kCallbacks = 50;
   for (unsigned seed = 0; seed < 10; ++seed) {
-    Lane& lane = new_lane();
+    SerialQueue& queue = new_serial_queue();
     std::vector<FuturePtr> parents = many(kCallbacks);
     Order order;
     for (int i = 0; i < kCallbacks; ++i) {
-      parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &lane));
+      parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &queue));
     }
     std::shuffle(parents.begin(), parents.end(), std::mt19937(seed));
     const auto complete_all = [&] {
@@ -53,40 +53,40 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order of their attachment, whatev
       const Inside inside;
       complete_all();
     }
-    settle(lane);
+    settle(queue);
     CHECK(order == ascending(kCallbacks));
-    CHECK(lane.length() == 0);
+    CHECK(queue.length() == 0);
   }
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback runs whatever the outcome of its parent") {
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   std::vector<State> seen;
   const std::vector<FuturePtr> parents = many(3);
   for (const FuturePtr& parent : parents) {
-    parent->attach(call_inside([&](Future& self) { seen.push_back(self.state()); }, &lane));
+    parent->attach(call_inside([&](Future& self) { seen.push_back(self.state()); }, &queue));
   }
   parents[2]->cancel();
   parents[1]->fail(Value::of_error(nullptr));
   parents[1]->mark_seen();
   parents[0]->complete({});
-  settle(lane);
+  settle(queue);
   CHECK((seen == std::vector{State::completed, State::failed, State::cancelled}));
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback that will not run gives up its place, and those behind it run") {
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   FuturePtr first = pending();
-  Callback* const leaves = call_inside(mark(order, 1), &lane);
+  Callback* const leaves = call_inside(mark(order, 1), &queue);
   first->attach(leaves);
   const FuturePtr done = completed();
-  done->attach(call_inside(mark(order, 2), &lane));
-  done->attach(call_inside(mark(order, 3), &lane));
-  CHECK(lane.length() == 3);
+  done->attach(call_inside(mark(order, 2), &queue));
+  done->attach(call_inside(mark(order, 3), &queue));
+  CHECK(queue.length() == 3);
   SUBCASE("it is taken back") {
     CHECK(first->detach(leaves));
-    CHECK(lane.length() == 3);
+    CHECK(queue.length() == 3);
     const Inside inside;
     leaves->abandon();
   }
@@ -99,17 +99,17 @@ TEST_CASE_FIXTURE(Rules, "a callback that will not run gives up its place, and t
     const Inside inside;
     first->clear();
   }
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{2, 3});
 }
 
 TEST_CASE_FIXTURE(Rules, "places in the middle and at the end can be given up too") {
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   const std::vector<FuturePtr> parents = many(5);
   std::vector<Callback*> callbacks;
   for (int i = 0; i < 5; ++i) {
-    callbacks.push_back(call_inside(mark(order, i), &lane));
+    callbacks.push_back(call_inside(mark(order, i), &queue));
     parents[static_cast<std::size_t>(i)]->attach(callbacks.back());
   }
   for (const std::size_t i : {4u, 1u, 3u}) {
@@ -117,90 +117,92 @@ TEST_CASE_FIXTURE(Rules, "places in the middle and at the end can be given up to
     const Inside inside;
     callbacks[i]->abandon();
   }
-  completed()->attach(call_inside(mark(order, 5), &lane));
+  completed()->attach(call_inside(mark(order, 5), &queue));
   parents[2]->complete({});
   parents[0]->complete({});
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{0, 2, 5});
-  CHECK(lane.length() == 0);
+  CHECK(queue.length() == 0);
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback that its pending parent drops because it is moot gives up its place") {
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr parent = pending();
-  parent->attach(new Moot(Continuation::none, &lane));
-  completed()->attach(call_inside(mark(order, 1), &lane));
+  parent->attach(new Moot(Continuation::none, &queue));
+  completed()->attach(call_inside(mark(order, 1), &queue));
   for (int i = 0; i < 1000; ++i) parent->attach(new Moot);  // so many that it looks
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{1});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback of a done future goes through the lane, and never runs where it is attached") {
-  Lane& lane = new_lane();
+TEST_CASE_FIXTURE(Rules,
+                  "a callback of a done future goes through the serial queue, and never runs where it is attached") {
+  SerialQueue& queue = new_serial_queue();
   std::thread::id ran_in;
   {
-    const Inside inside;  // so nothing runs in a lane meanwhile
-    completed()->attach(call_inside([&](Future&) { ran_in = std::this_thread::get_id(); }, &lane));
+    const Inside inside;  // so nothing runs in a serial queue meanwhile
+    completed()->attach(call_inside([&](Future&) { ran_in = std::this_thread::get_id(); }, &queue));
     CHECK(ran_in == std::thread::id());
   }
-  settle(lane);
+  settle(queue);
   CHECK(ran_in != std::thread::id());
   CHECK(ran_in != std::this_thread::get_id());
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback of a done future stands behind those attached before it") {
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr first = pending();
-  first->attach(call_inside(mark(order, 1), &lane));
-  completed()->attach(call_inside(mark(order, 2), &lane));
-  CHECK(lane.length() == 2);
+  first->attach(call_inside(mark(order, 1), &queue));
+  completed()->attach(call_inside(mark(order, 2), &queue));
+  CHECK(queue.length() == 2);
   first->complete({});
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{1, 2});
 }
 
 TEST_CASE_FIXTURE(Rules, "a callback that waits for the device keeps its place meanwhile") {
   const FreshAccelerator fresh;
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   Accelerator::get().launch(stream(0, 0));
   const FuturePtr busy = completed(EventSet::record(device(0)));
-  busy->attach(call(mark(order, 1), Continuation::foreign | Continuation::when_ready, &lane));
-  completed()->attach(call_inside(mark(order, 2), &lane));
-  CHECK(lane.length() == 2);
+  busy->attach(call(mark(order, 1), Continuation::foreign | Continuation::when_ready, &queue));
+  completed()->attach(call_inside(mark(order, 2), &queue));
+  CHECK(queue.length() == 2);
   Accelerator::get().finish_all();
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a lane's callbacks, and nothing else, see it as the current one") {
-  Lane& lane = new_lane("mine");
-  Lane* in_lane = nullptr;
-  Lane* in_callback_thread = &lane;
-  completed()->attach(call_inside([&](Future&) { in_lane = Lane::current(); }, &lane));
-  settle(lane);
+TEST_CASE_FIXTURE(Rules, "a serial queue's callbacks, and nothing else, see it as the current one") {
+  SerialQueue& queue = new_serial_queue("mine");
+  SerialQueue* in_queue = nullptr;
+  SerialQueue* in_callback_thread = &queue;
+  completed()->attach(call_inside([&](Future&) { in_queue = SerialQueue::current(); }, &queue));
+  settle(queue);
   on_engine_thread([&] {
     const FuturePtr future = pending();
-    future->attach(call_inside([&](Future&) { in_callback_thread = Lane::current(); }));
+    future->attach(call_inside([&](Future&) { in_callback_thread = SerialQueue::current(); }));
     future->complete({});
   });
   settle_callback_thread();
-  CHECK(in_lane == &lane);
-  CHECK(in_lane->name() == "mine");
+  CHECK(in_queue == &queue);
+  CHECK(in_queue->name() == "mine");
   CHECK(in_callback_thread == nullptr);
-  CHECK(Lane::current() == nullptr);
+  CHECK(SerialQueue::current() == nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "what a lane's callback completes goes on in the lane, behind it and before the next one") {
-  Lane& lane = new_lane();
+TEST_CASE_FIXTURE(
+    Rules, "what a serial queue's callback completes goes on in the serial queue, behind it and before the next one") {
+  SerialQueue& queue = new_serial_queue();
   const FuturePtr inner = pending();
   Order order;
-  Lane* seen = nullptr;
+  SerialQueue* seen = nullptr;
   inner->attach(call_inside([&](Future&) {
     order.push_back(2);
-    seen = Lane::current();
+    seen = SerialQueue::current();
   }));
   {
     const Inside inside;
@@ -209,17 +211,17 @@ TEST_CASE_FIXTURE(Rules, "what a lane's callback completes goes on in the lane, 
           inner->complete({});
           order.push_back(1);
         },
-        &lane));
-    completed()->attach(call_inside(mark(order, 3), &lane));
+        &queue));
+    completed()->attach(call_inside(mark(order, 3), &queue));
   }
-  settle(lane);
+  settle(queue);
   CHECK(order == Order{1, 2, 3});
-  CHECK(seen == &lane);
+  CHECK(seen == &queue);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that blocks in one lane does not hold up another") {
-  Lane& blocked = new_lane();
-  Lane& other = new_lane();
+TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not hold up another") {
+  SerialQueue& blocked = new_serial_queue();
+  SerialQueue& other = new_serial_queue();
   Signal go;
   Order order;
   completed()->attach(call_inside(
@@ -238,27 +240,27 @@ TEST_CASE_FIXTURE(Rules, "a callback that blocks in one lane does not hold up an
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached inside the lane runs behind those that stand in it") {
-  Lane& lane = new_lane();
+TEST_CASE_FIXTURE(Rules, "a callback attached inside the serial queue runs behind those that stand in it") {
+  SerialQueue& queue = new_serial_queue();
   Order order;
   {
     const Inside inside;  // both are attached before the first one runs
     completed()->attach(call_inside(
         [&](Future& self) {
-          self.attach(call_inside(mark(order, 3), &lane));
+          self.attach(call_inside(mark(order, 3), &queue));
           order.push_back(1);
         },
-        &lane));
-    completed()->attach(call_inside(mark(order, 2), &lane));
+        &queue));
+    completed()->attach(call_inside(mark(order, 2), &queue));
   }
-  settle(lane);
-  settle(lane);  // the first may have stood before 3
+  settle(queue);
+  settle(queue);  // the first may have stood before 3
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain whose links complete one another runs through the lane") {
+TEST_CASE_FIXTURE(Rules, "a chain whose links complete one another runs through the serial queue") {
   constexpr int kLinks = 10'000;
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   std::vector<FuturePtr> parents = many(kLinks + 1);
   Order order;
   for (int i = 0; i < kLinks; ++i) {
@@ -268,37 +270,38 @@ TEST_CASE_FIXTURE(Rules, "a chain whose links complete one another runs through 
           order.push_back(i);
           next->complete({});
         },
-        &lane));
+        &queue));
   }
   parents[0]->complete({});
-  settle(lane);
+  settle(queue);
   CHECK(order == ascending(kLinks));
   CHECK(parents[kLinks]->done());
 }
 
 namespace {
 
-constexpr int kLanes = 3;
+constexpr int kQueues = 3;
 constexpr std::size_t kCallbacks = 200;
 
-// One thread attaches to random lanes, and takes some of it back, while others complete in an order of their own.
+// One thread attaches to random serial queues, and takes some of it back, while others complete in an order of their
+// own.
 void race(unsigned seed) {
   std::mt19937 random(seed);
   const std::vector<FuturePtr> parents = many(kCallbacks);
   std::vector<FuturePtr> shuffled = parents;
   std::shuffle(shuffled.begin(), shuffled.end(), random);
-  Lane* lanes[kLanes];
-  for (Lane*& lane : lanes) lane = &new_lane();
-  Order ran[kLanes];
-  Order expected[kLanes];
+  SerialQueue* queues[kQueues];
+  for (SerialQueue*& queue : queues) queue = &new_serial_queue();
+  Order ran[kQueues];
+  Order expected[kQueues];
   together(4, [&](int thread) {
     for (std::size_t i = 0; i < kCallbacks; ++i) {
       if (thread > 0) {
         if (static_cast<int>(i % 3) == thread - 1) shuffled[i]->complete({});
         continue;
       }
-      const std::size_t which = random() % kLanes;
-      Callback* const c = call_inside(mark(ran[which], static_cast<int>(i)), lanes[which]);
+      const std::size_t which = random() % kQueues;
+      Callback* const c = call_inside(mark(ran[which], static_cast<int>(i)), queues[which]);
       parents[i]->attach(c);
       if (i % 5 == 0 && parents[i]->detach(c)) {
         const Inside inside;
@@ -308,32 +311,32 @@ void race(unsigned seed) {
       }
     }
   });
-  for (int which = 0; which < kLanes; ++which) {
-    settle(*lanes[which]);
+  for (int which = 0; which < kQueues; ++which) {
+    settle(*queues[which]);
     CHECK(ran[which] == expected[which]);
-    CHECK(lanes[which]->length() == 0);
+    CHECK(queues[which]->length() == 0);
   }
 }
 
 }  // namespace
 
-TEST_CASE_FIXTURE(Rules, "each lane keeps its order while several threads complete") {
+TEST_CASE_FIXTURE(Rules, "each serial queue keeps its order while several threads complete") {
   for (unsigned seed = 0; seed < 30; ++seed) race(seed);
 }
 
 TEST_CASE_FIXTURE(Rules, "a forked child gives no places and runs nothing") {
-  Lane& lane = new_lane();
-  settle(lane);
+  SerialQueue& queue = new_serial_queue();
+  settle(queue);
   static int ran = 0;
   const FuturePtr before = pending();
-  before->attach(call_inside([](Future&) { ++ran; }, &lane));
+  before->attach(call_inside([](Future&) { ++ran; }, &queue));
   CHECK(in_forked_child([&] {
-    completed()->attach(call_inside([](Future&) { ++ran; }, &lane));
+    completed()->attach(call_inside([](Future&) { ++ran; }, &queue));
     before->complete({});
     return ran == 0;
   }));
   before->complete({});
-  settle(lane);
+  settle(queue);
   CHECK(ran == 1);
 }
 

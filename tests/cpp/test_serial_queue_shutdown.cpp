@@ -1,4 +1,4 @@
-// What happens to the callbacks of lanes when the process goes away, each time in a process of its own.
+// What happens to the callbacks of serial queues when the process goes away, each time in a process of its own.
 #include <atomic>
 
 #include "core/callback_thread.h"
@@ -22,14 +22,14 @@ Callback* doomed(Executor& line) {
 
 }  // namespace
 
-TEST_SUITE_BEGIN("lane_shutdown");
+TEST_SUITE_BEGIN("serial_queue_shutdown");
 
-TEST_CASE("alone: callbacks that are ready in a lane after the end" * doctest::skip()) {
-  Lane& lane = new_lane();
+TEST_CASE("alone: callbacks that are ready in a serial queue after the end" * doctest::skip()) {
+  SerialQueue& queue = new_serial_queue();
   FuturePtr first = pending();
-  first->attach(doomed(lane));
-  completed()->attach(doomed(lane));
-  Lane& other = new_lane();
+  first->attach(doomed(queue));
+  completed()->attach(doomed(queue));
+  SerialQueue& other = new_serial_queue();
   settle(other);
   shut_down();
   CHECK(abandoned_count == 0);
@@ -54,13 +54,14 @@ TEST_CASE("alone: callbacks that are ready in a lane after the end" * doctest::s
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "after the end a callback in a lane is abandoned inside the runtime, and lost outside") {
-  run_alone("alone: callbacks that are ready in a lane after the end");
+TEST_CASE_FIXTURE(Rules,
+                  "after the end a callback in a serial queue is abandoned inside the runtime, and lost outside") {
+  run_alone("alone: callbacks that are ready in a serial queue after the end");
 }
 
-TEST_CASE("alone: a callback in a lane that runs when the end comes" * doctest::skip()) {
+TEST_CASE("alone: a callback in a serial queue that runs when the end comes" * doctest::skip()) {
   static Signal end_has_begun;
-  Lane& lane = new_lane();
+  SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr done = completed();
   done->attach(call_inside(
@@ -68,8 +69,8 @@ TEST_CASE("alone: a callback in a lane that runs when the end comes" * doctest::
         wait_outside(end_has_begun);
         order.push_back(1);
       },
-      &lane));
-  done->attach(call_inside(mark(order, 2), &lane));
+      &queue));
+  done->attach(call_inside(mark(order, 2), &queue));
   shut_down([]() noexcept {
     if (!end_has_begun.sent()) end_has_begun.send();
     return true;
@@ -79,26 +80,26 @@ TEST_CASE("alone: a callback in a lane that runs when the end comes" * doctest::
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a callback in a lane that runs when the end comes finishes, as does what stands ready behind") {
-  run_alone("alone: a callback in a lane that runs when the end comes");
+TEST_CASE_FIXTURE(
+    Rules, "a callback in a serial queue that runs when the end comes finishes, as does what stands ready behind") {
+  run_alone("alone: a callback in a serial queue that runs when the end comes");
 }
 
-TEST_CASE("alone: a lane after the interpreter is gone" * doctest::skip()) {
-  Lane& lane = new_lane();
+TEST_CASE("alone: a serial queue after the interpreter is gone" * doctest::skip()) {
+  SerialQueue& queue = new_serial_queue();
   Runtime::set_finalizing(true);
-  Callback* const leaked = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); }, &lane);
+  Callback* const leaked = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); }, &queue);
   on_engine_thread([&] { completed()->attach(leaked); });
   shut_down();
   Runtime::set_finalizing(false);
-  CHECK(lane.length() == 1);
+  CHECK(queue.length() == 1);
   CHECK(Callback::alive == 1);
   leaked->parent = nullptr;
   delete leaked;
 }
 
-TEST_CASE_FIXTURE(Rules, "a lane after the interpreter is gone leaks what stands in it, and ends") {
-  run_alone("alone: a lane after the interpreter is gone");
+TEST_CASE_FIXTURE(Rules, "a serial queue after the interpreter is gone leaks what stands in it, and ends") {
+  run_alone("alone: a serial queue after the interpreter is gone");
 }
 
 TEST_SUITE_END();

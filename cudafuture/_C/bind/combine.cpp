@@ -277,7 +277,7 @@ OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
   for (PyObject* part : parts) {
     OrderedExecutor* const own = core_of(part).ordered_executor();
     if (own == nullptr) continue;
-    if (order == nullptr || (own->is_same_line(*order) && own->depth() > order->depth())) order = own;
+    if (order == nullptr || (own->shares_queues_with(*order) && own->depth() > order->depth())) order = own;
   }
   return order;
 }

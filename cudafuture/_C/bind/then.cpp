@@ -175,7 +175,7 @@ class Then final : public Continuation, public Deferred {
   // Returns the order in which collectives issued in this callback run.
   CallbackOrder::Kind order_in(const Future& parent) const noexcept {
     if (is_unordered) return CallbackOrder::by_completion();
-    if (executor != nullptr && executor == Lane::current()) return CallbackOrder::in_lane();
+    if (executor != nullptr && executor == SerialQueue::current()) return CallbackOrder::in_serial_queue();
     if (plain_call) return CallbackOrder::program();
     if (OrderedExecutor* usual = parent.ordered_executor()) return CallbackOrder::beside(*usual);
     return names_executor ? CallbackOrder::program() : CallbackOrder::by_completion();

@@ -4,11 +4,11 @@
 
 namespace cudafuture {
 
-void SerialExecutor::post(Continuation* c) noexcept {
+void CompletionOrderExecutor::post(Continuation* c) noexcept {
   if (is_forked_child()) return;  // the thread that holds the lock may not exist in the child
-  lane_.enrol(*c);
+  queue_.enrol(*c);
   c->executor = this;  // its order is not attachment order, which is the same on every rank
-  lane_.post(c);
+  queue_.post(c);
 }
 
 }  // namespace cudafuture

@@ -1,7 +1,7 @@
 // An executor with its own thread: the callbacks that name it run one at a time, in the order in which their futures
 // complete. Callbacks elsewhere do not delay them, and they delay no others.
 //
-// It is a lane in which a callback gets its place when its future completes, instead of when it is attached.
+// It is a serial queue in which a callback gets its place when its future completes, instead of when it is attached.
 #pragma once
 
 #include <string>
@@ -11,19 +11,19 @@
 
 namespace cudafuture {
 
-class SerialExecutor final : public Executor {
+class CompletionOrderExecutor final : public Executor {
  public:
-  // Creates an executor that is never freed, like every lane: futures and callbacks may refer to it until the process
-  // ends.
-  static SerialExecutor& make(std::string name) { return *new SerialExecutor(std::move(name)); }
+  // Creates an executor that is never freed, like every serial queue: futures and callbacks may refer to it until the
+  // process ends.
+  static CompletionOrderExecutor& make(std::string name) { return *new CompletionOrderExecutor(std::move(name)); }
 
   void post(Continuation* c) noexcept override;
-  void leave(Continuation& c) noexcept override { lane_.leave(c); }
+  void leave(Continuation& c) noexcept override { queue_.leave(c); }
 
  private:
-  explicit SerialExecutor(std::string name) : lane_(std::move(name), Lane::Order::completion) {}
+  explicit CompletionOrderExecutor(std::string name) : queue_(std::move(name), SerialQueue::Order::completion) {}
 
-  Lane lane_;
+  SerialQueue queue_;
 };
 
 }  // namespace cudafuture

@@ -12,25 +12,25 @@
 namespace cudafuture {
 namespace {
 
-thread_local Lane* lane_of_thread = nullptr;
+thread_local SerialQueue* serial_queue_of_thread = nullptr;
 
 }  // namespace
 
-Lane* Lane::current() noexcept { return lane_of_thread; }
+SerialQueue* SerialQueue::current() noexcept { return serial_queue_of_thread; }
 
-void Lane::enrol(Continuation& c) noexcept {
+void SerialQueue::enrol(Continuation& c) noexcept {
   if (is_forked_child()) return;
   Place place;
   std::lock_guard lock(mutex_);  // positions rise along the queue, so the order's own lock is taken under this one
   if (order_ == Order::issue) place.position = IssueOrder::get().enter();
   c.executor = this;
-  c.place = first_ + line_.size();
-  line_.push_back(std::move(place));
+  c.place = first_ + places_.size();
+  places_.push_back(std::move(place));
 }
 
 // Changes the queue, and starts a thread if the change made its head ready.
 template <class Change>
-void Lane::change(Change&& change) noexcept {
+void SerialQueue::change(Change&& change) noexcept {
   {
     std::lock_guard lock(mutex_);
     change();
@@ -50,7 +50,7 @@ void Lane::change(Change&& change) noexcept {
 }
 
 // Fails the ready callbacks, because no thread could be started to run them. Later callbacks can run.
-void Lane::refuse_ready() noexcept {
+void SerialQueue::refuse_ready() noexcept {
   const std::exception_ptr error = std::make_exception_ptr(no_thread("the callbacks of '" + name_ + "'"));
   ContinuationList refused;
   while (Continuation* ready = take_head()) {
@@ -67,7 +67,7 @@ void Lane::refuse_ready() noexcept {
 
 // Abandons the ready continuations at shutdown, when no more threads start. Outside the interpreter they cannot be
 // abandoned: they stay for the next thread that calls this inside.
-void Lane::give_up() noexcept {
+void SerialQueue::give_up() noexcept {
   if (foreign_runtime().inside()) {
     while (Continuation* ready = take_head()) ready->abandon();
     return;
@@ -77,71 +77,71 @@ void Lane::give_up() noexcept {
   running_ = false;
 }
 
-void Lane::leave(Continuation& c) noexcept {
+void SerialQueue::leave(Continuation& c) noexcept {
   const std::uint64_t place = std::exchange(c.place, 0);
   if (is_forked_child()) return;
   IssueOrder::Position position;
   change([&] {
-    line_[place - first_].left = true;
-    position = std::move(line_[place - first_].position);
+    places_[place - first_].left = true;
+    position = std::move(places_[place - first_].position);
   });
   if (!position.empty()) IssueOrder::get().leave(position);
 }
 
-void Lane::post(Continuation* c) noexcept {
+void SerialQueue::post(Continuation* c) noexcept {
   if (is_forked_child()) return;
-  change([&] { line_[c->place - first_].ready = c; });
+  change([&] { places_[c->place - first_].ready = c; });
 }
 
-bool Lane::head_is_ready() noexcept {
-  while (!line_.empty() && line_.front().left) {
-    line_.pop_front();
+bool SerialQueue::head_is_ready() noexcept {
+  while (!places_.empty() && places_.front().left) {
+    places_.pop_front();
     ++first_;
   }
-  return !line_.empty() && line_.front().ready != nullptr;
+  return !places_.empty() && places_.front().ready != nullptr;
 }
 
-Continuation* Lane::take_head(IssueOrder::Position& position) noexcept {
+Continuation* SerialQueue::take_head(IssueOrder::Position& position) noexcept {
   std::lock_guard lock(mutex_);
   if (!head_is_ready()) {
     running_ = false;
     return nullptr;
   }
-  Continuation* const c = line_.front().ready;
-  position = std::move(line_.front().position);
-  line_.pop_front();
+  Continuation* const c = places_.front().ready;
+  position = std::move(places_.front().position);
+  places_.pop_front();
   ++first_;
   c->place = 0;
   return c;
 }
 
 // Takes the head of the queue, a callback that will not run.
-Continuation* Lane::take_head() noexcept {
+Continuation* SerialQueue::take_head() noexcept {
   IssueOrder::Position position;
   Continuation* const c = take_head(position);
   if (!position.empty()) IssueOrder::get().leave(position);
   return c;
 }
 
-std::size_t Lane::length() const noexcept {
+std::size_t SerialQueue::length() const noexcept {
   std::lock_guard lock(mutex_);
-  return line_.size();
+  return places_.size();
 }
 
-void Lane::perform() noexcept {
+void SerialQueue::perform() noexcept {
   const ForeignRuntime& runtime = foreign_runtime();
   if (!runtime.enter()) return;  // the interpreter is gone: leak the queue
-  lane_of_thread = order_ == Order::completion ? nullptr : this;
+  serial_queue_of_thread = order_ == Order::completion ? nullptr : this;
   IssueOrder::Position position;
   while (Continuation* c = take_head(position)) {
     run(c, position);
     position.clear();
   }
-  lane_of_thread = nullptr;
+  serial_queue_of_thread = nullptr;
   runtime.leave();
 }
 
-void Lane::run(Continuation* c, const IssueOrder::Position& position) noexcept {
+void SerialQueue::run(Continuation* c, const IssueOrder::Position& position) noexcept {
   CompletionQueue& queue = CompletionQueue::current();
   {
     const IssueOrder::Running running(position);

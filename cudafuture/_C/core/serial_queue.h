@@ -5,10 +5,11 @@
 //     post   ──► ready;  the head of the queue, if ready, runs;  the others wait behind it
 //     leave  ──► the place is removed: the continuation was detached or dropped
 //
-// A lane has a thread while one of its continuations can run, so a continuation may block. Lane::current() separates
-// the attachments and operations of its callbacks from those that the program makes concurrently.
+// A serial queue has a thread while one of its continuations can run, so a continuation may block.
+// SerialQueue::current() separates the attachments and operations of its callbacks from those that the program makes
+// concurrently.
 //
-// A lane may take part in the order of issue. Each of its callbacks then has a position there until it has run.
+// A serial queue may take part in the order of issue. Each of its callbacks then has a position there until it has run.
 //
 // Lock: mutex_ guards the queue; under it, enrol() takes the lock of the order of issue, and no other lock is taken.
 #pragma once
@@ -24,17 +25,17 @@
 
 namespace cudafuture {
 
-class Lane final : public Executor, private ThreadCache::Task {
+class SerialQueue final : public Executor, private ThreadCache::Task {
  public:
   enum class Order {
     attachment,
     issue,       // attachment order, and the callbacks take part in the order of issue
-    completion,  // continuations get their places when they are posted; it does not count as a lane for collectives
+    completion,  // continuations get their places when they are posted; current() does not return this queue
   };
 
-  explicit Lane(std::string name, Order order = Order::attachment) : name_(std::move(name)), order_(order) {}
+  explicit SerialQueue(std::string name, Order order = Order::attachment) : name_(std::move(name)), order_(order) {}
 
-  static Lane* current() noexcept;  // the lane whose callback this thread runs; null: none
+  static SerialQueue* current() noexcept;  // the serial queue whose callback this thread runs; null: none
   const std::string& name() const noexcept { return name_; }
 
   void enrol(Continuation& c) noexcept override;
@@ -63,7 +64,7 @@ class Lane final : public Executor, private ThreadCache::Task {
   const std::string name_;
   const Order order_;
   mutable std::mutex mutex_;
-  std::deque<Place> line_;
+  std::deque<Place> places_;
   std::uint64_t first_ = 1;  // the number of the head's place; 0 is no place
   bool running_ = false;     // a thread is in take_head() or about to call it
 };
