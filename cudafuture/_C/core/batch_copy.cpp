@@ -12,8 +12,8 @@
 #include <optional>
 #include <utility>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {

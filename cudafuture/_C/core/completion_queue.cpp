@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "core/callback_thread.h"
-#include "core/edge.h"
 #include "core/executor.h"
 #include "core/future.h"
+#include "core/sync_edge.h"
 #include "core/watcher.h"
 
 namespace cudafuture {

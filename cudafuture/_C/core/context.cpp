@@ -7,8 +7,8 @@
 
 #include <array>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {

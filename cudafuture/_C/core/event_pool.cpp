@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "core/capture.h"
-#include "core/edge.h"
 #include "core/error.h"
 #include "core/process.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {

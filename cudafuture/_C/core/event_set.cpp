@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 

@@ -6,8 +6,8 @@
 #include <exception>
 #include <vector>
 
-#include "core/edge.h"
 #include "core/event_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 

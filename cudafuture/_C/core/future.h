@@ -35,10 +35,10 @@
 
 #include "core/async_error_source.h"
 #include "core/continuation.h"
-#include "core/edge.h"
 #include "core/event_set.h"
 #include "core/executor.h"
 #include "core/host_clock.h"
+#include "core/sync_edge.h"
 #include "core/value.h"
 #include "core/waiter.h"
 

@@ -4,8 +4,8 @@
 #include <c10/util/ArrayRef.h>
 
 #include "core/device_memory.h"
-#include "core/edge.h"
 #include "core/future.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 

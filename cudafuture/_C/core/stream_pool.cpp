@@ -9,8 +9,8 @@
 #include <string>
 
 #include "core/capture.h"
-#include "core/edge.h"
 #include "core/error.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/edge.h"
 #include "core/error.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 #include "core/watcher.h"
 #include "storage/aligned.h"
 #include "storage/page.h"

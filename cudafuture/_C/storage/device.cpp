@@ -4,9 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "core/edge.h"
 #include "core/error.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture::storage {
 namespace {

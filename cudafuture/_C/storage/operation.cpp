@@ -6,8 +6,8 @@
 #include <string>
 #include <system_error>
 
-#include "core/edge.h"
 #include "core/error.h"
+#include "core/sync_edge.h"
 #include "storage/failure.h"
 #include "storage/page.h"
 

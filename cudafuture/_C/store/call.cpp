@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/edge.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture::store {
 

@@ -1,5 +1,5 @@
 // The names of the synchronisation edges, and the seam that cuts one.
-#include "core/edge.h"
+#include "core/sync_edge.h"
 
 #include <set>
 #include <string_view>

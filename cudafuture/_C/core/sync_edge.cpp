@@ -1,4 +1,4 @@
-#include "core/edge.h"
+#include "core/sync_edge.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,5 +1,5 @@
 // The interface through which tests cut one sync edge.
-#include "core/edge.h"
+#include "core/sync_edge.h"
 
 #include <nanobind/stl/string_view.h>
 
