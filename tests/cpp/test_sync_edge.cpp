@@ -1,4 +1,4 @@
-// The names of the synchronisation edges, and the seam that cuts one.
+// The names of the sync edges, and the seam that cuts one.
 #include "core/sync_edge.h"
 
 #include <set>
@@ -8,34 +8,34 @@
 
 using namespace cudafuture;
 
-TEST_SUITE_BEGIN("edge");
+TEST_SUITE_BEGIN("sync_edge");
 
 namespace {
 
-constexpr int kCount = static_cast<int>(Edge::count);
+constexpr int kCount = static_cast<int>(SyncEdge::count);
 
 }  // namespace
 
 TEST_CASE("every edge has a name of its own, and is found by it") {
   std::set<std::string_view> names;
   for (int i = 1; i < kCount; ++i) {
-    const Edge edge = static_cast<Edge>(i);
-    CHECK(edge_of(name_of(edge)) == edge);
+    const SyncEdge edge = static_cast<SyncEdge>(i);
+    CHECK(sync_edge_of(name_of(edge)) == edge);
     names.insert(name_of(edge));
   }
   CHECK(names.size() == kCount - 1);
-  CHECK(edge_of("no such edge") == Edge::none);
-  CHECK(edge_of("") == Edge::none);
+  CHECK(sync_edge_of("no such edge") == SyncEdge::none);
+  CHECK(sync_edge_of("") == SyncEdge::none);
 }
 
 TEST_CASE("every edge stands until it is cut, and then only that one does not") {
-  for (int i = 1; i < kCount; ++i) CHECK(stands(static_cast<Edge>(i)));
-  cut_edge = Edge::join_wait;
+  for (int i = 1; i < kCount; ++i) CHECK(stands(static_cast<SyncEdge>(i)));
+  cut_sync_edge = SyncEdge::join_wait;
   for (int i = 1; i < kCount; ++i) {
-    const Edge edge = static_cast<Edge>(i);
-    CHECK(stands(edge) == (edge != Edge::join_wait));
+    const SyncEdge edge = static_cast<SyncEdge>(i);
+    CHECK(stands(edge) == (edge != SyncEdge::join_wait));
   }
-  cut_edge = Edge::none;
+  cut_sync_edge = SyncEdge::none;
 }
 
 TEST_SUITE_END();

@@ -46,7 +46,7 @@ class Forward final : public Continuation {
       return;
     }
     if (inner.state() == State::failed) {
-      fail_after(child, exception_of(inner), kept(inner.events(), Edge::then_async_failure_events));
+      fail_after(child, exception_of(inner), kept(inner.events(), SyncEdge::then_async_failure_events));
       return;
     }
     if (const std::string message = outside_bounding_set(child, inner.events().devices()); !message.empty()) {
@@ -56,7 +56,7 @@ class Forward final : public Continuation {
     child.inherit_async_errors(inner);
     Value value = Value::of_object(bind::foreign(result_of(inner)));
     if (inner.value().form == Value::Form::object) value.native = inner.value().native;
-    child.complete(std::move(value), kept(inner.events(), Edge::then_async_events),
+    child.complete(std::move(value), kept(inner.events(), SyncEdge::then_async_events),
                    std::vector<at::Tensor>(inner.named_tensors()));
   }
 

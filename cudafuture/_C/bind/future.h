@@ -45,9 +45,9 @@ nb::object value_or_raise(Future& future);
 // Both return false if the future was done already. A value outside the bounding set fails the future. So does a value
 // whose tensors cannot be searched, unless its producer has named the tensors (`named`).
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
-              std::optional<std::vector<at::Tensor>> named = {}, Edge record = Edge::result_record);
+              std::optional<std::vector<at::Tensor>> named = {}, SyncEdge record = SyncEdge::result_record);
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {},
-          Edge record = Edge::failure_record);
+          SyncEdge record = SyncEdge::failure_record);
 // Fails the future behind device work that already has events.
 bool fail_after(Future& future, nb::object exception, EventSet events);
 // Returns a message if `used` violates the future's bounding set; otherwise an empty string.
@@ -132,7 +132,7 @@ void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);
-void bind_edges(nb::module_& m);
+void bind_sync_edges(nb::module_& m);
 void bind_host_clock(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_digests(nb::module_& m);

@@ -11,10 +11,10 @@
 namespace cudafuture::bind {
 namespace {
 
-Edge edge_from(std::string_view name) {
-  const Edge edge = edge_of(name);
-  if (edge == Edge::none) {
-    const std::string message = "no synchronisation edge is named '" + std::string(name) + "'; see _C.edges()";
+SyncEdge sync_edge_from(std::string_view name) {
+  const SyncEdge edge = sync_edge_of(name);
+  if (edge == SyncEdge::none) {
+    const std::string message = "no sync edge is named '" + std::string(name) + "'; see _C.edges()";
     throw nb::value_error(message.c_str());
   }
   return edge;
@@ -22,21 +22,23 @@ Edge edge_from(std::string_view name) {
 
 nb::list edges() {
   nb::list names;
-  for (int i = 1; i < static_cast<int>(Edge::count); ++i) {
-    const std::string_view name = name_of(static_cast<Edge>(i));
+  for (int i = 1; i < static_cast<int>(SyncEdge::count); ++i) {
+    const std::string_view name = name_of(static_cast<SyncEdge>(i));
     names.append(nb::str(name.data(), name.size()));
   }
   return names;
 }
 
-void cut(nb::handle name) { cut_edge = name.is_none() ? Edge::none : edge_from(nb::cast<std::string_view>(name)); }
+void cut(nb::handle name) {
+  cut_sync_edge = name.is_none() ? SyncEdge::none : sync_edge_from(nb::cast<std::string_view>(name));
+}
 
 }  // namespace
 
-void bind_edges(nb::module_& m) {
+void bind_sync_edges(nb::module_& m) {
   m.def("edges", edges);
   m.def("cut_edge", cut, nb::arg("name").none());
-  m.def("edge_stands", [](std::string_view name) { return stands(edge_from(name)); }, nb::arg("name"));
+  m.def("edge_stands", [](std::string_view name) { return stands(sync_edge_from(name)); }, nb::arg("name"));
 }
 
 }  // namespace cudafuture::bind

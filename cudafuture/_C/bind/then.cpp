@@ -140,7 +140,7 @@ class Then final : public Continuation, public Deferred {
     if (!has_host_clock()) return;
     join_host_time(attached_at_);
     join_host_time(parent.completed_at());
-    if (after_devices && stands(Edge::then_when_ready)) parent.device_work_finished();
+    if (after_devices && stands(SyncEdge::then_when_ready)) parent.device_work_finished();
   }
 
   void call(Future& parent, Future* child) {
@@ -162,7 +162,7 @@ class Then final : public Continuation, public Deferred {
     }
     const StreamScope scope(streams);
     if (has_events && !is_broken) {
-      order_current_streams(parent, memory_of(parent), {Edge::then_stream, Edge::then_record_stream});
+      order_current_streams(parent, memory_of(parent), {SyncEdge::then_stream, SyncEdge::then_record_stream});
     }
     nb::object result = invoke(parent, child);
     if (result.is_valid()) {
@@ -193,7 +193,7 @@ class Then final : public Continuation, public Deferred {
     if (child == nullptr) return;
     child->inherit_async_errors(parent);
     if (!async) {
-      complete(*child, std::move(result), {}, {}, Edge::then_record);
+      complete(*child, std::move(result), {}, {}, SyncEdge::then_record);
       return;
     }
     Future* inner = core_of_or_null(result);
@@ -220,7 +220,7 @@ class Then final : public Continuation, public Deferred {
     try {
       const bool is_exit = keep_if_interrupt(exception);
       if (child != nullptr) {
-        if (!fail(*child, exception, streams, Edge::then_failure_record))
+        if (!fail(*child, exception, streams, SyncEdge::then_failure_record))
           log_error("a callback of %r raised", child_, exception);
       } else if (!is_exit || !is_main_thread()) {
         log_error("a callback of %r raised", wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent)), exception);

@@ -122,7 +122,7 @@ class Deliver final : public Continuation {
     }
     // Here torch records its events, and tells the allocator about consumers of the value.
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
-    if (stands(Edge::to_torch_stream)) source.events().block_current_streams();
+    if (stands(SyncEdge::to_torch_stream)) source.events().block_current_streams();
     if (is_known_to_torch(source)) {
       target_.attr("set_result")(result_of(source));
     } else {
@@ -181,7 +181,7 @@ bool is_torch_future(nb::handle object) {
 
 // Called inside torch's callback: the current streams are ordered after the value. Torch keeps no events of a failure.
 EventSet record_devices(const TorchFuture& source) {
-  if (source.devices().empty() || source.hasError() || !stands(Edge::from_torch_record)) return {};
+  if (source.devices().empty() || source.hasError() || !stands(SyncEdge::from_torch_record)) return {};
   return EventSet::record(source.devices());
 }
 

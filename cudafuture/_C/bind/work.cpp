@@ -62,7 +62,7 @@ std::vector<c10::Device> devices_of(const c10::IValue& value) {
 
 // Records events on the current streams of devices that a Work's future does not name.
 EventSet record_work(const std::vector<c10::Device>& devices) {
-  return stands(Edge::work_record) ? EventSet::record(devices) : EventSet();
+  return stands(SyncEdge::work_record) ? EventSet::record(devices) : EventSet();
 }
 
 // Follows without the interpreter: the value stays in C++.
@@ -223,7 +223,7 @@ class Substitute final : public Continuation {
   void run(Future& work) noexcept override {
     future_->inherit_host_time(work);
     if (work.state() == State::completed) {
-      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), Edge::work_events));
+      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), SyncEdge::work_events));
     } else {
       fail(*future_, as_origin_says(future_->origin(), exception_of(work)));
     }

@@ -273,7 +273,7 @@ bool Future::poll_async_errors() noexcept {
 
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
-  if (poll_async_errors() || events_.empty() || events_.is_captured() || !stands(Edge::host_query)) return true;
+  if (poll_async_errors() || events_.empty() || events_.is_captured() || !stands(SyncEdge::host_query)) return true;
   try {
     if (!events_.query()) return false;
   } catch (...) {

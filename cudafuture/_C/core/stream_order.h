@@ -11,10 +11,10 @@ namespace cudafuture {
 
 // Makes the calling thread's current streams wait for the events of `future`, and tells the allocator that they use
 // `memory` (unless the future holds it).
-struct OrderingEdges {
-  Edge wait = Edge::wait_stream;
-  Edge use = Edge::wait_record_stream;
+struct OrderingSyncEdges {
+  SyncEdge wait = SyncEdge::wait_stream;
+  SyncEdge use = SyncEdge::wait_record_stream;
 };
-void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges = {});
+void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingSyncEdges edges = {});
 
 }  // namespace cudafuture

@@ -75,17 +75,17 @@ constexpr std::string_view kNames[] = {
     "pipeline.wait_stream",
     "pipeline.record_stream",
 };
-static_assert(std::size(kNames) == static_cast<std::size_t>(Edge::count));
+static_assert(std::size(kNames) == static_cast<std::size_t>(SyncEdge::count));
 
 }  // namespace
 
-std::atomic<Edge> cut_edge{Edge::none};
+std::atomic<SyncEdge> cut_sync_edge{SyncEdge::none};
 
-std::string_view name_of(Edge edge) noexcept { return kNames[static_cast<std::size_t>(edge)]; }
+std::string_view name_of(SyncEdge edge) noexcept { return kNames[static_cast<std::size_t>(edge)]; }
 
-Edge edge_of(std::string_view name) noexcept {
+SyncEdge sync_edge_of(std::string_view name) noexcept {
   const auto found = std::find(std::begin(kNames), std::end(kNames), name);
-  return found == std::end(kNames) ? Edge::none : static_cast<Edge>(found - std::begin(kNames));
+  return found == std::end(kNames) ? SyncEdge::none : static_cast<SyncEdge>(found - std::begin(kNames));
 }
 
 }  // namespace cudafuture

@@ -11,8 +11,8 @@
 
 namespace cudafuture {
 
-// The names that tests use, "result.record" and so on, are in edge.cpp, in this order.
-enum class Edge : std::uint8_t {
+// The names that tests use, "result.record" and so on, are in sync_edge.cpp, in this order.
+enum class SyncEdge : std::uint8_t {
   none,
 
   // events that are recorded, or kept, when a future is done
@@ -100,11 +100,11 @@ enum class Edge : std::uint8_t {
   count,
 };
 
-extern std::atomic<Edge> cut_edge;
+extern std::atomic<SyncEdge> cut_sync_edge;
 
-inline bool stands(Edge edge) noexcept { return cut_edge.load(std::memory_order_relaxed) != edge; }
+inline bool stands(SyncEdge edge) noexcept { return cut_sync_edge.load(std::memory_order_relaxed) != edge; }
 
-std::string_view name_of(Edge edge) noexcept;
-Edge edge_of(std::string_view name) noexcept;  // none: no edge has that name
+std::string_view name_of(SyncEdge edge) noexcept;
+SyncEdge sync_edge_of(std::string_view name) noexcept;  // none: no edge has that name
 
 }  // namespace cudafuture
