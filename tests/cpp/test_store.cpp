@@ -18,11 +18,11 @@
 #include "fake_runtime.h"
 #include "folder.h"
 #include "rules.h"
-#include "storage/extents.h"
 #include "storage/failure.h"
+#include "storage/free_space.h"
 #include "store/journal.h"
-#include "store/packs.h"
 #include "store/store.h"
+#include "store/write_batcher.h"
 #include "threads.h"
 
 using namespace cudafuture;

@@ -18,8 +18,8 @@
 #include "storage/buffer_pool.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
+#include "store/function_continuation.h"
 #include "store/store.h"
-#include "store/then.h"
 
 namespace cudafuture::bind {
 namespace {

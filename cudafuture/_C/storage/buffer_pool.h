@@ -22,7 +22,7 @@
 #include "core/event_set.h"
 #include "core/foreign.h"
 #include "core/future.h"
-#include "storage/extents.h"
+#include "storage/free_space.h"
 
 namespace cudafuture::storage {
 

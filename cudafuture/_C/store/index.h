@@ -22,7 +22,7 @@
 #include "store/entry.h"
 #include "store/journal.h"
 #include "store/key_table.h"
-#include "store/packs.h"
+#include "store/write_batcher.h"
 
 namespace cudafuture::store {
 

@@ -7,8 +7,8 @@
 #include "core/process.h"
 #include "storage/failure.h"
 #include "storage/page.h"
+#include "store/function_continuation.h"
 #include "store/store.h"
-#include "store/then.h"
 
 namespace cudafuture::store {
 

@@ -24,8 +24,8 @@
 #include "storage/checksum.h"
 #include "store/call.h"
 #include "store/entry.h"
-#include "store/packs.h"
 #include "store/slabs.h"
+#include "store/write_batcher.h"
 
 namespace cudafuture::storage {
 

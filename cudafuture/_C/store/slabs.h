@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include "storage/extents.h"
 #include "storage/file.h"
+#include "storage/free_space.h"
 
 namespace cudafuture::store {
 

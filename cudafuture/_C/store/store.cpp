@@ -8,7 +8,7 @@
 #include "core/error.h"
 #include "core/thread_cache.h"
 #include "storage/page.h"
-#include "store/then.h"
+#include "store/function_continuation.h"
 
 namespace cudafuture::store {
 

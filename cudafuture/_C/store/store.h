@@ -25,16 +25,16 @@
 #include "storage/engine.h"
 #include "storage/failure.h"
 #include "store/call.h"
-#include "store/committer.h"
 #include "store/entry.h"
-#include "store/gate.h"
+#include "store/group_commit.h"
+#include "store/in_flight_tracker.h"
 #include "store/index.h"
-#include "store/ledger.h"
 #include "store/multipart_write.h"
-#include "store/packs.h"
+#include "store/read_coalescer.h"
 #include "store/recovery.h"
 #include "store/slabs.h"
 #include "store/store_statistics.h"
+#include "store/write_batcher.h"
 
 namespace cudafuture::store {
 

@@ -1,4 +1,4 @@
-#include "store/ledger.h"
+#include "store/in_flight_tracker.h"
 
 #include <utility>
 

@@ -24,7 +24,7 @@
 #include "store/change.h"
 #include "store/entry.h"
 #include "store/journal.h"
-#include "store/packs.h"
+#include "store/write_batcher.h"
 
 namespace cudafuture::store {
 

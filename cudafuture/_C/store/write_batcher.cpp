@@ -1,4 +1,4 @@
-#include "store/packs.h"
+#include "store/write_batcher.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-#include "store/committer.h"
+#include "store/group_commit.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -1,4 +1,4 @@
-#include "storage/extents.h"
+#include "storage/free_space.h"
 
 #include <iterator>
 

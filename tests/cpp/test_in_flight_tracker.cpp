@@ -6,7 +6,7 @@
 #include "callback.h"
 #include "fake_runtime.h"
 #include "rules.h"
-#include "store/ledger.h"
+#include "store/in_flight_tracker.h"
 
 using namespace cudafuture;
 using namespace cudafuture::fake;

@@ -7,7 +7,7 @@
 #include "folder.h"
 #include "rules.h"
 #include "storage/page.h"
-#include "store/gate.h"
+#include "store/read_coalescer.h"
 
 using namespace cudafuture::storage;
 using namespace cudafuture::store;

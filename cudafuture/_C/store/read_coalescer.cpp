@@ -1,4 +1,4 @@
-#include "store/gate.h"
+#include "store/read_coalescer.h"
 
 #include <algorithm>
 #include <iterator>
