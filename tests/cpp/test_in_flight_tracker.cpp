@@ -12,17 +12,18 @@ using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace cudafuture::store;
 
-TEST_CASE("store ledger: a flush hears of each failure of what was asked for before it, and of none that was earlier") {
-  Ledger ledger;
+TEST_CASE(
+    "in-flight tracker: a flush reports each failure of the calls before it, and none from before an earlier flush") {
+  InFlightTracker tracker;
   const auto begin = [&] {
     const auto call = std::make_shared<Call>();
     call->future = pending();
-    ledger.begin(*call);
+    tracker.begin(*call);
     return call;
   };
   const auto end = [&](const CallPtr& call, bool fails) {
     if (fails) call->note_failure(std::make_exception_ptr(std::runtime_error("failed")));
-    ledger.end(*call);
+    tracker.end(*call);
   };
   const auto failed = [](const FuturePtr& flush) {
     REQUIRE(flush->done());
@@ -30,16 +31,16 @@ TEST_CASE("store ledger: a flush hears of each failure of what was asked for bef
     return flush->state() == State::failed;
   };
   const CallPtr first = begin();
-  const FuturePtr one = ledger.flush();
+  const FuturePtr one = tracker.flush();
   const CallPtr second = begin();
-  const FuturePtr two = ledger.flush();
+  const FuturePtr two = tracker.flush();
   const CallPtr third = begin();
   end(third, true);
   end(first, true);
   CHECK(failed(one));
-  const FuturePtr three = ledger.flush();  // of the failures there were two, and they are told
+  const FuturePtr three = tracker.flush();  // of the failures there were two, and they are told
   CHECK_FALSE(two->done());
-  const FuturePtr closing = ledger.close();
+  const FuturePtr closing = tracker.close();
   CHECK_FALSE(closing->done());
   end(second, false);
   CHECK(failed(two));

@@ -70,7 +70,7 @@ nb::list snapshots(const StorePtr& self, nb::handle keys) {
     if (found[i].entry == nullptr) {
       result.append(nb::none());
     } else {
-      result.append(Snapshot{self, std::move(names[i]), std::move(found[i].entry), found[i].turn});
+      result.append(Snapshot{self, std::move(names[i]), std::move(found[i].entry), found[i].sequence});
     }
   }
   return result;

@@ -44,7 +44,7 @@ DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   return c10::make_intrusive<DeviceEvent>(std::move(event), device, is_capturing(stream));
 }
 
-DeviceEvent::~DeviceEvent() { EventPool::get().give_back(std::move(event_), device_); }
+DeviceEvent::~DeviceEvent() { EventPool::get().release(std::move(event_), device_); }
 
 void DeviceEvent::refuse_captured() const {
   if (!is_captured_) return;
@@ -97,7 +97,7 @@ c10::Event EventPool::acquire(c10::Device device) {
   return c10::Event(device.type());
 }
 
-void EventPool::give_back(c10::Event&& event, c10::Device device) noexcept {
+void EventPool::release(c10::Event&& event, c10::Device device) noexcept {
   if (is_forked_child()) {
     new c10::Event(std::move(event));  // leaked: the device is the parent's
     return;

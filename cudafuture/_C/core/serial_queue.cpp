@@ -44,7 +44,7 @@ void SerialQueue::change(Change&& change) noexcept {
       refuse_ready();
       break;
     case ThreadCache::Run::stopped:
-      give_up();
+      abandon_ready();
       break;
   }
 }
@@ -67,7 +67,7 @@ void SerialQueue::refuse_ready() noexcept {
 
 // Abandons the ready continuations at shutdown, when no more threads start. Outside the interpreter they cannot be
 // abandoned: they stay for the next thread that calls this inside.
-void SerialQueue::give_up() noexcept {
+void SerialQueue::abandon_ready() noexcept {
   if (foreign_runtime().inside()) {
     while (Continuation* ready = take_head()) ready->abandon();
     return;

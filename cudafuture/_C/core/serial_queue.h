@@ -53,7 +53,7 @@ class SerialQueue final : public Executor, private ThreadCache::Task {
 
   template <class Change>
   void change(Change&& change) noexcept;
-  void give_up() noexcept;
+  void abandon_ready() noexcept;
   void refuse_ready() noexcept;
   bool head_is_ready() noexcept;
   Continuation* take_head(IssueOrder::Position& position) noexcept;

@@ -68,16 +68,16 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   c10::DataPtr try_take(std::uint64_t size);
   // Serves waiting requests as far as there is memory.
   void serve(Caller caller) noexcept;
-  at::Tensor part(std::uint64_t place, std::uint64_t size);
-  void lend(Request&& request, std::uint64_t place, Caller caller) noexcept;
-  void returned(std::uint64_t place, std::uint64_t size) noexcept;
-  void give_back(std::uint64_t place, std::uint64_t size) noexcept;
+  at::Tensor part(std::uint64_t offset, std::uint64_t size);
+  void lend(Request&& request, std::uint64_t offset, Caller caller) noexcept;
+  void returned(std::uint64_t offset, std::uint64_t size) noexcept;
+  void release(std::uint64_t offset, std::uint64_t size) noexcept;
 
   const c10::Storage memory_;  // not the tensor: Python has seen it, so its last owner would need the GIL
   std::byte* const data_;
   const bool is_pinned_;
   mutable std::mutex mutex_;
-  Extents free_;
+  FreeSpace free_;
   std::deque<Request> waiting_;
   bool is_serving_ = false;
   bool is_closed_ = false;

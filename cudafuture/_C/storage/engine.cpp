@@ -86,9 +86,9 @@ void Engine::close() noexcept {
   changed_.notify_all();
 }
 
-void Engine::let_go() noexcept {
+void Engine::release_held() noexcept {
   std::lock_guard lock(mutex_);
-  if (faults_ != nullptr) faults_->let_go();
+  if (faults_ != nullptr) faults_->release_held();
 }
 
 void Engine::join() noexcept {
@@ -273,7 +273,7 @@ void Engine::pin_buffers_for(Operation& operation) noexcept {
     buffers_.pin();
     aim_blocks_at_buffers();
   } catch (...) {
-    operation.give_up(std::current_exception());
+    operation.abandon(std::current_exception());
   }
 }
 

@@ -92,7 +92,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   void join() noexcept;  // after close(): returns when they are complete
   bool join_until(Clock::time_point deadline) noexcept;
 
-  void let_go() noexcept;  // releases the results that injected faults hold
+  void release_held() noexcept;  // releases the results that injected faults hold
 
   const Options& options() const noexcept { return options_; }
   const char* backend_name() const noexcept { return backend_name_; }

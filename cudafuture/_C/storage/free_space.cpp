@@ -4,23 +4,23 @@
 
 namespace cudafuture::storage {
 
-Extents::Extents(std::uint64_t size) : size_(size) {
+FreeSpace::FreeSpace(std::uint64_t size) : size_(size) {
   if (size != 0) add(0, size);
 }
 
-void Extents::add(std::uint64_t offset, std::uint64_t size) {
+void FreeSpace::add(std::uint64_t offset, std::uint64_t size) {
   by_offset_.emplace(offset, size);
   by_size_.emplace(size, offset);
   free_ += size;
 }
 
-void Extents::remove(Runs::iterator run) {
+void FreeSpace::remove(Runs::iterator run) {
   by_size_.erase({run->second, run->first});
   free_ -= run->second;
   by_offset_.erase(run);
 }
 
-std::optional<std::uint64_t> Extents::take(std::uint64_t size) {
+std::optional<std::uint64_t> FreeSpace::take(std::uint64_t size) {
   const auto fit = by_size_.lower_bound({size, 0});
   if (fit == by_size_.end()) return std::nullopt;
   const std::uint64_t offset = fit->second;
@@ -28,7 +28,7 @@ std::optional<std::uint64_t> Extents::take(std::uint64_t size) {
   return offset;
 }
 
-bool Extents::take_at(std::uint64_t offset, std::uint64_t size) {
+bool FreeSpace::take_at(std::uint64_t offset, std::uint64_t size) {
   auto run = by_offset_.upper_bound(offset);
   if (run == by_offset_.begin()) return false;
   --run;
@@ -40,7 +40,7 @@ bool Extents::take_at(std::uint64_t offset, std::uint64_t size) {
   return true;
 }
 
-void Extents::give_back(std::uint64_t offset, std::uint64_t size) {
+void FreeSpace::release(std::uint64_t offset, std::uint64_t size) {
   const auto after = by_offset_.lower_bound(offset);
   const bool joins_after = after != by_offset_.end() && offset + size == after->first;
   if (after != by_offset_.begin()) {
@@ -61,7 +61,7 @@ void Extents::give_back(std::uint64_t offset, std::uint64_t size) {
 }
 
 // Keeps the nodes of the run: giving back a batch of neighbours in order allocates nothing.
-void Extents::extend(Runs::iterator run, std::uint64_t size) {
+void FreeSpace::extend(Runs::iterator run, std::uint64_t size) {
   auto sized = by_size_.extract({run->second, run->first});
   run->second += size;
   free_ += size;

@@ -9,13 +9,13 @@
 
 namespace cudafuture::storage {
 
-class Extents {
+class FreeSpace {
  public:
-  explicit Extents(std::uint64_t size);  // bytes; all of them free
+  explicit FreeSpace(std::uint64_t size);  // bytes; all of them free
 
-  std::optional<std::uint64_t> take(std::uint64_t size);     // returns the offset; none: no run is long enough
-  bool take_at(std::uint64_t offset, std::uint64_t size);    // false: part of it is not free
-  void give_back(std::uint64_t offset, std::uint64_t size);  // merges it with adjacent runs
+  std::optional<std::uint64_t> take(std::uint64_t size);   // returns the offset; none: no run is long enough
+  bool take_at(std::uint64_t offset, std::uint64_t size);  // false: part of it is not free
+  void release(std::uint64_t offset, std::uint64_t size);  // merges it with adjacent runs
 
   std::uint64_t size() const noexcept { return size_; }
   std::uint64_t free() const noexcept { return free_; }

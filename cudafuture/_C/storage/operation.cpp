@@ -89,7 +89,7 @@ void Operation::stage(Block& block) noexcept {
 }
 
 Operation::Outcome Operation::staged(Block& block) noexcept {
-  if (request_.direction == Direction::read) return give_back(block, Outcome::ended);
+  if (request_.direction == Direction::read) return release(block, Outcome::ended);
   if (block.is_staged) --using_memory_;
   if (using_memory_ == 0 && !has_next()) release_memory();
   return Outcome::kernel;
@@ -218,18 +218,18 @@ Operation::Outcome Operation::failed_at(Block& block, std::size_t at, std::excep
 }
 
 Operation::Outcome Operation::ended(Block& block) noexcept {
-  if (request_.direction == Direction::write || block.wanted == 0) return give_back(block, Outcome::ended);
+  if (request_.direction == Direction::write || block.wanted == 0) return release(block, Outcome::ended);
   if (is_on_device(block)) {
     check(block);
-    return give_back(block, empty_buffer(block));
+    return release(block, empty_buffer(block));
   }
   if (block.is_staged) return Outcome::host;
   if (request_.checksum != nullptr && !check_later(block)) return Outcome::host;
-  return give_back(block, Outcome::ended);
+  return release(block, Outcome::ended);
 }
 
 // Ends the operation's use of a block. A device may still use the block.
-Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept {
+Operation::Outcome Operation::release(Block& block, Outcome outcome) noexcept {
   if (!block.is_staged) --using_memory_;
   --under_way_;
   block.operation = nullptr;
@@ -256,7 +256,7 @@ void Operation::note_failure(std::size_t at, std::exception_ptr error) noexcept 
 
 void Operation::release_memory() noexcept { request_.future->release(); }
 
-void Operation::give_up(std::exception_ptr error) noexcept {
+void Operation::abandon(std::exception_ptr error) noexcept {
   if (request_.future->start()) failure_ = std::move(error);
   cut_ = size();
 }

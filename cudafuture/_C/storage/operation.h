@@ -70,7 +70,7 @@ class Operation {
   Outcome copied(Block& block) noexcept;
   bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
   void finish() noexcept;
-  void give_up(std::exception_ptr error) noexcept;  // before it has begun
+  void abandon(std::exception_ptr error) noexcept;  // before it has begun
   bool has_succeeded() const noexcept { return failure_ == nullptr && cut_ == size(); }
 
   std::size_t size() const noexcept { return request_.memory.size(); }
@@ -97,7 +97,7 @@ class Operation {
   Outcome failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept;
   void note_failure(std::size_t at, std::exception_ptr error) noexcept;
   Outcome ended(Block& block) noexcept;
-  Outcome give_back(Block& block, Outcome outcome) noexcept;
+  Outcome release(Block& block, Outcome outcome) noexcept;
   bool is_on_device(const Block& block) const noexcept;
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;

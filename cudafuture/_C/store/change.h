@@ -17,7 +17,7 @@ namespace cudafuture::store {
 struct Change {
   CallPtr call;
   std::string key;
-  std::uint64_t turn = 0;
+  std::uint64_t sequence = 0;
   EntryPtr entry;           // null: a deletion
   bool* written = nullptr;  // see Write
 };

@@ -1,4 +1,4 @@
-// A store's entry for a key: the place of its tensor, its shape, and its checksum.
+// A store's entry for a key: the extent of its tensor, its shape, and its checksum.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,11 @@
 namespace cudafuture::store {
 
 // Immutable once it is in the index. A link shares the entry of its target key, and every reader of a key holds the
-// key's entry. The place is freed when the last owner drops the entry.
+// key's entry. The extent is freed when the last owner drops the entry.
 struct Entry {
-  std::uint64_t size() const noexcept { return place.size(); }  // bytes
+  std::uint64_t size() const noexcept { return extent.size(); }  // bytes
   storage::Shape shape;
-  Place place;             // none: no bytes
+  Extent extent;           // none: no bytes
   std::uint64_t seed = 0;  // of the checksum: the hash of the key that was written, also in entries that links share
   std::uint64_t digest = 0;
   bool has_digest = false;
@@ -30,7 +30,7 @@ inline void prefetch_entry(const EntryPtr& entry) noexcept {
   if (entry != nullptr) prefetch(reinterpret_cast<const char*>(entry.get()) - kCounts, sizeof(Entry) + kCounts);
 }
 
-// Drops the entries; the last owner of an entry frees its place. Prefetches entries, which may not be in the cache any
+// Drops the entries; the last owner of an entry frees its extent. Prefetches entries, which may not be in the cache any
 // more.
 inline void drop(std::vector<EntryPtr>&& entries) noexcept {
   constexpr std::size_t kAhead = 16;

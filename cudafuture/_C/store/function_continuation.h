@@ -9,9 +9,9 @@
 namespace cudafuture::store {
 
 template <class Function>
-class Then final : public Continuation {
+class FunctionContinuation final : public Continuation {
  public:
-  explicit Then(Function function) : function_(std::move(function)) {}
+  explicit FunctionContinuation(Function function) : function_(std::move(function)) {}
   void run(Future& parent) noexcept override {
     function_(parent);
     delete this;
@@ -30,7 +30,7 @@ inline std::exception_ptr error_of(Future& done) noexcept {
 
 template <class Function>
 void then(const FuturePtr& future, Function function) {
-  future->attach(new Then<Function>(std::move(function)));
+  future->attach(new FunctionContinuation<Function>(std::move(function)));
 }
 
 }  // namespace cudafuture::store

@@ -23,17 +23,17 @@ bool is_full(const Failure& failure) noexcept { return failure.code() == ENOSPC 
 
 }  // namespace
 
-Change change_of(Write&& write, Place&& place, const Checksum* checksum, std::size_t part) {
-  Entry entry = {std::move(write.shape), std::move(place), hash_of(write.key)};
+Change change_of(Write&& write, Extent&& extent, const Checksum* checksum, std::size_t part) {
+  Entry entry = {std::move(write.shape), std::move(extent), hash_of(write.key)};
   if (checksum != nullptr) {
     entry.has_digest = true;
     entry.digest = checksum->digest(part, entry.seed);
   }
   auto known = std::make_shared<const Entry>(std::move(entry));
-  return {write.call, std::move(write.key), write.turn, std::move(known), write.written};
+  return {write.call, std::move(write.key), write.sequence, std::move(known), write.written};
 }
 
-void Committer::commit(std::vector<Change>&& changes) noexcept {
+void GroupCommit::commit(std::vector<Change>&& changes) noexcept {
   {
     std::lock_guard lock(mutex_);
     for (Change& change : changes) changes_.push_back(std::move(change));
@@ -43,7 +43,7 @@ void Committer::commit(std::vector<Change>&& changes) noexcept {
   if (ThreadCache::get().run(this) != ThreadCache::Run::begun) perform();
 }
 
-void Committer::perform() noexcept {
+void GroupCommit::perform() noexcept {
   while (true) {
     std::vector<Change> changes;
     {
@@ -61,17 +61,17 @@ void Committer::perform() noexcept {
   }
 }
 
-void Committer::join() noexcept {
+void GroupCommit::join() noexcept {
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [this] { return working_for_ == nullptr; });
 }
 
-void Committer::close() noexcept {
+void GroupCommit::close() noexcept {
   join();
   journal_->close();
 }
 
-void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
+void GroupCommit::commit_batch(std::vector<Change>&& changes) noexcept {
   const auto is_deletion = [](const Change& change) { return change.entry == nullptr; };
   std::vector<Record> records = records_of(changes);
   std::exception_ptr full;
@@ -91,25 +91,25 @@ void Committer::commit_batch(std::vector<Change>&& changes) noexcept {
   store_.install(changes, append(changes, records));
 }
 
-std::vector<Record> Committer::records_of(const std::vector<Change>& changes) const {
+std::vector<Record> GroupCommit::records_of(const std::vector<Change>& changes) const {
   std::unordered_map<std::string_view, const Change*> last;  // by key
   for (const Change& change : changes) {
     const Change*& known = last[change.key];
-    if (known == nullptr || known->turn < change.turn) known = &change;
+    if (known == nullptr || known->sequence < change.sequence) known = &change;
   }
   std::vector<Record> records;
   for (const Change& change : changes) {
     if (last[change.key] != &change) continue;
     // A record that was overtaken could otherwise enter a new journal that does not have the later one.
     if (!store_.index_.needs_record(change)) continue;
-    records.push_back(change.entry == nullptr ? deletion_of(change.key, change.turn)
-                                              : record_of(change.key, change.turn, *change.entry));
+    records.push_back(change.entry == nullptr ? deletion_of(change.key, change.sequence)
+                                              : record_of(change.key, change.sequence, *change.entry));
   }
   return records;
 }
 
 // Returns the reason why there is no room for these records; null: there is room. append() reports a broken journal.
-std::exception_ptr Committer::make_room(const std::vector<Record>& records) noexcept {
+std::exception_ptr GroupCommit::make_room(const std::vector<Record>& records) noexcept {
   if (broken() != nullptr) return nullptr;
   std::exception_ptr full;
   for (int attempt = 0;; ++attempt) {
@@ -129,11 +129,11 @@ std::exception_ptr Committer::make_room(const std::vector<Record>& records) noex
 
 // Returns the reason why a full disk fails the writes of this batch; null: it does not. Any other error breaks the
 // store.
-std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noexcept {
+std::exception_ptr GroupCommit::sync_slabs(const std::vector<Change>& changes) noexcept {
   std::set<const Slab*> slabs;
   for (const Change& change : changes) {
     const bool is_write = change.call->kind == Call::Kind::write;  // a link shares an entry whose write was synced
-    if (is_write && change.entry->place) slabs.insert(&change.entry->place.slab());
+    if (is_write && change.entry->extent) slabs.insert(&change.entry->extent.slab());
   }
   std::exception_ptr full;
   for (const Slab* slab : slabs) {
@@ -150,7 +150,8 @@ std::exception_ptr Committer::sync_slabs(const std::vector<Change>& changes) noe
   return broken() != nullptr ? nullptr : full;
 }
 
-std::exception_ptr Committer::append(const std::vector<Change>& changes, const std::vector<Record>& records) noexcept {
+std::exception_ptr GroupCommit::append(const std::vector<Change>& changes,
+                                       const std::vector<Record>& records) noexcept {
   if (std::exception_ptr error = broken()) return error;
   if (records.empty()) return nullptr;
   try {
@@ -170,24 +171,24 @@ std::exception_ptr Committer::append(const std::vector<Change>& changes, const s
   return nullptr;
 }
 
-std::exception_ptr Committer::note_broken(std::exception_ptr error) noexcept {
+std::exception_ptr GroupCommit::note_broken(std::exception_ptr error) noexcept {
   std::lock_guard lock(mutex_);
   return broken_ = std::move(error);
 }
 
-std::exception_ptr Committer::broken() const noexcept {
+std::exception_ptr GroupCommit::broken() const noexcept {
   std::lock_guard lock(mutex_);
   return broken_;
 }
 
-void Committer::compact() {
+void GroupCommit::compact() {
   journal_->replace(store_.index_.records());
   journal_->reserve_if_possible();
   compact_at_ = std::max(kSmallestCompaction, 4 * journal_->size());
   journal_bytes_.store(journal_->size(), std::memory_order_relaxed);
 }
 
-void Committer::compact_if_worth_it() noexcept {
+void GroupCommit::compact_if_worth_it() noexcept {
   if (broken() != nullptr || journal_->size() < compact_at_) return;
   try {
     compact();
@@ -197,6 +198,6 @@ void Committer::compact_if_worth_it() noexcept {
   }
 }
 
-std::uint64_t Committer::journal_bytes() const noexcept { return journal_bytes_.load(std::memory_order_relaxed); }
+std::uint64_t GroupCommit::journal_bytes() const noexcept { return journal_bytes_.load(std::memory_order_relaxed); }
 
 }  // namespace cudafuture::store

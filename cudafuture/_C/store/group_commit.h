@@ -30,13 +30,13 @@ namespace cudafuture::store {
 
 class Store;
 
-// Returns the change of a write whose bytes are at `place`. `checksum`: null, or the request's, in which it is part
+// Returns the change of a write whose bytes are at `extent`. `checksum`: null, or the request's, in which it is part
 // `part`.
-Change change_of(Write&& write, Place&& place, const storage::Checksum* checksum, std::size_t part);
+Change change_of(Write&& write, Extent&& extent, const storage::Checksum* checksum, std::size_t part);
 
-class Committer final : private ThreadCache::Task {
+class GroupCommit final : private ThreadCache::Task {
  public:
-  Committer(Store& store, std::unique_ptr<Journal> journal) : store_(store), journal_(std::move(journal)) {}
+  GroupCommit(Store& store, std::unique_ptr<Journal> journal) : store_(store), journal_(std::move(journal)) {}
 
   void commit(std::vector<Change>&& changes) noexcept;
   void compact_if_worth_it() noexcept;  // while no commit is in flight
@@ -60,7 +60,7 @@ class Committer final : private ThreadCache::Task {
   std::uint64_t compact_at_ = 0;  // bytes of the journal
   std::atomic<std::uint64_t> journal_bytes_{0};
 
-  std::vector<EntryPtr> in_doubt_;  // entries that the journal may or may not name: their places are never freed
+  std::vector<EntryPtr> in_doubt_;  // entries that the journal may or may not name: their extents are never freed
 
   mutable std::mutex mutex_;
   std::condition_variable idle_;

@@ -6,7 +6,7 @@
 
 namespace cudafuture::store {
 
-void Ledger::begin(Call& call) {
+void InFlightTracker::begin(Call& call) {
   std::lock_guard lock(mutex_);
   if (is_closed_) throw Error(ErrorKind::invalid_state, "the store is closed");
   ++calls_;
@@ -16,7 +16,7 @@ void Ledger::begin(Call& call) {
   ++call.epoch->left;
 }
 
-void Ledger::end(Call& call) noexcept {
+void InFlightTracker::end(Call& call) noexcept {
   std::vector<std::pair<FuturePtr, std::exception_ptr>> flushed;
   std::vector<FuturePtr> closed;
   {
@@ -44,7 +44,7 @@ void Ledger::end(Call& call) noexcept {
 }
 
 // Records a failure of a call of that epoch for each flush since then.
-void Ledger::note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept {
+void InFlightTracker::note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept {
   bool is_since = false;
   for (const std::shared_ptr<Epoch>& each : epochs_) {
     is_since = is_since || each.get() == &epoch;
@@ -52,7 +52,7 @@ void Ledger::note_failure(const Epoch& epoch, const std::exception_ptr& failure)
   }
 }
 
-FuturePtr Ledger::flush() {
+FuturePtr InFlightTracker::flush() {
   auto flush = c10::make_intrusive<Future>();
   flush->set_name("flush");
   {
@@ -69,12 +69,12 @@ FuturePtr Ledger::flush() {
   return flush;
 }
 
-bool Ledger::is_closed() const {
+bool InFlightTracker::is_closed() const {
   std::lock_guard lock(mutex_);
   return is_closed_;
 }
 
-FuturePtr Ledger::close() {
+FuturePtr InFlightTracker::close() {
   auto closing = c10::make_intrusive<Future>();
   closing->set_name("close");
   {

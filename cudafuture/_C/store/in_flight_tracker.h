@@ -21,7 +21,7 @@ struct Epoch {
   std::exception_ptr failure;  // the first one since that flush was requested
 };
 
-class Ledger {
+class InFlightTracker {
  public:
   void begin(Call& call);  // throws Error if closed
   void end(Call& call) noexcept;

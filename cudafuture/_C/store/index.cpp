@@ -7,7 +7,7 @@
 namespace cudafuture::store {
 namespace {
 
-// Returns true if a record at the place of an entry belongs to a key that shares the entry.
+// Returns true if a record at the extent of an entry belongs to a key that shares the entry.
 bool is_of(const Record& record, const Entry& entry) {
   return record.size == entry.size() && record.shape == entry.shape && record.seed == entry.seed &&
          record.digest == entry.digest && record.has_digest == entry.has_digest;
@@ -24,7 +24,7 @@ void Index::begin(WriteList& writes) {
   for (Write& write : writes) {
     Key& at = keys_.find_or_add(write.key).value;
     ++at.changing;
-    write.turn = at.begun = ++turn_;
+    write.sequence = at.begun = ++sequence_;
   }
 }
 
@@ -52,11 +52,11 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
     Keys::Entry* const known = keys_.find(change.key, batch.hash(i));
     Key& at = known->value;
     if (change.entry != nullptr && !has_failed) {
-      install(at, {change.entry, change.turn, change.entry->size()}, reach, dropped);
+      install(at, {change.entry, change.sequence, change.entry->size()}, reach, dropped);
     } else if (change.entry == nullptr && !has_failed) {
-      finish_erase(at, change.turn, reach, dropped);
+      finish_erase(at, change.sequence, reach, dropped);
     } else if (change.entry == nullptr) {
-      undo_erase(at, change.turn);
+      undo_erase(at, change.sequence);
     }
     ended(known);
   }
@@ -64,18 +64,19 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
 }
 
 void Index::install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped) {
-  const std::uint64_t turn = written.turn;
-  if (reach == Reach::journal && turn > at.durably_deleted && (!at.durable.entry || turn > at.durable.turn)) {
+  const std::uint64_t sequence = written.sequence;
+  if (reach == Reach::journal && sequence > at.durably_deleted &&
+      (!at.durable.entry || sequence > at.durable.sequence)) {
     dropped.push_back(std::exchange(at.durable, written).entry);
   }
-  if (turn > at.deleted && (!at.current.entry || turn > at.current.turn)) {
+  if (sequence > at.deleted && (!at.current.entry || sequence > at.current.sequence)) {
     count(at.current, -1);
     count(written, 1);
     dropped.push_back(std::exchange(at.current, std::move(written)).entry);
   }
 }
 
-void Index::give_up(const std::string& key) noexcept {
+void Index::abort(const std::string& key) noexcept {
   std::lock_guard lock(mutex_);
   ended(keys_.find(key));
 }
@@ -99,14 +100,14 @@ std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, 
   Keys::Batch keys(keys_, links.size(), [&](std::size_t i) { return std::string_view(links[i].key); }, load_nothing);
   for (std::size_t i = 0; i < links.size(); ++i) {
     Key& at = keys_.find_or_add(links[i].key, keys.hash(i)).value;
-    const std::uint64_t turn = ++turn_;
+    const std::uint64_t sequence = ++sequence_;
     if (reach == Reach::memory) {
-      found[i].turn = turn;
+      found[i].sequence = sequence;
       install(at, std::move(found[i]), reach, dropped);
     } else {
       ++at.changing;
-      at.begun = turn;
-      changes.push_back({call, std::move(links[i].key), turn, std::move(found[i].entry)});
+      at.begun = sequence;
+      changes.push_back({call, std::move(links[i].key), sequence, std::move(found[i].entry)});
     }
   }
   lock.unlock();
@@ -118,34 +119,34 @@ void Index::forget(const std::vector<std::string>& keys) {
   for (const std::string& key : keys) {
     const Deleted deleted = erase(key);
     if (!deleted.was_there) continue;
-    const std::vector<EntryPtr> dropped = finish({{nullptr, key, deleted.turn, nullptr}}, false, Reach::memory);
+    const std::vector<EntryPtr> dropped = finish({{nullptr, key, deleted.sequence, nullptr}}, false, Reach::memory);
   }
 }
 
 Index::Deleted Index::erase(const std::string& key) {
   std::lock_guard lock(mutex_);
   Deleted deleted;
-  deleted.turn = ++turn_;
+  deleted.sequence = ++sequence_;
   Keys::Entry* const known = keys_.find(key);
   if (known == nullptr) return deleted;
   Key& at = known->value;
   deleted.was_there = at.current.entry != nullptr || at.begun > at.deleted;
   if (!deleted.was_there) return deleted;
   ++at.changing;
-  at.deleted = deleted.turn;
+  at.deleted = deleted.sequence;
   count(at.current, -1);
   deleted.entry = std::exchange(at.current, {}).entry;
   return deleted;
 }
 
-void Index::finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped) {
+void Index::finish_erase(Key& at, std::uint64_t sequence, Reach reach, std::vector<EntryPtr>& dropped) {
   if (reach != Reach::journal) return;
-  at.durably_deleted = std::max(at.durably_deleted, turn);
-  if (at.durable.entry && at.durable.turn < turn) dropped.push_back(std::exchange(at.durable, {}).entry);
+  at.durably_deleted = std::max(at.durably_deleted, sequence);
+  if (at.durable.entry && at.durable.sequence < sequence) dropped.push_back(std::exchange(at.durable, {}).entry);
 }
 
-void Index::undo_erase(Key& at, std::uint64_t turn) {
-  if (at.deleted != turn) return;
+void Index::undo_erase(Key& at, std::uint64_t sequence) {
+  if (at.deleted != sequence) return;
   at.deleted = at.durably_deleted;
   if (at.current.entry || !at.durable.entry) return;
   at.current = at.durable;
@@ -156,17 +157,17 @@ bool Index::needs_record(const Change& change) const {
   std::lock_guard lock(mutex_);
   const Key& at = keys_.find(change.key)->value;
   if (change.entry == nullptr && !at.durable.entry) return false;
-  return at.durably_deleted <= change.turn && (!at.durable.entry || at.durable.turn <= change.turn);
+  return at.durably_deleted <= change.sequence && (!at.durable.entry || at.durable.sequence <= change.sequence);
 }
 
 // Batches are in the order in which writes ended, not in the order of their sequence numbers.
 void Index::replay(Record&& record) {
-  turn_ = std::max(turn_, record.turn);
+  sequence_ = std::max(sequence_, record.sequence);
   const auto [known, is_new] = replayed_.try_emplace(record.key);
-  if (is_new || record.turn > known->second.turn) known->second = std::move(record);
+  if (is_new || record.sequence > known->second.sequence) known->second = std::move(record);
 }
 
-void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
+void Index::finish_replay(const std::function<Extent(const Record&)>& adopt) {
   std::map<std::pair<std::uint64_t, std::uint64_t>, EntryPtr> linked;  // by slab and offset: possible targets of links
   for (const auto& [key, record] : replayed_) {
     if (!record.is_deletion && record.is_link() && record.size != 0) linked[{record.slab, record.offset}] = nullptr;
@@ -176,14 +177,14 @@ void Index::finish_replay(const std::function<Place(const Record&)>& adopt) {
     const bool may_share = record.size != 0 && known != linked.end();
     EntryPtr entry = may_share ? known->second : nullptr;
     if (entry == nullptr || !is_of(record, *entry)) {
-      Place place = record.size == 0 ? Place() : adopt(record);
+      Extent extent = record.size == 0 ? Extent() : adopt(record);
       entry = std::make_shared<const Entry>(
-          Entry{std::move(record.shape), std::move(place), record.seed, record.digest, record.has_digest});
+          Entry{std::move(record.shape), std::move(extent), record.seed, record.digest, record.has_digest});
       if (may_share && known->second == nullptr) known->second = entry;
     }
     Key& at = keys_.find_or_add(key).value;
     const std::uint64_t bytes = entry->size();
-    at.current = at.durable = {std::move(entry), record.turn, bytes};
+    at.current = at.durable = {std::move(entry), record.sequence, bytes};
     count(at.current, 1);
   };
   for (auto& [key, record] : replayed_) {  // targets of links before the links
@@ -226,7 +227,8 @@ std::vector<Index::Version> Index::versions(const std::vector<std::string>& keys
   Keys::Batch batch(keys_, keys.size(), [&](std::size_t i) { return std::string_view(keys[i]); }, load_current);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     const Keys::Entry* const known = keys_.find(keys[i], batch.hash(i));
-    versions.push_back(known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.turn});
+    versions.push_back(known == nullptr ? Version()
+                                        : Version{known->value.current.entry, known->value.current.sequence});
   }
   return versions;
 }
@@ -240,22 +242,22 @@ bool Index::try_version(const std::string& key, Version& version) const {
 
 Index::Version Index::look_up(std::string_view key) const {
   const Keys::Entry* const known = keys_.find(key);
-  return known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.turn};
+  return known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.sequence};
 }
 
 std::vector<std::string> Index::keys() const {
-  std::vector<std::pair<std::uint64_t, std::string>> by_turn;
+  std::vector<std::pair<std::uint64_t, std::string>> by_sequence;
   {
     std::lock_guard lock(mutex_);
     keys_.for_each([&](const Keys::Entry& known) {
       const Known& current = known.value.current;
-      if (current.entry) by_turn.emplace_back(current.turn, std::string(known.key()));
+      if (current.entry) by_sequence.emplace_back(current.sequence, std::string(known.key()));
     });
   }
-  std::sort(by_turn.begin(), by_turn.end());
+  std::sort(by_sequence.begin(), by_sequence.end());
   std::vector<std::string> keys;
-  keys.reserve(by_turn.size());
-  for (auto& [turn, key] : by_turn) keys.push_back(std::move(key));
+  keys.reserve(by_sequence.size());
+  for (auto& [sequence, key] : by_sequence) keys.push_back(std::move(key));
   return keys;
 }
 
@@ -265,7 +267,7 @@ std::vector<Record> Index::records() const {
   records.reserve(keys_.size());
   keys_.for_each([&](const Keys::Entry& known) {
     const Known& durable = known.value.durable;
-    if (durable.entry) records.push_back(record_of(std::string(known.key()), durable.turn, *durable.entry));
+    if (durable.entry) records.push_back(record_of(std::string(known.key()), durable.sequence, *durable.entry));
   });
   return records;
 }

@@ -1,9 +1,9 @@
 // The index of a store: its keys and their entries.
 //
-// Each write or deletion gets a sequence number (`turn`) when it is requested. The latest one wins, whichever ends
-// first.
+// Each write or deletion gets a sequence number when it is requested. The latest one wins, whichever
+// ends first.
 //
-// A key of a durable store has two entries: the readers', and the journal's. A place is freed when neither refers to
+// A key of a durable store has two entries: the readers', and the journal's. An extent is freed when neither refers to
 // it, so data that a crash could restore is never overwritten.
 //
 // Lock: mutex_ guards all fields; no other lock is taken and no entry is dropped under it.
@@ -33,16 +33,16 @@ class Index {
     std::uint64_t bytes = 0;
   };
   struct Deleted {
-    std::uint64_t turn = 0;
+    std::uint64_t sequence = 0;
     bool was_there = false;  // or was being written
     EntryPtr entry;          // the caller drops it
   };
 
   enum class Reach : std::uint8_t { memory, journal };  // how far a change is recorded when it ends
 
-  // Begins writes, and assigns consecutive sequence numbers; finish() or give_up() must follow for each.
+  // Begins writes, and assigns consecutive sequence numbers; finish() or abort() must follow for each.
   void begin(WriteList& writes);
-  void give_up(const std::string& key) noexcept;
+  void abort(const std::string& key) noexcept;
   // Begins links: keys for the current entries of other keys. If one of those is missing, no link begins and `missing`
   // names it. Without a journal the links take effect immediately, and there are no changes to finish.
   struct Link {
@@ -63,7 +63,7 @@ class Index {
 
   // Replays a record of the journal, in the journal's order.
   void replay(Record&& record);
-  void finish_replay(const std::function<Place(const Record&)>& adopt);  // for records with bytes
+  void finish_replay(const std::function<Extent(const Record&)>& adopt);  // for records with bytes
 
   EntryPtr find(const std::string& key) const;
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const;  // a consistent snapshot
@@ -71,7 +71,7 @@ class Index {
   // The entry of a key, and the sequence number of its write or link; null if there is no such key.
   struct Version {
     EntryPtr entry;
-    std::uint64_t turn = 0;
+    std::uint64_t sequence = 0;
   };
   std::vector<Version> versions(const std::vector<std::string>& keys) const;  // a consistent snapshot
   bool try_version(const std::string& key, Version& version) const;           // false: it would have to block
@@ -81,9 +81,9 @@ class Index {
 
  private:
   struct Known {
-    EntryPtr entry;           // null: none
-    std::uint64_t turn = 0;   // sequence number of its write or link
-    std::uint64_t bytes = 0;  // of the entry, which is often not in the processor's cache
+    EntryPtr entry;              // null: none
+    std::uint64_t sequence = 0;  // sequence number of its write or link
+    std::uint64_t bytes = 0;     // of the entry, which is often not in the processor's cache
   };
   struct Key {
     Known current;
@@ -97,8 +97,8 @@ class Index {
   using Keys = KeyTable<Key>;
 
   void install(Key& at, Known written, Reach reach, std::vector<EntryPtr>& dropped);
-  void finish_erase(Key& at, std::uint64_t turn, Reach reach, std::vector<EntryPtr>& dropped);
-  void undo_erase(Key& at, std::uint64_t turn);
+  void finish_erase(Key& at, std::uint64_t sequence, Reach reach, std::vector<EntryPtr>& dropped);
+  void undo_erase(Key& at, std::uint64_t sequence);
   Version look_up(std::string_view key) const;
   void ended(Keys::Entry* key) noexcept;
   void count(const Known& known, int sign) noexcept;  // does nothing without an entry
@@ -106,7 +106,7 @@ class Index {
   mutable std::mutex mutex_;
   Keys keys_;
   Statistics statistics_;
-  std::uint64_t turn_ = 0;
+  std::uint64_t sequence_ = 0;
   std::unordered_map<std::string, Record> replayed_;
 };
 

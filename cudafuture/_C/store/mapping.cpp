@@ -19,7 +19,7 @@ using namespace storage;
 
 namespace {
 
-// A mapping of several places into adjacent pages of memory.
+// A mapping of several extents into adjacent pages of memory.
 class Mapping {
  public:
   Mapping(std::size_t into_page, std::size_t size) : into_page_(into_page), size_(into_page + size) {
@@ -30,12 +30,12 @@ class Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
-  // `at`: bytes from the beginning of the data, with the same offset in a page as the place.
-  void add(std::size_t at, const Place& place, const File& file) {
-    const std::size_t into_page = place.offset() % kPage;
+  // `at`: bytes from the beginning of the data, with the same offset in a page as the extent.
+  void add(std::size_t at, const Extent& extent, const File& file) {
+    const std::size_t into_page = extent.offset() % kPage;
     void* const wanted = static_cast<std::byte*>(data()) + at - into_page;
-    const void* const got = ::mmap(wanted, into_page + place.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-                                   file.through_cache(), static_cast<off_t>(place.offset() - into_page));
+    const void* const got = ::mmap(wanted, into_page + extent.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                                   file.through_cache(), static_cast<off_t>(extent.offset() - into_page));
     if (got == MAP_FAILED) throw_errno("cannot map", file.path(), errno);
   }
 
@@ -48,25 +48,25 @@ class Mapping {
 };
 
 void map_entry(Mapping& mapping, std::size_t at, const EntryPtr& entry, const std::string& key, bool verify) {
-  const Place& place = entry->place;
-  const std::shared_ptr<File> opened = Slabs::file_of(place.slab());
-  if (opened == nullptr && place.slab().failure != nullptr) std::rethrow_exception(place.slab().failure);
+  const Extent& extent = entry->extent;
+  const std::shared_ptr<File> opened = Slabs::file_of(extent.slab());
+  if (opened == nullptr && extent.slab().failure != nullptr) std::rethrow_exception(extent.slab().failure);
   if (opened == nullptr) throw Failure("the store is closed", EBADF, "");
   File& file = *opened;
   const File::Use use(file);  // keeps the descriptor open
   if (!use) throw Failure("the store is closed", EBADF, file.path());
-  if (place.offset() + place.size() > file.size()) {
+  if (extent.offset() + extent.size() > file.size()) {
     throw Failure("key '" + key + "': its bytes are not there: " + file.path() + " ends before", 0, file.path(),
-                  place.offset(), place.size());
+                  extent.offset(), extent.size());
   }
-  mapping.add(at, place, file);
+  mapping.add(at, extent, file);
   if (!verify || !entry->has_digest) return;
   Checksum checksum;
-  checksum.add(0, place.size());
-  const iovec whole = {static_cast<std::byte*>(mapping.data()) + at, place.size()};
+  checksum.add(0, extent.size());
+  const iovec whole = {static_cast<std::byte*>(mapping.data()) + at, extent.size()};
   checksum.take(0, &whole, 1);
   if (checksum.digest(0, entry->seed) != entry->digest) {
-    throw not_as_written(key, file.path(), place.offset(), place.size());
+    throw not_as_written(key, file.path(), extent.offset(), extent.size());
   }
 }
 
@@ -76,7 +76,7 @@ void expect_neighbours(const std::vector<EntryPtr>& entries, const std::vector<s
     const Entry& entry = *entries[i];
     const std::string name = "key '" + keys[i] + "'";
     if (entry.shape.dtype != entries[0]->shape.dtype) throw std::invalid_argument(name + " has another dtype");
-    if (entry.size() == 0 || entry.place.offset() % kPage != 0 ||
+    if (entry.size() == 0 || entry.extent.offset() % kPage != 0 ||
         (i + 1 < entries.size() && entry.size() % kPage != 0)) {
       throw std::invalid_argument(name + " of " + std::to_string(entry.size()) +
                                   " bytes is not a whole number of pages (4 KiB), which all but the last have to be");
@@ -93,7 +93,7 @@ at::Tensor map_tensors(const std::vector<EntryPtr>& entries, const std::vector<s
   if (entries.size() > 1) expect_neighbours(entries, keys);
   std::size_t size = 0;
   for (const EntryPtr& entry : entries) size += entry->size();
-  const auto mapping = std::make_shared<Mapping>(first.place.offset() % kPage, size);
+  const auto mapping = std::make_shared<Mapping>(first.extent.offset() % kPage, size);
   std::size_t end = 0;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     map_entry(*mapping, end, entries[i], keys[i], verify);

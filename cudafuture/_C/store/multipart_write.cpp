@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint64_t kLeaf = Checksum::kLeaf;
 
-Place reserve_and_take(Slabs& slabs, std::uint64_t size) {
+Extent reserve_and_take(Slabs& slabs, std::uint64_t size) {
   if (size == 0) return {};
   slabs.reserve(Slabs::charge_of(size));
   try {
@@ -42,29 +42,29 @@ std::shared_ptr<MultipartWrite> MultipartWrite::begin(const std::shared_ptr<Stor
                                                       const Shape& shape, std::uint64_t size) {
   Call call;
   call.kind = Call::Kind::read;  // Store::close() waits for this function, and flush() does not
-  store->ledger_.begin(call);
+  store->in_flight_.begin(call);
   std::shared_ptr<MultipartWrite> write;
   try {
     if (store->options_.opening != Opening::write) throw store->read_only();
-    if (store->committer_ != nullptr && store->committer_->broken() != nullptr) {
-      std::rethrow_exception(store->committer_->broken());
+    if (store->group_commit_ != nullptr && store->group_commit_->broken() != nullptr) {
+      std::rethrow_exception(store->group_commit_->broken());
     }
     write = std::make_shared<MultipartWrite>(store, Write{nullptr, key, shape, {}}, size,
                                              reserve_and_take(*store->slabs_, size));
     store->open_writes_.add(write);
   } catch (...) {
-    store->ledger_.end(call);
+    store->in_flight_.end(call);
     throw;
   }
-  store->ledger_.end(call);
+  store->in_flight_.end(call);
   return write;
 }
 
-MultipartWrite::MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Place&& place)
+MultipartWrite::MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Extent&& extent)
     : store_(std::move(store)),
       key_(write.key),
       size_(size),
-      place_(std::move(place)),
+      extent_(std::move(extent)),
       missing_(size),
       claimed_((size + kLeaf - 1) / kLeaf),
       write_(std::move(write)) {
@@ -93,11 +93,11 @@ bool MultipartWrite::claim(std::uint64_t at, std::uint64_t size) {
 }
 
 // Notes that a part, or commit(), is not in flight any more. Returns true if finish() must follow.
-bool MultipartWrite::leave(const std::exception_ptr& error, Place& dropped) noexcept {
+bool MultipartWrite::leave(const std::exception_ptr& error, Extent& dropped) noexcept {
   std::lock_guard lock(mutex_);
   if (failure_ == nullptr) failure_ = error;
   if (--in_flight_ != 0) return false;
-  if (state_ == State::aborted) dropped = std::move(place_);
+  if (state_ == State::aborted) dropped = std::move(extent_);
   return state_ == State::committing;
 }
 
@@ -112,7 +112,7 @@ bool MultipartWrite::put(std::uint64_t at, Memory&& memory, std::optional<std::u
     store_->begin(call);
   } catch (...) {  // the store is closed
     abort();
-    Place dropped;
+    Extent dropped;
     if (leave(std::current_exception(), dropped)) finish();
     throw;
   }
@@ -132,8 +132,8 @@ void MultipartWrite::submit(const std::shared_ptr<Part>& part, Memory&& memory) 
   const CallPtr& call = part->call;
   Request request;
   request.direction = Direction::write;
-  request.file = place_.slab().file;
-  request.offset = place_.offset() + part->at;
+  request.file = extent_.slab().file;
+  request.offset = extent_.offset() + part->at;
   request.is_part = true;
   request.checksum = part->checksum;
   request.memory = std::move(memory);
@@ -156,9 +156,9 @@ void MultipartWrite::ended(const Part& part, std::exception_ptr error) noexcept 
     error = std::make_exception_ptr(not_as_given(key_));
   }
   if (error == nullptr) checksum_.copy(part.at, *part.checksum);  // no leaf belongs to two parts
-  Place dropped;
+  Extent dropped;
   const bool finishes = leave(error, dropped);
-  dropped = Place();  // the place must be free before the call ends
+  dropped = Extent();  // the extent must be free before the call ends
   store_->end_part(part.call, error);
   if (finishes) finish();
 }
@@ -176,7 +176,7 @@ void MultipartWrite::commit(std::optional<std::uint64_t> digest, const CallPtr& 
                                               std::to_string(size_) + " bytes were not put"));
     }
   }
-  Place dropped;
+  Extent dropped;
   try {
     store_->begin(call);
   } catch (...) {  // the store is closed
@@ -203,26 +203,26 @@ void MultipartWrite::finish() noexcept {
   if (error == nullptr && write_.digest && *write_.digest != checksum_.digest(0)) {
     error = std::make_exception_ptr(not_as_given(key_));
   }
-  Place place = std::move(place_);
+  Extent extent = std::move(extent_);
   Write write = std::move(write_);
   if (error != nullptr) {
-    place = Place();  // the place must be free before the call ends
-    store_->give_up(write, error);
+    extent = Extent();  // the extent must be free before the call ends
+    store_->fail_write(write, error);
     return;
   }
   const bool has_digest = size_ != 0 && store_->options_.checksum;
   std::vector<Change> changes;
-  changes.push_back(change_of(std::move(write), std::move(place), has_digest ? &checksum_ : nullptr, 0));
+  changes.push_back(change_of(std::move(write), std::move(extent), has_digest ? &checksum_ : nullptr, 0));
   store_->commit_now(std::move(changes));
 }
 
 void MultipartWrite::abort() noexcept {
   if (is_forked_child()) return;
-  Place dropped;
+  Extent dropped;
   std::lock_guard lock(mutex_);
   if (state_ != State::open) return;
   state_ = State::aborted;
-  if (in_flight_ == 0) dropped = std::move(place_);
+  if (in_flight_ == 0) dropped = std::move(extent_);
 }
 
 // ---- the multipart writes of a store

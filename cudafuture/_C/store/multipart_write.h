@@ -1,11 +1,11 @@
 // A multipart write: separate calls write parts of a tensor, and commit() makes them visible atomically.
 //
-//     begin() ──► place of the whole tensor ──► put() ──► engine ──► commit() ──► index
-//                                                                └──► abort(): the place is free
+//     begin() ──► extent of the whole tensor ──► put() ──► engine ──► commit() ──► index
+//                                                                └──► abort(): the extent is free
 //
-// Readers see the old tensor of the key until commit() has completed. The place is freed after abort() or a failed
+// Readers see the old tensor of the key until commit() has completed. The extent is freed after abort() or a failed
 // commit(), once no part is in flight. A process that is killed before the commit leaves nothing: no journal names the
-// place.
+// extent.
 //
 // Lock: mutex_ guards the fields after it, and no other lock is taken under it. finish() needs no lock: nothing is in
 // flight then, and put() and abort() do nothing.
@@ -39,10 +39,10 @@ class Store;
 
 class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite> {
  public:
-  // Allocates the place. Throws Error if the store is closed, and Failure if it is read-only or has no room.
+  // Allocates the extent. Throws Error if the store is closed, and Failure if it is read-only or has no room.
   static std::shared_ptr<MultipartWrite> begin(const std::shared_ptr<Store>& store, const std::string& key,
                                                const storage::Shape& shape, std::uint64_t size);
-  MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Place&& place);
+  MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Extent&& extent);
   ~MultipartWrite();
   MultipartWrite(const MultipartWrite&) = delete;
   MultipartWrite& operator=(const MultipartWrite&) = delete;
@@ -66,7 +66,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   bool claim(std::uint64_t at, std::uint64_t size);
   void submit(const std::shared_ptr<Part>& part, storage::Memory&& memory);
   void ended(const Part& part, std::exception_ptr error) noexcept;
-  bool leave(const std::exception_ptr& error, Place& dropped) noexcept;
+  bool leave(const std::exception_ptr& error, Extent& dropped) noexcept;
   void finish() noexcept;
 
   const std::shared_ptr<Store> store_;
@@ -74,7 +74,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   const std::uint64_t size_;
   std::mutex mutex_;
   State state_ = State::open;
-  Place place_;                 // none: the tensor has no bytes, or the place was dropped
+  Extent extent_;               // none: the tensor has no bytes, or the extent was dropped
   std::size_t in_flight_ = 0;   // parts, and the beginning of commit()
   std::uint64_t missing_;       // bytes that no part has claimed
   std::vector<bool> claimed_;   // by leaf

@@ -17,14 +17,14 @@ constexpr std::size_t kMostTogether = 1024;  // reads among which neighbours are
 std::uint64_t end_of(const Read& read) noexcept { return read.offset() + read.size(); }
 
 bool are_neighbours(const Read& read, const Read& next) noexcept {
-  return &read.entry->place.slab() == &next.entry->place.slab() && next.offset() >= end_of(read) &&
+  return &read.entry->extent.slab() == &next.entry->extent.slab() && next.offset() >= end_of(read) &&
          next.offset() - end_of(read) < kPage;
 }
 
 }  // namespace
 
-std::vector<Reads> Gate::join(ReadList reads, std::uint64_t size) {
-  const auto where = [](const Read& read) { return std::pair(read.entry->place.slab().number, read.offset()); };
+std::vector<Reads> ReadCoalescer::join(ReadList reads, std::uint64_t size) {
+  const auto where = [](const Read& read) { return std::pair(read.entry->extent.slab().number, read.offset()); };
   std::sort(reads.begin(), reads.end(), [&](const Read& a, const Read& b) { return where(a) < where(b); });
   std::vector<Reads> joined;
   while (!reads.empty()) {
@@ -39,28 +39,28 @@ std::vector<Reads> Gate::join(ReadList reads, std::uint64_t size) {
   return joined;
 }
 
-std::vector<Reads> Gate::add(Read&& read) {
+std::vector<Reads> ReadCoalescer::add(Read&& read) {
   std::lock_guard lock(mutex_);
-  if (!waiting_.empty() || under_way_ >= 2 * busy_) {
+  if (!waiting_.empty() || in_flight_ >= 2 * busy_) {
     waiting_.push_back(std::move(read));
     return {};
   }
-  ++under_way_;
+  ++in_flight_;
   std::vector<Reads> alone(1);
   alone.front().push_back(std::move(read));
   return alone;
 }
 
-std::vector<Reads> Gate::ended() {
+std::vector<Reads> ReadCoalescer::ended() {
   std::lock_guard lock(mutex_);
-  --under_way_;
+  --in_flight_;
   std::vector<Reads> joined;
-  while (!waiting_.empty() && under_way_ <= busy_) {
+  while (!waiting_.empty() && in_flight_ <= busy_) {
     const auto some = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostTogether));
     ReadList reads(std::move_iterator(waiting_.begin()), std::move_iterator(some));
     waiting_.erase(waiting_.begin(), some);
     std::vector<Reads> more = join(std::move(reads), size_);
-    under_way_ += more.size();
+    in_flight_ += more.size();
     std::move(more.begin(), more.end(), std::back_inserter(joined));
   }
   return joined;

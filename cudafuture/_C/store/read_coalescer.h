@@ -28,16 +28,16 @@ struct Read {
   std::uint64_t* digest = nullptr;  // receives their checksum; the call owns it
   std::uint64_t at = 0;             // the tensor's first byte to read, where a leaf begins
 
-  std::uint64_t offset() const noexcept { return entry->place.offset() + at; }  // in the slab
-  std::uint64_t size() const noexcept { return memory.size(); }                 // bytes
+  std::uint64_t offset() const noexcept { return entry->extent.offset() + at; }  // in the slab
+  std::uint64_t size() const noexcept { return memory.size(); }                  // bytes
 };
 using Reads = std::vector<Read>;    // merged into one request
 using ReadList = std::deque<Read>;  // all reads of a call; see WriteList
 
-class Gate {
+class ReadCoalescer {
  public:
   // `busy`: number of reads that keep the engine busy; `size`: maximum bytes of merged reads.
-  Gate(std::size_t busy, std::uint64_t size) : busy_(busy), size_(size) {}
+  ReadCoalescer(std::size_t busy, std::uint64_t size) : busy_(busy), size_(size) {}
 
   // Return the reads to submit now; ended() must follow each of them.
   std::vector<Reads> add(Read&& read);
@@ -51,7 +51,7 @@ class Gate {
   const std::uint64_t size_;
   std::mutex mutex_;
   ReadList waiting_;
-  std::size_t under_way_ = 0;
+  std::size_t in_flight_ = 0;
 };
 
 }  // namespace cudafuture::store

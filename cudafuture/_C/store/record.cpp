@@ -60,7 +60,7 @@ class Reader {
 
 void put_body(std::string& into, const Record& record) {
   put(into, record.is_deletion);
-  put(into, record.turn);
+  put(into, record.sequence);
   put(into, static_cast<std::uint32_t>(record.key.size()));
   into.append(record.key);
   if (record.is_deletion) return;
@@ -78,7 +78,7 @@ void put_body(std::string& into, const Record& record) {
 Record body_of(Reader& reader) {
   Record record;
   record.is_deletion = reader.get_bool();
-  record.turn = reader.get<std::uint64_t>();
+  record.sequence = reader.get<std::uint64_t>();
   record.key = reader.take(reader.get_count(kLongestKey));
   if (record.is_deletion) return record;
   record.shape.dtype = static_cast<c10::ScalarType>(reader.get<std::int8_t>());
@@ -96,26 +96,26 @@ Record body_of(Reader& reader) {
 
 }  // namespace
 
-Record record_of(const std::string& key, std::uint64_t turn, const Entry& entry) {
+Record record_of(const std::string& key, std::uint64_t sequence, const Entry& entry) {
   Record record;
   record.key = key;
-  record.turn = turn;
+  record.sequence = sequence;
   record.shape = entry.shape;
   record.size = entry.size();
   record.digest = entry.digest;
   record.has_digest = entry.has_digest;
   record.seed = entry.seed;
-  if (const Place& place = entry.place) {
-    record.slab = place.slab().number;
-    record.offset = place.offset();
+  if (const Extent& extent = entry.extent) {
+    record.slab = extent.slab().number;
+    record.offset = extent.offset();
   }
   return record;
 }
 
-Record deletion_of(const std::string& key, std::uint64_t turn) {
+Record deletion_of(const std::string& key, std::uint64_t sequence) {
   Record record;
   record.key = key;
-  record.turn = turn;
+  record.sequence = sequence;
   record.is_deletion = true;
   return record;
 }
@@ -151,7 +151,7 @@ std::optional<Record> take_record(std::string_view& bytes) {
 }
 
 std::uint64_t size_of_deletion(const std::string& key) noexcept {
-  return kFrame + sizeof(Record::is_deletion) + sizeof(Record::turn) + sizeof(std::uint32_t) + key.size();
+  return kFrame + sizeof(Record::is_deletion) + sizeof(Record::sequence) + sizeof(std::uint32_t) + key.size();
 }
 
 std::uint64_t size_of(const Record& record) noexcept {

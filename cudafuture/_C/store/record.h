@@ -17,7 +17,7 @@ namespace cudafuture::store {
 
 struct Record {
   std::string key;
-  std::uint64_t turn = 0;
+  std::uint64_t sequence = 0;
   bool is_deletion = false;
   // ---- for a written key
   storage::Shape shape;
@@ -30,8 +30,8 @@ struct Record {
 
   bool is_link() const noexcept { return seed != storage::hash_of(key); }
 };
-Record record_of(const std::string& key, std::uint64_t turn, const Entry& entry);
-Record deletion_of(const std::string& key, std::uint64_t turn);
+Record record_of(const std::string& key, std::uint64_t sequence, const Entry& entry);
+Record deletion_of(const std::string& key, std::uint64_t sequence);
 
 void append_record(std::string& bytes, const Record& record);
 

@@ -75,14 +75,14 @@ Recovery recover_to_read(const std::string& folder, Index& index, Slabs& slabs) 
 
 Recovery salvage(const std::string& folder, Index& index, Slabs& slabs) {
   struct Last {
-    std::uint64_t turn = 0;
+    std::uint64_t sequence = 0;
     std::uint64_t offset = 0;  // of the record
   };
   Recovery recovery;
   std::unordered_map<std::string, Last> last;
   Findings found = Journal::read(folder, Damage::skip, [&](Record&& record, std::uint64_t offset) {
     Last& known = last[record.key];
-    if (record.turn >= known.turn) known = {record.turn, offset};
+    if (record.sequence >= known.sequence) known = {record.sequence, offset};
     index.replay(std::move(record));
   });
   adopt_slabs(index, slabs);

@@ -27,7 +27,7 @@ namespace {
 
 constexpr std::uint64_t kSmallestSlab = 16 << 20;
 constexpr std::uint64_t kLargestSlab = 1 << 30;
-constexpr std::uint64_t kLine = 64;  // places smaller than a page begin at multiples of this
+constexpr std::uint64_t kLine = 64;  // extents smaller than a page begin at multiples of this
 constexpr char kPrefix[] = "slab-";
 
 struct Pages {
@@ -47,9 +47,9 @@ std::optional<std::uint64_t> number_of(std::string_view name) {
 
 }  // namespace
 
-Place::~Place() {
+Extent::~Extent() {
   if (slab_ == nullptr) return;
-  if (const std::shared_ptr<Slabs> slabs = slab_->owner.lock()) slabs->give_back(*this);
+  if (const std::shared_ptr<Slabs> slabs = slab_->owner.lock()) slabs->release(*this);
 }
 
 std::uint64_t Slabs::charge_of(std::uint64_t size) noexcept { return ceil_to(size, size < kPage ? kLine : kPage); }
@@ -90,44 +90,45 @@ Slabs::Layout Slabs::layout_of(const std::vector<std::uint64_t>& sizes) {
   return layout;
 }
 
-std::vector<Place> Slabs::try_take(const std::vector<std::uint64_t>& sizes) {
+std::vector<Extent> Slabs::try_take(const std::vector<std::uint64_t>& sizes) {
   const Layout layout = layout_of(sizes);
   std::lock_guard lock(mutex_);
   for (const SlabPtr& slab : slabs_) {
     if (slab->file == nullptr || slab->failure != nullptr) continue;
-    if (const auto begin = slab->extents.take(layout.size)) return places_in(slab, *begin, layout, sizes);
+    if (const auto begin = slab->free_space.take(layout.size)) return extents_in(slab, *begin, layout, sizes);
   }
   return {};
 }
 
-std::vector<Place> Slabs::take(const std::vector<std::uint64_t>& sizes) {
-  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;
+std::vector<Extent> Slabs::take(const std::vector<std::uint64_t>& sizes) {
+  if (std::vector<Extent> extents = try_take(sizes); !extents.empty()) return extents;
   std::lock_guard growth(growth_);
-  if (std::vector<Place> places = try_take(sizes); !places.empty()) return places;  // another thread has created a slab
+  if (std::vector<Extent> extents = try_take(sizes); !extents.empty())
+    return extents;  // another thread has created a slab
   const Layout layout = layout_of(sizes);
   const SlabPtr slab = grow(layout.size);
   std::lock_guard lock(mutex_);
   slabs_.push_back(slab);
-  return places_in(slab, slab->extents.take(layout.size).value(), layout, sizes);
+  return extents_in(slab, slab->free_space.take(layout.size).value(), layout, sizes);
 }
 
-std::vector<Place> Slabs::places_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
-                                    const std::vector<std::uint64_t>& sizes) {
-  std::vector<Place> places;
-  places.reserve(sizes.size());
+std::vector<Extent> Slabs::extents_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
+                                      const std::vector<std::uint64_t>& sizes) {
+  std::vector<Extent> extents;
+  extents.reserve(sizes.size());
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    places.emplace_back(slab, begin + layout.offsets[i], sizes[i]);
+    extents.emplace_back(slab, begin + layout.offsets[i], sizes[i]);
     used_ += sizes[i];
   }
-  share_pages(*slab, places);
-  return places;
+  share_pages(*slab, extents);
+  return extents;
 }
 
-// Notes the pages that several places touch. The places are in order.
-void Slabs::share_pages(Slab& slab, const std::vector<Place>& places) {
+// Notes the pages that several extents touch. The extents are in order.
+void Slabs::share_pages(Slab& slab, const std::vector<Extent>& extents) {
   std::uint64_t last = ~std::uint64_t{0};
-  for (const Place& place : places) {
-    const Pages pages = pages_of(place.offset(), place.size());
+  for (const Extent& extent : extents) {
+    const Pages pages = pages_of(extent.offset(), extent.size());
     if (pages.first == last) ++slab.shared.try_emplace(last, 1).first->second;
     last = pages.last;
   }
@@ -136,7 +137,7 @@ void Slabs::share_pages(Slab& slab, const std::vector<Place>& places) {
 std::uint64_t Slabs::bytes_of_files() const {
   std::lock_guard lock(mutex_);
   std::uint64_t bytes = 0;
-  for (const SlabPtr& slab : slabs_) bytes += slab->extents.size();
+  for (const SlabPtr& slab : slabs_) bytes += slab->free_space.size();
   return bytes;
 }
 
@@ -171,7 +172,7 @@ Slabs::SlabPtr Slabs::grow(std::uint64_t size) {
   }
 }
 
-// Places begin at pages: a file whose direct I/O needs larger units goes through the page cache.
+// Extents begin at pages: a file whose direct I/O needs larger units goes through the page cache.
 std::shared_ptr<File> Slabs::open_file(const std::string& path, Start start) const {
   const Access access = options_.read_only ? Access::read : Access::read_write;
   auto file = File::open(path, access, start, options_.direct);
@@ -208,7 +209,7 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   SlabPtr slab;
   try {
     auto file = open_file(path_of(number), Start::existing);
-    // Waits for direct writes that a killed process left with the kernel: they may go to places that are free now.
+    // Waits for direct writes that a killed process left with the kernel: they may go to extents that are free now.
     if (!options_.read_only) {
       file->truncate(file->size() + kPage);
       file->truncate(file->size() - kPage);
@@ -224,20 +225,20 @@ Slabs::SlabPtr Slabs::open_slab(std::uint64_t number) {
   return slab;
 }
 
-Place Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
+Extent Slabs::adopt(std::uint64_t number, std::uint64_t offset, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   const SlabPtr slab = open_slab(number);
-  const bool has_pages = !options_.read_only && ceil_to(offset + size, kPage) <= slab->extents.size();
+  const bool has_pages = !options_.read_only && ceil_to(offset + size, kPage) <= slab->free_space.size();
   if (has_pages) {
-    // The first and the last page may also belong to another place. Both are counted; finish_adoption() forgets those
+    // The first and the last page may also belong to another extent. Both are counted; finish_adoption() forgets those
     // with one.
     Pages pages = pages_of(offset, size);
     const bool has_one = pages.first == pages.last;
     if (slab->shared[pages.first]++ != 0) ++pages.first;
     if (!has_one && slab->shared[pages.last]++ != 0) --pages.last;
     if (pages.first <= pages.last &&
-        !slab->extents.take_at(pages.first * kPage, (pages.last - pages.first + 1) * kPage)) {
-      throw Failure("two keys have the same place in " + path_of(number), 0, path_of(number), offset, size, 0,
+        !slab->free_space.take_at(pages.first * kPage, (pages.last - pages.first + 1) * kPage)) {
+      throw Failure("two keys have the same extent in " + path_of(number), 0, path_of(number), offset, size, 0,
                     FailureKind::checksum);
     }
   }
@@ -271,13 +272,13 @@ std::vector<std::string> Slabs::remove_orphans(const std::optional<std::string>&
 
 // ---- giving back
 
-void Slabs::give_back(const Place& place) noexcept {
+void Slabs::release(const Extent& extent) noexcept {
   if (is_forked_child()) return;  // everything belongs to the parent
   std::lock_guard lock(mutex_);
-  charged_ -= charge_of(place.size());
-  used_ -= place.size();
-  if (!place.has_pages_) return;
-  Slab& slab = *place.slab_;
+  charged_ -= charge_of(extent.size());
+  used_ -= extent.size();
+  if (!extent.has_pages_) return;
+  Slab& slab = *extent.slab_;
   const auto is_still_used = [&slab](std::uint64_t page) {
     const auto shared = slab.shared.find(page);
     if (shared == slab.shared.end()) return false;
@@ -285,14 +286,14 @@ void Slabs::give_back(const Place& place) noexcept {
     slab.shared.erase(shared);
     return false;
   };
-  Pages pages = pages_of(place.offset(), place.size());
+  Pages pages = pages_of(extent.offset(), extent.size());
   const bool has_one = pages.first == pages.last;
   const bool keeps_first = is_still_used(pages.first);
   const bool keeps_last = !has_one && is_still_used(pages.last);
   if (keeps_first) ++pages.first;
   if (keeps_last) --pages.last;
   if (pages.first > pages.last) return;
-  slab.extents.give_back(pages.first * kPage, (pages.last - pages.first + 1) * kPage);
+  slab.free_space.release(pages.first * kPage, (pages.last - pages.first + 1) * kPage);
 }
 
 void Slabs::retire(const Slab& slab, const std::exception_ptr& failure) noexcept {
@@ -308,9 +309,9 @@ std::exception_ptr Slabs::failure_of(const Slab& slab) const noexcept {
 }
 
 std::uint64_t Slabs::trim() noexcept {
-  if (options_.read_only) return 0;  // its places count no pages
+  if (options_.read_only) return 0;  // its extents count no pages
   const auto is_empty = [](const SlabPtr& slab) {
-    return slab->extents.free() == slab->extents.size() && slab->file != nullptr;
+    return slab->free_space.free() == slab->free_space.size() && slab->file != nullptr;
   };
   std::vector<SlabPtr> empty;
   {
@@ -320,7 +321,7 @@ std::uint64_t Slabs::trim() noexcept {
   }
   std::uint64_t bytes = 0;
   for (const SlabPtr& slab : empty) {
-    bytes += slab->extents.size();
+    bytes += slab->free_space.size();
     ::unlink(slab->file->path().c_str());
   }
   return bytes;
@@ -352,7 +353,7 @@ Slabs::Statistics Slabs::statistics() const {
   Statistics s;
   s.slabs = slabs_.size();
   s.used = used_;
-  for (const SlabPtr& slab : slabs_) s.bytes += slab->extents.size();
+  for (const SlabPtr& slab : slabs_) s.bytes += slab->free_space.size();
   return s;
 }
 

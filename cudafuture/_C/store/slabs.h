@@ -1,7 +1,7 @@
 // The slab files of a store, and the allocation of their bytes.
 //
-// A slab is a preallocated file. A place is an extent in a slab. It owns the pages that it touches, which are freed
-// when it is dropped. Places that were allocated together may share a page.
+// A slab is a preallocated file. An extent is a range of its bytes, with the tensor of one key. It owns the pages that
+// it touches, which are freed when it is dropped. Extents that were allocated together may share a page.
 //
 // Empty slabs are kept for later writes, because overwriting allocated blocks is fastest. trim() removes them; so does
 // take() when the disk is full.
@@ -30,32 +30,32 @@ class Slabs;
 
 struct Slab {
   Slab(std::weak_ptr<Slabs> owner, std::uint64_t number, std::uint64_t size)
-      : owner(std::move(owner)), number(number), extents(size) {}
+      : owner(std::move(owner)), number(number), free_space(size) {}
 
   std::weak_ptr<Slabs> owner;
   std::uint64_t number;
   std::shared_ptr<storage::File> file;  // null: it could not be opened
-  std::exception_ptr failure;           // the reason why it could not be opened, or takes no more places
-  storage::Extents extents;
-  std::unordered_map<std::uint64_t, std::uint32_t> shared;  // pages that several places touch, with their number
+  std::exception_ptr failure;           // the reason why it could not be opened, or takes no more extents
+  storage::FreeSpace free_space;
+  std::unordered_map<std::uint64_t, std::uint32_t> shared;  // pages that several extents touch, with their number
 };
 
-class Place {
+class Extent {
  public:
-  Place() = default;  // none
-  Place(std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size, bool has_pages = true) noexcept
+  Extent() = default;  // none
+  Extent(std::shared_ptr<Slab> slab, std::uint64_t offset, std::uint64_t size, bool has_pages = true) noexcept
       : slab_(std::move(slab)), offset_(offset), size_(size), has_pages_(has_pages) {}
-  Place(Place&& other) noexcept { *this = std::move(other); }
-  Place& operator=(Place&& other) noexcept {
+  Extent(Extent&& other) noexcept { *this = std::move(other); }
+  Extent& operator=(Extent&& other) noexcept {
     std::swap(slab_, other.slab_);
     std::swap(offset_, other.offset_);
     std::swap(size_, other.size_);
     std::swap(has_pages_, other.has_pages_);
     return *this;
   }
-  ~Place();
-  Place(const Place&) = delete;
-  Place& operator=(const Place&) = delete;
+  ~Extent();
+  Extent(const Extent&) = delete;
+  Extent& operator=(const Extent&) = delete;
 
   explicit operator bool() const noexcept { return slab_ != nullptr; }
   const Slab& slab() const noexcept { return *slab_; }
@@ -78,38 +78,38 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
     storage::Direct direct = storage::Direct::automatic;
     bool durable = false;  // a slab's name is durable before the slab is written to
     bool read_only = false;
-    std::uint64_t capacity = 0;  // maximum bytes of all places; 0: unlimited
+    std::uint64_t capacity = 0;  // maximum bytes of all extents; 0: unlimited
   };
   struct Statistics {
     std::uint64_t slabs = 0;
     std::uint64_t bytes = 0;  // of their files
-    std::uint64_t used = 0;   // of places
+    std::uint64_t used = 0;   // of extents
   };
 
   explicit Slabs(Options options) : options_(std::move(options)) {}
 
-  // Allocates consecutive places in one extent of whole pages. Places smaller than a page may begin anywhere, the
+  // Allocates consecutive extents in one run of whole pages. Extents smaller than a page may begin anywhere, the
   // others at pages. No size is 0, and the charge was reserved. May create a slab. Throws Failure if there is no room;
   // then nothing is allocated.
-  std::vector<Place> take(const std::vector<std::uint64_t>& sizes);
+  std::vector<Extent> take(const std::vector<std::uint64_t>& sizes);
   // Does the same if the slabs have room; otherwise it allocates nothing. Never blocks.
-  std::vector<Place> try_take(const std::vector<std::uint64_t>& sizes);
+  std::vector<Extent> try_take(const std::vector<std::uint64_t>& sizes);
 
   // Reserves bytes of the capacity. Throws Failure.
   void reserve(std::uint64_t bytes);
   void cancel_reservation(std::uint64_t bytes) noexcept;
-  static std::uint64_t charge_of(std::uint64_t size) noexcept;  // of a place of that size
-  // Returns the offset of the next place, of `size` bytes, after one that ends at `end`.
+  static std::uint64_t charge_of(std::uint64_t size) noexcept;  // of an extent of that size
+  // Returns the offset of the next extent, of `size` bytes, after one that ends at `end`.
   static std::uint64_t next_offset(std::uint64_t end, std::uint64_t size) noexcept;
 
-  // For a store that is opened again: returns the place of existing data. Throws Failure if that is impossible.
-  Place adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
+  // For a store that is opened again: returns the extent of existing data. Throws Failure if that is impossible.
+  Extent adopt(std::uint64_t slab, std::uint64_t offset, std::uint64_t size);
   void finish_adoption();
   // Removes the slabs that no key refers to, or renames them with a prefix, which needs no disk space: prefixed files
   // are not slabs. Returns their old names.
   std::vector<std::string> remove_orphans(const std::optional<std::string>& rename_with);
 
-  // Makes a slab take no more places. A full disk failed to sync it, so data that was written there and is in no
+  // Makes a slab take no more extents. A full disk failed to sync it, so data that was written there and is in no
   // journal may be lost, even if a later sync succeeds.
   void retire(const Slab& slab, const std::exception_ptr& failure) noexcept;
   std::exception_ptr failure_of(const Slab& slab) const noexcept;
@@ -123,7 +123,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   Statistics statistics() const;
 
  private:
-  friend class Place;
+  friend class Extent;
   using SlabPtr = std::shared_ptr<Slab>;
 
   std::string path_of(std::uint64_t number) const;
@@ -132,23 +132,23 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
     std::uint64_t size = 0;  // whole pages
   };
   static Layout layout_of(const std::vector<std::uint64_t>& sizes);
-  std::vector<Place> places_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
-                               const std::vector<std::uint64_t>& sizes);
+  std::vector<Extent> extents_in(const SlabPtr& slab, std::uint64_t begin, const Layout& layout,
+                                 const std::vector<std::uint64_t>& sizes);
   std::uint64_t bytes_of_files() const;
   SlabPtr grow(std::uint64_t size);
   SlabPtr make_slab(std::uint64_t size);
   std::shared_ptr<storage::File> open_file(const std::string& path, storage::Start start) const;
   SlabPtr open_slab(std::uint64_t number);
-  static void share_pages(Slab& slab, const std::vector<Place>& places);
-  void give_back(const Place& place) noexcept;
+  static void share_pages(Slab& slab, const std::vector<Extent>& extents);
+  void release(const Extent& extent) noexcept;
 
   const Options options_;
   std::mutex growth_;
   mutable std::mutex mutex_;
   std::vector<SlabPtr> slabs_;
   std::uint64_t next_ = 0;     // number; growth_ guards it
-  std::uint64_t charged_ = 0;  // bytes of places and reservations
-  std::uint64_t used_ = 0;     // of places
+  std::uint64_t charged_ = 0;  // bytes of extents and reservations
+  std::uint64_t used_ = 0;     // of extents
 };
 
 }  // namespace cudafuture::store

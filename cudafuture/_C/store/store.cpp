@@ -17,15 +17,15 @@ using namespace storage;
 // One write request to the engine.
 struct Store::Writing {
   Writes writes;
-  std::vector<Place> places;
+  std::vector<Extent> extents;
   std::shared_ptr<Checksum> checksum;
-  bool is_pack;
+  bool is_batch;
 };
 
 struct Store::Reading {
   Reads reads;
   std::shared_ptr<Checksum> checksum;
-  bool is_gated;
+  bool is_coalesced;
 };
 
 // ---- begin and end
@@ -35,19 +35,19 @@ std::shared_ptr<Store> Store::open(std::shared_ptr<Engine> engine, const Options
   if (!options.durable) return store;
   store->recovery_ = recover(options.folder, options.opening, store->index_, *store->slabs_);
   if (options.opening != Opening::write) return store;
-  store->committer_ = std::make_unique<Committer>(*store, std::move(store->recovery_.journal));
-  store->committer_->compact_if_worth_it();
+  store->group_commit_ = std::make_unique<GroupCommit>(*store, std::move(store->recovery_.journal));
+  store->group_commit_->compact_if_worth_it();
   return store;
 }
 
 Store::Store(std::shared_ptr<Engine> engine, const Options& options)
     : engine_(std::move(engine)),
       options_(options),
-      pack_size_(engine_->options().block_size),
+      batch_size_(engine_->options().block_size),
       slabs_(std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable,
                                                     options.opening != Opening::write, options.capacity})),
-      packs_(pack_size_),
-      gate_(engine_->options().queue_depth, pack_size_) {}
+      write_batcher_(batch_size_),
+      read_coalescer_(engine_->options().queue_depth, batch_size_) {}
 
 Store::~Store() { slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go); }
 
@@ -61,15 +61,15 @@ void Store::refuse(const CallPtr& call) noexcept {
 }
 
 void Store::close() {
-  ledger_.close()->wait_until(nullptr);
+  in_flight_.close()->wait_until(nullptr);
   open_writes_.abort_all();
-  if (committer_ != nullptr) committer_->close();  // from now on another process may open the journal
+  if (group_commit_ != nullptr) group_commit_->close();  // from now on another process may open the journal
   slabs_->trim();
   slabs_->close(options_.durable ? Slabs::Files::stay : Slabs::Files::go);
 }
 
 void Store::begin(const CallPtr& call) {
-  ledger_.begin(*call);
+  in_flight_.begin(*call);
   add(counters_.pending);
   call->future->start();
 }
@@ -80,7 +80,7 @@ void Store::end_part(const CallPtr& call, const std::exception_ptr& error) noexc
   const CallPtr ended = call;
   counters_.pending.fetch_sub(1, std::memory_order_relaxed);
   ended->finish();
-  ledger_.end(*ended);
+  in_flight_.end(*ended);
 }
 
 // ---- writing
@@ -92,7 +92,7 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
   std::uint64_t charge = 0;
   for (const Write& write : writes) charge += Slabs::charge_of(write.memory.size());
   try {
-    if (committer_ != nullptr && committer_->broken() != nullptr) std::rethrow_exception(committer_->broken());
+    if (group_commit_ != nullptr && group_commit_->broken() != nullptr) std::rethrow_exception(group_commit_->broken());
     slabs_->reserve(charge);
   } catch (...) {
     call->expect(1);
@@ -105,9 +105,9 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
     if (write.memory.size() == 0) {
       call->part_released();
       if (write.digest && *write.digest != digest_of(nullptr, 0)) {
-        give_up(write, std::make_exception_ptr(not_as_given(write.key)));
+        fail_write(write, std::make_exception_ptr(not_as_given(write.key)));
       } else {
-        empty.push_back(change_of(std::move(write), Place(), nullptr, 0));
+        empty.push_back(change_of(std::move(write), Extent(), nullptr, 0));
       }
       write.call = nullptr;
     } else if (write.memory.size() >= kSmall) {
@@ -118,9 +118,9 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
   }
   std::erase_if(writes, [](const Write& write) { return write.call == nullptr; });  // keep the small ones
   if (call->device != nullptr) {  // not batched with tensors of other calls: each call has its own streams
-    for (Writes& pack : Packs::cut(std::move(writes), pack_size_)) put(std::move(pack), false, when_full);
+    for (Writes& batch : WriteBatcher::cut(std::move(writes), batch_size_)) put(std::move(batch), false, when_full);
   } else if (!writes.empty()) {
-    for (Writes& pack : packs_.add(std::move(writes))) put(std::move(pack), true, when_full);
+    for (Writes& batch : write_batcher_.add(std::move(writes))) put(std::move(batch), true, when_full);
   }
   if (!empty.empty()) commit(std::move(empty));
   call->part_released();
@@ -128,24 +128,24 @@ void Store::write(WriteList&& writes, const CallPtr& call, Full when_full) {
 }
 
 // Full::exceed: called on the engine's thread, which must not create a slab unless no other thread can be started.
-void Store::put(Writes&& writes, bool is_pack, Full when_full) {
-  if (std::vector<Place> places = slabs_->try_take(sizes_of(writes)); !places.empty()) {
-    return submit(std::move(writes), std::move(places), is_pack, when_full);
+void Store::put(Writes&& writes, bool is_batch, Full when_full) {
+  if (std::vector<Extent> extents = slabs_->try_take(sizes_of(writes)); !extents.empty()) {
+    return submit(std::move(writes), std::move(extents), is_batch, when_full);
   }
-  if (when_full == Full::wait) return grow_and_put(std::move(writes), is_pack, when_full);
-  ThreadCache::get().run_or_call([self = shared_from_this(), writes = std::move(writes), is_pack]() mutable {
-    self->grow_and_put(std::move(writes), is_pack, Full::exceed);
+  if (when_full == Full::wait) return grow_and_put(std::move(writes), is_batch, when_full);
+  ThreadCache::get().run_or_call([self = shared_from_this(), writes = std::move(writes), is_batch]() mutable {
+    self->grow_and_put(std::move(writes), is_batch, Full::exceed);
   });
 }
 
-void Store::grow_and_put(Writes&& writes, bool is_pack, Full when_full) {
-  std::vector<Place> places;
+void Store::grow_and_put(Writes&& writes, bool is_batch, Full when_full) {
+  std::vector<Extent> extents;
   try {
-    places = slabs_->take(sizes_of(writes));
+    extents = slabs_->take(sizes_of(writes));
   } catch (...) {
     if (writes.size() == 1) {
       slabs_->cancel_reservation(Slabs::charge_of(writes.front().memory.size()));
-      give_up(writes.front(), std::current_exception());
+      fail_write(writes.front(), std::current_exception());
     } else {  // there may be room for some of them
       for (Write& write : writes) {
         Writes one;
@@ -153,15 +153,15 @@ void Store::grow_and_put(Writes&& writes, bool is_pack, Full when_full) {
         grow_and_put(std::move(one), false, when_full);
       }
     }
-    if (is_pack) go_on_with_packs();
+    if (is_batch) continue_batches();
     return;
   }
-  submit(std::move(writes), std::move(places), is_pack, when_full);
+  submit(std::move(writes), std::move(extents), is_batch, when_full);
 }
 
-void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, Full when_full) {
-  const auto writing = std::make_shared<Writing>(Writing{std::move(writes), std::move(places), nullptr, is_pack});
-  const Place& first = writing->places.front();
+void Store::submit(Writes&& writes, std::vector<Extent>&& extents, bool is_batch, Full when_full) {
+  const auto writing = std::make_shared<Writing>(Writing{std::move(writes), std::move(extents), nullptr, is_batch});
+  const Extent& first = writing->extents.front();
   Request request;
   request.direction = Direction::write;
   request.file = first.slab().file;
@@ -171,9 +171,9 @@ void Store::submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, F
   request.checksum = writing->checksum = checksum_of(writing->writes, options_.checksum);
   request.memory.reserve(writing->writes.size() + 1);  // plus the rest of the last page
   for (std::size_t i = 0; i < writing->writes.size(); ++i) {
-    const Place& place = writing->places[i];
-    request.memory.skip(place.offset() - first.offset() - request.memory.size());
-    if (writing->checksum != nullptr) writing->checksum->add(request.memory.size(), place.size());
+    const Extent& extent = writing->extents[i];
+    request.memory.skip(extent.offset() - first.offset() - request.memory.size());
+    if (writing->checksum != nullptr) writing->checksum->add(request.memory.size(), extent.size());
     request.memory.add(std::move(writing->writes[i].memory));
   }
   request.memory.skip((kPage - request.memory.size() % kPage) % kPage);  // whole pages: nothing goes through the cache
@@ -199,25 +199,25 @@ void Store::written(Writing& writing, const std::exception_ptr& error) noexcept 
     Write& write = writing.writes[i];
     const bool is_wrong = error == nullptr && write.digest && *write.digest != writing.checksum->digest(i);
     if (error != nullptr || is_wrong) {
-      writing.places[i] = Place();
-      give_up(write, is_wrong ? std::make_exception_ptr(not_as_given(write.key)) : error);
+      writing.extents[i] = Extent();
+      fail_write(write, is_wrong ? std::make_exception_ptr(not_as_given(write.key)) : error);
       continue;
     }
     const Checksum* const kept = options_.checksum ? writing.checksum.get() : nullptr;
-    changes.push_back(change_of(std::move(write), std::move(writing.places[i]), kept, i));
+    changes.push_back(change_of(std::move(write), std::move(writing.extents[i]), kept, i));
   }
-  writing.places.clear();
+  writing.extents.clear();
   if (!changes.empty()) commit(std::move(changes));
-  if (writing.is_pack) go_on_with_packs();
+  if (writing.is_batch) continue_batches();
 }
 
-void Store::go_on_with_packs() noexcept {
-  for (Writes& pack : packs_.ended()) put(std::move(pack), true, Full::exceed);
+void Store::continue_batches() noexcept {
+  for (Writes& batch : write_batcher_.ended()) put(std::move(batch), true, Full::exceed);
 }
 
-void Store::give_up(Write& write, const std::exception_ptr& error) noexcept {
+void Store::fail_write(Write& write, const std::exception_ptr& error) noexcept {
   add(counters_.writes);
-  index_.give_up(write.key);
+  index_.abort(write.key);
   if (write.call->atomic != nullptr) end_atomic(write.call, std::nullopt);
   end_part(write.call, error);
 }
@@ -235,8 +235,8 @@ void Store::commit(std::vector<Change>&& changes) noexcept {
 }
 
 void Store::commit_now(std::vector<Change>&& changes) noexcept {
-  if (committer_ != nullptr) {
-    committer_->commit(std::move(changes));
+  if (group_commit_ != nullptr) {
+    group_commit_->commit(std::move(changes));
   } else {
     install(changes, nullptr);
   }
@@ -249,7 +249,7 @@ void Store::end_atomic(const CallPtr& call, std::optional<Change>&& change) noex
   if (!outcome->has_failed) return commit_now(std::move(outcome->changes));
   for (Change& written : outcome->changes) {
     add(counters_.writes);
-    index_.give_up(written.key);
+    index_.abort(written.key);
     written.entry = nullptr;
     end_part(written.call, nullptr);  // the error belongs to another part
   }
@@ -262,7 +262,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
     if (change.entry != nullptr && change.call->kind == Call::Kind::write) add(counters_.writes);
     change.entry = nullptr;
   }
-  drop(std::move(dropped));  // their places must be free before the calls end
+  drop(std::move(dropped));  // their extents must be free before the calls end
   for (Change& change : changes) {
     if (change.written != nullptr) *change.written = error == nullptr;
     end_part(change.call, error);
@@ -288,7 +288,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
   for (const std::string& key : keys) {
     const Index::Deleted deleted = index_.erase(key);
     if (!deleted.was_there && missing.empty()) missing = key;
-    if (deleted.was_there) changes.push_back({call, key, deleted.turn, nullptr, nullptr});
+    if (deleted.was_there) changes.push_back({call, key, deleted.sequence, nullptr, nullptr});
   }
   if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
   call->expect(changes.size() + 1);
@@ -307,24 +307,25 @@ void Store::read(ReadList&& reads, const CallPtr& call, Full when_full) {
     end_part(call, nullptr);
   }
   std::erase_if(reads, [](const Read& read) { return read.size() == 0; });
-  // An urgent read does not wait in the gate, nor does a read of an engine that blocks callers.
+  // An urgent read does not wait in the coalescer, nor does a read of an engine that blocks callers.
   const bool may_wait = engine_->options().max_pending == 0 && call->future->priority() == 0;
   if (may_wait && reads.size() == 1 && reads.front().size() < kSmall && call->device == nullptr) {
-    for (Reads& together : gate_.add(std::move(reads.front()))) get(std::move(together), true, when_full);
+    for (Reads& together : read_coalescer_.add(std::move(reads.front()))) get(std::move(together), true, when_full);
   } else {
-    for (Reads& together : Gate::join(std::move(reads), pack_size_)) get(std::move(together), false, when_full);
+    for (Reads& together : ReadCoalescer::join(std::move(reads), batch_size_))
+      get(std::move(together), false, when_full);
   }
   end_part(call, nullptr);
 }
 
-void Store::get(Reads&& reads, bool is_gated, Full when_full) {
+void Store::get(Reads&& reads, bool is_coalesced, Full when_full) {
   auto reading = std::make_shared<Reading>();
-  reading->is_gated = is_gated;
-  const Slab& slab = reads.front().entry->place.slab();
+  reading->is_coalesced = is_coalesced;
+  const Slab& slab = reads.front().entry->extent.slab();
   const std::uint64_t begin = reads.front().offset();
   if (slab.file == nullptr) {
     for (const Read& read : reads) end_part(read.call, slab.failure);
-    if (is_gated) go_on_with_reads();
+    if (is_coalesced) continue_reads();
     return;
   }
   Request request;
@@ -359,7 +360,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
       one.push_back(std::move(read));
       get(std::move(one), false, Full::exceed);
     }
-    if (reading.is_gated) go_on_with_reads();
+    if (reading.is_coalesced) continue_reads();
     return;
   }
   for (std::size_t i = 0; i < reading.reads.size(); ++i) {
@@ -376,23 +377,23 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
     read.entry = nullptr;
     end_part(call, wrong);
   }
-  if (reading.is_gated) go_on_with_reads();
+  if (reading.is_coalesced) continue_reads();
 }
 
-void Store::go_on_with_reads() noexcept {
-  for (Reads& together : gate_.ended()) get(std::move(together), true, Full::exceed);
+void Store::continue_reads() noexcept {
+  for (Reads& together : read_coalescer_.ended()) get(std::move(together), true, Full::exceed);
 }
 
 std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept {
   const Entry& entry = *read.entry;
   if (!entry.has_digest || !options_.checksum || entry.digest == digest) return nullptr;
   add(counters_.checksum_errors);
-  const Place& place = entry.place;
-  return std::make_exception_ptr(not_as_written(read.key, place.slab().file->path(), place.offset(), entry.size()));
+  const Extent& extent = entry.extent;
+  return std::make_exception_ptr(not_as_written(read.key, extent.slab().file->path(), extent.offset(), entry.size()));
 }
 
 StoreStatistics Store::statistics() const {
-  const std::uint64_t journal_bytes = committer_ == nullptr ? 0 : committer_->journal_bytes();
+  const std::uint64_t journal_bytes = group_commit_ == nullptr ? 0 : group_commit_->journal_bytes();
   return statistics_of(counters_, index_.statistics(), slabs_->statistics(), journal_bytes);
 }
 

@@ -1,15 +1,15 @@
 // A store: tensors by key, in slabs.
 //
-//     write    keys ──► places ──► engine ──► [committer] ──► index
-//              small ones ──► packs ──┘
-//     read     index ──► places, side by side in one read ──► engine ──► digests
-//              small ones ──► gate ──┘
+//     write    keys ──► extents ──► engine ──► [group commit] ──► index
+//              small ones ──► batches ──┘
+//     read     index ──► extents, side by side in one read ──► engine ──► digests
+//              small ones ──► coalescer ──┘
 //
-// A key's entry holds its place, and so does every read of it in flight. A key that is rewritten gets another place,
+// A key's entry holds its extent, and so does every read of it in flight. A key that is rewritten gets another extent,
 // and the old one is freed when the last reader has finished.
 //
 // A request to the engine is one tensor of many blocks, or several tensors in one block, so no leaf of a checksum spans
-// blocks. The engine's blocks must be as large as the largest packed tensor plus a page.
+// blocks. The engine's blocks must be as large as the largest batched tensor plus a page.
 #pragma once
 
 #include <atomic>
@@ -64,14 +64,14 @@ class Store final : public std::enable_shared_from_this<Store> {
   void read(ReadList&& reads, const CallPtr& call, Full when_full = Full::wait);
   void link(std::vector<Index::Link>&& links, const CallPtr& call);  // atomically
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
-  FuturePtr flush() { return ledger_.flush(); }
+  FuturePtr flush() { return in_flight_.flush(); }
 
   EntryPtr find(const std::string& key) const { return index_.find(key); }
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const { return index_.find(keys); }
   bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
   std::vector<Index::Version> versions(const std::vector<std::string>& keys) const { return index_.versions(keys); }
   bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }
-  bool is_closed() const { return ledger_.is_closed(); }
+  bool is_closed() const { return in_flight_.is_closed(); }
   storage::Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
@@ -80,12 +80,12 @@ class Store final : public std::enable_shared_from_this<Store> {
   }  // for a read-only store: nothing changes on the disk
   const Recovery& recovery() const noexcept { return recovery_; }
 
-  FuturePtr retire() { return ledger_.close(); }  // takes no more calls; completes when all have ended
+  FuturePtr retire() { return in_flight_.close(); }  // takes no more calls; completes when all have ended
   void close();
   StoreStatistics statistics() const;
 
  private:
-  friend class Committer;
+  friend class GroupCommit;
   friend class MultipartWrite;
   struct Writing;
   struct Reading;
@@ -94,37 +94,39 @@ class Store final : public std::enable_shared_from_this<Store> {
   storage::Failure read_only() const;
   void refuse(const CallPtr& call) noexcept;  // refuses a change to a read-only store
 
-  void put(Writes&& writes, bool is_pack, Full when_full);
-  void grow_and_put(Writes&& writes, bool is_pack, Full when_full);
-  void submit(Writes&& writes, std::vector<Place>&& places, bool is_pack, Full when_full);
+  void put(Writes&& writes, bool is_batch, Full when_full);
+  void grow_and_put(Writes&& writes, bool is_batch, Full when_full);
+  void submit(Writes&& writes, std::vector<Extent>&& extents, bool is_batch, Full when_full);
   void written(Writing& writing, const std::exception_ptr& error) noexcept;
-  void give_up(Write& write, const std::exception_ptr& error) noexcept;
-  void go_on_with_packs() noexcept;
+  void fail_write(Write& write, const std::exception_ptr& error) noexcept;
+  void continue_batches() noexcept;
   void commit(std::vector<Change>&& changes) noexcept;
   void commit_now(std::vector<Change>&& changes) noexcept;
   void end_atomic(const CallPtr& call, std::optional<Change>&& change) noexcept;
   void install(std::vector<Change>& changes, const std::exception_ptr& error) noexcept;
 
-  void get(Reads&& reads, bool is_gated, Full when_full);
-  void go_on_with_reads() noexcept;
+  void get(Reads&& reads, bool is_coalesced, Full when_full);
+  void continue_reads() noexcept;
   void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
   // How far a change is recorded before it ends.
-  Index::Reach reach() const noexcept { return committer_ == nullptr ? Index::Reach::memory : Index::Reach::journal; }
+  Index::Reach reach() const noexcept {
+    return group_commit_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
+  }
   void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
 
   const std::shared_ptr<storage::Engine> engine_;
   const Options options_;
-  const std::uint64_t pack_size_;
+  const std::uint64_t batch_size_;
   const std::shared_ptr<Slabs> slabs_;
   Index index_;
-  Packs packs_;
-  Gate gate_;
-  Ledger ledger_;
+  WriteBatcher write_batcher_;
+  ReadCoalescer read_coalescer_;
+  InFlightTracker in_flight_;
   OpenWrites open_writes_;
-  std::unique_ptr<Committer> committer_;  // null: the store is not durable, or read-only
+  std::unique_ptr<GroupCommit> group_commit_;  // null: the store is not durable, or read-only
   Recovery recovery_;
 
   StoreCounters counters_;

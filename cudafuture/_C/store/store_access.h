@@ -42,7 +42,7 @@ struct Problem {
   std::uint64_t got = 0;     // bytes
 };
 
-// The tensor of a key at the time of the lookup. It keeps the tensor's place allocated.
+// The tensor of a key at the time of the lookup. It keeps the tensor's extent allocated.
 struct FoundTensor {
   c10::ScalarType dtype = c10::ScalarType::Byte;
   std::vector<std::int64_t> sizes;

@@ -12,7 +12,7 @@ namespace cudafuture::store {
 struct StoreStatistics {
   std::uint64_t keys = 0;
   std::uint64_t bytes = 0;  // of their tensors
-  std::uint64_t used = 0;   // of all places: also those being written, or still read after their key was replaced
+  std::uint64_t used = 0;   // of all extents: also those being written, or still read after their key was replaced
   std::uint64_t slabs = 0;
   std::uint64_t slab_bytes = 0;
   std::uint64_t journal_bytes = 0;

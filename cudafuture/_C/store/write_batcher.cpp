@@ -14,22 +14,22 @@ std::vector<std::uint64_t> sizes_of(const Writes& writes) {
   return sizes;
 }
 
-std::vector<Writes> Packs::cut(WriteList writes, std::uint64_t size) {
+std::vector<Writes> WriteBatcher::cut(WriteList writes, std::uint64_t size) {
   const auto end_behind = [](std::uint64_t end, const Write& write) {
     return Slabs::next_offset(end, write.memory.size()) + write.memory.size();
   };
-  std::vector<Writes> packs;
+  std::vector<Writes> batches;
   while (!writes.empty()) {
     std::uint64_t end = writes.front().memory.size();
     auto next = writes.begin() + 1;
     for (; next != writes.end() && end_behind(end, *next) <= size; ++next) end = end_behind(end, *next);
-    packs.emplace_back(std::move_iterator(writes.begin()), std::move_iterator(next));
+    batches.emplace_back(std::move_iterator(writes.begin()), std::move_iterator(next));
     writes.erase(writes.begin(), next);
   }
-  return packs;
+  return batches;
 }
 
-std::vector<Writes> Packs::add(WriteList&& writes) {
+std::vector<Writes> WriteBatcher::add(WriteList&& writes) {
   std::lock_guard lock(mutex_);
   for (const Write& write : writes) bytes_ += write.memory.size();
   if (waiting_.empty()) {
@@ -40,25 +40,25 @@ std::vector<Writes> Packs::add(WriteList&& writes) {
   return take(false);
 }
 
-std::vector<Writes> Packs::ended() {
+std::vector<Writes> WriteBatcher::ended() {
   std::lock_guard lock(mutex_);
   return take(true);
 }
 
-std::vector<Writes> Packs::take(bool ended) {
-  if (ended) --under_way_;
-  if (waiting_.empty() || (under_way_ != 0 && bytes_ < size_)) return {};
-  std::vector<Writes> packs = cut(std::exchange(waiting_, {}), size_);
+std::vector<Writes> WriteBatcher::take(bool ended) {
+  if (ended) --in_flight_;
+  if (waiting_.empty() || (in_flight_ != 0 && bytes_ < size_)) return {};
+  std::vector<Writes> batches = cut(std::exchange(waiting_, {}), size_);
   bytes_ = 0;
   std::uint64_t last = 0;
-  for (const Write& write : packs.back()) last += write.memory.size();
-  if (last < size_ && (under_way_ != 0 || packs.size() > 1)) {
-    waiting_.assign(std::move_iterator(packs.back().begin()), std::move_iterator(packs.back().end()));
-    packs.pop_back();
+  for (const Write& write : batches.back()) last += write.memory.size();
+  if (last < size_ && (in_flight_ != 0 || batches.size() > 1)) {
+    waiting_.assign(std::move_iterator(batches.back().begin()), std::move_iterator(batches.back().end()));
+    batches.pop_back();
     bytes_ = last;
   }
-  under_way_ += packs.size();
-  return packs;
+  in_flight_ += batches.size();
+  return batches;
 }
 
 }  // namespace cudafuture::store

@@ -1,7 +1,7 @@
-// A write batcher: small writes go to the disk in batches (packs).
+// A write batcher: small writes go to the disk in batches.
 //
-// A full pack is submitted at once; a partial one is submitted when no other pack is in flight. So a small write never
-// waits while the disk is idle, and many small writes become few large ones.
+// A full batch is submitted at once; a partial one is submitted when no other batch is in flight. So a small write
+// never waits while the disk is idle, and many small writes become few large ones.
 //
 // Lock: mutex_ guards all fields; no other lock is taken under it.
 #pragma once
@@ -25,7 +25,7 @@ struct Write {
   std::string key;
   storage::Shape shape;
   storage::Memory memory;
-  std::uint64_t turn = 0;
+  std::uint64_t sequence = 0;
   std::optional<std::uint64_t> digest = std::nullopt;  // the required checksum of its bytes
   bool* written = nullptr;                             // set after the write; the call owns it
 };
@@ -35,15 +35,15 @@ using Writes = std::vector<Write>;  // submitted together
 using WriteList = std::deque<Write>;
 std::vector<std::uint64_t> sizes_of(const Writes& writes);  // bytes
 
-class Packs {
+class WriteBatcher {
  public:
-  explicit Packs(std::uint64_t size) : size_(size) {}  // bytes of a pack at most
+  explicit WriteBatcher(std::uint64_t size) : size_(size) {}  // bytes of a batch at most
 
-  // Return the packs to submit now; ended() must follow each of them.
+  // Return the batches to submit now; ended() must follow each of them.
   std::vector<Writes> add(WriteList&& writes);
   std::vector<Writes> ended();
 
-  // Cuts writes into packs.
+  // Cuts writes into batches.
   static std::vector<Writes> cut(WriteList writes, std::uint64_t size);
 
  private:
@@ -53,7 +53,7 @@ class Packs {
   std::mutex mutex_;
   WriteList waiting_;
   std::uint64_t bytes_ = 0;  // of the waiting writes
-  std::size_t under_way_ = 0;
+  std::size_t in_flight_ = 0;
 };
 
 }  // namespace cudafuture::store
