@@ -141,7 +141,9 @@ class StoreAdapter final : public store::StoreAccess {
     return storage::digest_of(data, size);
   }
 
-  void call_elsewhere(std::function<void()> function) override { ThreadCache::get().run_or_call(std::move(function)); }
+  void call_elsewhere(std::function<void()> function) override {
+    ThreadCache::get().run_or_call("cudafuture-task", std::move(function));
+  }
 
  private:
   const StorePtr store_;
@@ -169,7 +171,7 @@ class PoolAdapter final : public store::PoolAccess {
       taking->is_served = true;
       if (!taking->has_returned) return;
       lock.unlock();
-      ThreadCache::get().run_or_call([loan, taken] { taken(std::move(loan->tensor)); });
+      ThreadCache::get().run_or_call("cudafuture-task", [loan, taken] { taken(std::move(loan->tensor)); });
     });
     try {
       pool_->take({size, loan, {}, future});

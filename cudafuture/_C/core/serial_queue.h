@@ -60,6 +60,7 @@ class SerialQueue final : public Executor, private ThreadCache::Task {
   Continuation* take_head() noexcept;
   void run(Continuation* c, const IssueOrder::Position& position) noexcept;
   void perform() noexcept override;
+  const char* thread_name() const noexcept override { return "cudafuture-sq"; }
 
   const std::string name_;
   const Order order_;

@@ -1,7 +1,5 @@
 #include "storage/engine.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <list>
@@ -148,7 +146,6 @@ void Engine::aim_blocks_at_buffers() noexcept {
 
 void Engine::perform() noexcept {
   const std::shared_ptr<Engine> self = std::move(self_);
-  pthread_setname_np(pthread_self(), "cudafuture-io");
   const bool works = set_up();
   if (works) {
     {

@@ -103,6 +103,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   explicit Engine(const Options& options);
 
   void perform() noexcept override;
+  const char* thread_name() const noexcept override { return "cudafuture-io"; }
   bool set_up() noexcept;
   void aim_blocks_at_buffers() noexcept;
   void loop() noexcept;

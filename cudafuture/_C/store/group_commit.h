@@ -47,6 +47,7 @@ class GroupCommit final : private ThreadCache::Task {
 
  private:
   void perform() noexcept override;
+  const char* thread_name() const noexcept override { return "cudafuture-sync"; }
   void commit_batch(std::vector<Change>&& changes) noexcept;
   std::vector<Record> records_of(const std::vector<Change>& changes) const;
   std::exception_ptr make_room(const std::vector<Record>& records) noexcept;

@@ -133,9 +133,10 @@ void Store::put(Writes&& writes, bool is_batch, Full when_full) {
     return submit(std::move(writes), std::move(extents), is_batch, when_full);
   }
   if (when_full == Full::wait) return grow_and_put(std::move(writes), is_batch, when_full);
-  ThreadCache::get().run_or_call([self = shared_from_this(), writes = std::move(writes), is_batch]() mutable {
-    self->grow_and_put(std::move(writes), is_batch, Full::exceed);
-  });
+  ThreadCache::get().run_or_call("cudafuture-grow",
+                                 [self = shared_from_this(), writes = std::move(writes), is_batch]() mutable {
+                                   self->grow_and_put(std::move(writes), is_batch, Full::exceed);
+                                 });
 }
 
 void Store::grow_and_put(Writes&& writes, bool is_batch, Full when_full) {
@@ -310,10 +311,9 @@ void Store::read(ReadList&& reads, const CallPtr& call, Full when_full) {
   // An urgent read does not wait in the coalescer, nor does a read of an engine that blocks callers.
   const bool may_wait = engine_->options().max_pending == 0 && call->future->priority() == 0;
   if (may_wait && reads.size() == 1 && reads.front().size() < kSmall && call->device == nullptr) {
-    for (Reads& together : read_coalescer_.add(std::move(reads.front()))) get(std::move(together), true, when_full);
+    for (Reads& merged : read_coalescer_.add(std::move(reads.front()))) get(std::move(merged), true, when_full);
   } else {
-    for (Reads& together : ReadCoalescer::join(std::move(reads), batch_size_))
-      get(std::move(together), false, when_full);
+    for (Reads& merged : ReadCoalescer::join(std::move(reads), batch_size_)) get(std::move(merged), false, when_full);
   }
   end_part(call, nullptr);
 }
@@ -381,7 +381,7 @@ void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept
 }
 
 void Store::continue_reads() noexcept {
-  for (Reads& together : read_coalescer_.ended()) get(std::move(together), true, Full::exceed);
+  for (Reads& merged : read_coalescer_.ended()) get(std::move(merged), true, Full::exceed);
 }
 
 std::exception_ptr Store::check(const Read& read, std::uint64_t digest) noexcept {
