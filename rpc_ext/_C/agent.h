@@ -17,7 +17,7 @@
 namespace rpc_ext {
 
 // How a call of ours failed before the callee could say anything.
-enum class Failure { other = 0, timeout = 1, refused = 2 };
+enum class CallFailure { other = 0, timeout = 1, refused = 2 };
 
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
 class Agent final : public rpc::TensorPipeAgent {

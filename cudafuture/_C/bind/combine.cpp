@@ -283,7 +283,7 @@ OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
 }
 
 nb::object combine(How how, nb::handle futures, bool cancel_parts) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   std::vector<PyObject*> parts;
   const nb::object sequence =

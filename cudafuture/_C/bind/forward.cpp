@@ -70,7 +70,7 @@ Continuation* make_forward(nb::object child) { return new Forward(std::move(chil
 void break_promise(const nb::object& child) noexcept {
   if (Py_REFCNT(child.ptr()) <= 1 || nb::inst_ptr<PyFuture>(child)->is_garbage) return;
   if (is_finalizing() || is_forked_child()) return;
-  const Entry entry;
+  const ParkingScope parking;
   const nb::error_scope raised_already;  // this may run while any other error unwinds
   try {
     const FuturePtr future = nb::inst_ptr<PyFuture>(child)->core;

@@ -79,7 +79,7 @@ std::optional<std::uint64_t> digest_from(nb::handle object) {
 }
 
 MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dtype, nb::handle sizes, int priority) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const std::string name = key_of(key);
   const storage::Shape shape = shape_from(dtype, sizes);
@@ -102,7 +102,7 @@ std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t tota
 }
 
 nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb::handle digest) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const at::Tensor bytes = take_on_host(tensor);
   const std::uint64_t begin = expect_part(at, bytes.nbytes(), self.write->size());
@@ -125,7 +125,7 @@ nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb
 }
 
 nb::object commit(const MultipartHandle& self, nb::handle digest) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const std::optional<std::uint64_t> expected = digest_from(digest);
   const CallPtr call = new_call(Call::Kind::write, "commit the write of " + self.write->key(), self.priority);

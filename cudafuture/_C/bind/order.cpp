@@ -47,7 +47,7 @@ constexpr std::chrono::milliseconds kSlice{50};  // the maximum delay of Ctrl-C 
 
 // Waits until all callbacks attached before this point have run. False: `timeout` seconds have passed.
 bool wait_for_issue_order(double timeout) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   IssueOrder& order = IssueOrder::get();
   if (order.wait_until(Clock::now())) return true;

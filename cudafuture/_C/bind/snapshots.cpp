@@ -106,7 +106,7 @@ store::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& s
 }
 
 nb::object read_parts(const StorePtr& self, nb::list parts, nb::object digests, int priority) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
   const std::optional<at::Tensor> told = target_of(digests, at::kUInt64, parts.size(), "digests");

@@ -111,7 +111,7 @@ std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const
 
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,
                  nb::object written, bool atomic) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (names.size() != nb::len(tensors)) throw nb::value_error("not as many tensors as keys");
@@ -197,7 +197,7 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
 
 nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list, int priority,
                 nb::object digests) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
@@ -239,9 +239,9 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
 }
 
 nb::object link(const StorePtr& self, const nb::dict& to_by_key) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
-  std::vector<store::Index::Link> links;
+  std::vector<store::Index::KeyLink> links;
   links.reserve(to_by_key.size());
   for (const auto [key, to] : to_by_key) links.push_back({key_of(key), key_of(to)});
   const std::string operand = links.size() == 1 ? links[0].key : std::to_string(links.size()) + " keys";
@@ -273,7 +273,7 @@ nb::object map(const StorePtr& self, nb::list keys, bool verify) {
 }
 
 nb::object erase(const StorePtr& self, nb::list keys) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const Keys names = keys_of(keys);
   const CallPtr call = new_call_of(Call::Kind::deletion, "delete", names, 0);
@@ -372,7 +372,7 @@ void bind_store(nb::module_& m) {
              return wrap(self.retire());
            })
       .def("close", [](Store& self) {
-        const Entry entry;
+        const ParkingScope parking;
         refuse_after_fork();
         const WithoutGil released;
         self.close();

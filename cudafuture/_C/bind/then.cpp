@@ -87,7 +87,7 @@ class Then final : public Continuation, public Deferred {
 
   // Runs the callback itself, on any thread.
   void execute(Future& parent) noexcept override {
-    const Entry entry;
+    const ParkingScope parking;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
     if (child != nullptr && !child->start()) return;  // cancelled before it began
     join_host_clock_of(parent);
@@ -295,7 +295,7 @@ Executor* usual_executor(const Future& parent, const Then& then) {
 
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = expect_future(future, async ? "then_async()" : "then()");
   refuse_after_fork();
   expect_callable(fn, async ? "then_async()" : "then()");
@@ -314,7 +314,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
 }
 
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   auto parent = c10::make_intrusive<Future>(expect_priority(priority));
   auto core = c10::make_intrusive<Future>(priority);
@@ -331,7 +331,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 }
 
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = expect_future(future, "add_done_callback()");
   refuse_after_fork();
   expect_callable(fn, "add_done_callback()");
@@ -342,7 +342,7 @@ void add_done_callback(nb::handle future, nb::object fn, nb::handle executor) {
 }
 
 void add_ready_callback(nb::handle future, nb::object fn) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = core_of(future);
   refuse_after_fork();
   if (!parent.device_work_finished()) {  // the wake-up may come from another thread: raise if it cannot start
@@ -358,7 +358,7 @@ void add_ready_callback(nb::handle future, nb::object fn) {
 }
 
 int remove_done_callback(nb::handle future, nb::handle fn) {
-  const Entry entry;
+  const ParkingScope parking;
   if (is_forked_child()) return 0;  // no thread will ever run it
   int removed = 0;
   const auto calls_fn = [&](const Continuation& c) {

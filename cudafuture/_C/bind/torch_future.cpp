@@ -200,7 +200,7 @@ void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_
 }
 
 nb::object from_torch(nb::handle source) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   if (core_of_or_null(source) != nullptr) return nb::borrow(source);
   if (is_torch_future(source)) {
@@ -227,7 +227,7 @@ nb::object from_torch(nb::handle source) {
 
 nb::object to_torch(nb::handle future) {
   static Imported future_class{"torch.futures", "Future"};
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
   // Torch takes a stream of every device that it gets, which would create a context there. So it gets only the devices

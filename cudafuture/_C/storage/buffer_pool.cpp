@@ -107,7 +107,7 @@ BufferPool::BufferPool(const at::Tensor& arena, bool is_pinned)
       is_pinned_(is_pinned),
       free_(arena.nbytes()) {}
 
-void BufferPool::take(Request&& request) {
+void BufferPool::take(LoanRequest&& request) {
   request.future->set_producer(std::make_shared<Canceller>(weak_from_this()));
   {
     std::lock_guard lock(mutex_);
@@ -142,7 +142,7 @@ void BufferPool::serve(Caller caller) noexcept {
   const std::shared_ptr<BufferPool> alive = shared_from_this();
   bool is_first = true;
   while (true) {
-    std::optional<Request> request;
+    std::optional<LoanRequest> request;
     std::optional<std::uint64_t> offset;
     {
       std::lock_guard lock(mutex_);
@@ -150,7 +150,7 @@ void BufferPool::serve(Caller caller) noexcept {
       is_first = false;
       is_serving_ = !waiting_.empty();
       if (!is_serving_) return;
-      Request& next = waiting_.front();
+      LoanRequest& next = waiting_.front();
       if (!next.future->done()) {  // otherwise it was cancelled
         offset = next.size == 0 ? 0 : free_.take(pages(next.size));
         is_serving_ = offset.has_value();
@@ -163,8 +163,8 @@ void BufferPool::serve(Caller caller) noexcept {
   }
 }
 
-void BufferPool::lend(Request&& taken, std::uint64_t offset, Caller caller) noexcept {
-  Request request = std::move(taken);  // dropped last, inside the interpreter if this thread is there
+void BufferPool::lend(LoanRequest&& taken, std::uint64_t offset, Caller caller) noexcept {
+  LoanRequest request = std::move(taken);  // dropped last, inside the interpreter if this thread is there
   std::exception_ptr error;
   try {
     request.loan->tensor = part(offset, request.size);
@@ -220,13 +220,13 @@ std::uint64_t BufferPool::free() const {
 }
 
 void BufferPool::close() noexcept {
-  std::deque<Request> waiting;
+  std::deque<LoanRequest> waiting;
   {
     std::lock_guard lock(mutex_);
     is_closed_ = true;
     waiting.swap(waiting_);
   }
-  for (const Request& request : waiting) {
+  for (const LoanRequest& request : waiting) {
     request.future->fail(
         Value::of_error(std::make_exception_ptr(Error(ErrorKind::invalid_state, "the pool was closed"))));
   }

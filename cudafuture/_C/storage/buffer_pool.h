@@ -34,7 +34,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
     at::Tensor tensor;
   };
 
-  struct Request {
+  struct LoanRequest {
     std::uint64_t size;  // bytes
     std::shared_ptr<Loan> loan;
     Foreign value;  // the future's value
@@ -44,7 +44,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   // `arena`: a contiguous tensor of bytes, which begins at a page and consists of whole pages.
   BufferPool(const at::Tensor& arena, bool is_pinned);
 
-  void take(Request&& request);  // throws if the pool is closed
+  void take(LoanRequest&& request);  // throws if the pool is closed
 
   // Allocates without blocking, for threads that must not wait. If the pool has no room, it allocates outside the pool,
   // with the same alignment, and counts the bytes.
@@ -69,7 +69,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   // Serves waiting requests as far as there is memory.
   void serve(Caller caller) noexcept;
   at::Tensor part(std::uint64_t offset, std::uint64_t size);
-  void lend(Request&& request, std::uint64_t offset, Caller caller) noexcept;
+  void lend(LoanRequest&& request, std::uint64_t offset, Caller caller) noexcept;
   void returned(std::uint64_t offset, std::uint64_t size) noexcept;
   void release(std::uint64_t offset, std::uint64_t size) noexcept;
 
@@ -78,7 +78,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   const bool is_pinned_;
   mutable std::mutex mutex_;
   FreeSpace free_;
-  std::deque<Request> waiting_;
+  std::deque<LoanRequest> waiting_;
   bool is_serving_ = false;
   bool is_closed_ = false;
   std::atomic<std::uint64_t> outside_ = 0;

@@ -16,12 +16,12 @@ namespace cudafuture::storage {
 namespace {
 
 // All running engines, for the exit of the process. Leaked: engines may live until the end of the process.
-struct Running {
+struct RunningEngines {
   std::mutex mutex;
   std::list<std::weak_ptr<Engine>> engines;
 };
-Running& running() {
-  static auto* const running = new Running;
+RunningEngines& running() {
+  static auto* const running = new RunningEngines;
   return *running;
 }
 
@@ -35,7 +35,7 @@ std::shared_ptr<Engine> Engine::start(const Options& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
   engine->self_ = engine;
   {
-    Running& all = running();
+    RunningEngines& all = running();
     std::lock_guard lock(all.mutex);
     all.engines.remove_if([](const std::weak_ptr<Engine>& other) { return other.expired(); });
     all.engines.push_back(engine);
@@ -104,7 +104,7 @@ bool Engine::join_until(Clock::time_point deadline) noexcept {
 void Engine::close_all() noexcept {
   std::list<std::weak_ptr<Engine>> engines;
   {
-    Running& all = running();
+    RunningEngines& all = running();
     std::lock_guard lock(all.mutex);
     engines.swap(all.engines);
   }

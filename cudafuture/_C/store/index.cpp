@@ -34,7 +34,7 @@ void Index::count(const Known& known, int sign) noexcept {
   statistics_.bytes += static_cast<std::uint64_t>(sign) * known.bytes;
 }
 
-void Index::ended(Keys::Entry* key) noexcept {
+void Index::ended(Keys::Node* key) noexcept {
   Key& at = key->value;
   if (--at.changing != 0) return;
   at.begun = at.deleted = at.durably_deleted = 0;
@@ -49,7 +49,7 @@ std::vector<EntryPtr> Index::finish(const std::vector<Change>& changes, bool has
       keys_, changes.size(), [&](std::size_t i) { return std::string_view(changes[i].key); }, load_nothing);
   for (std::size_t i = 0; i < changes.size(); ++i) {
     const Change& change = changes[i];
-    Keys::Entry* const known = keys_.find(change.key, batch.hash(i));
+    Keys::Node* const known = keys_.find(change.key, batch.hash(i));
     Key& at = known->value;
     if (change.entry != nullptr && !has_failed) {
       install(at, {change.entry, change.sequence, change.entry->size()}, reach, dropped);
@@ -81,7 +81,7 @@ void Index::abort(const std::string& key) noexcept {
   ended(keys_.find(key));
 }
 
-std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing) {
+std::vector<Change> Index::link(std::vector<KeyLink>&& links, const CallPtr& call, Reach reach, std::string& missing) {
   std::vector<EntryPtr> dropped;
   std::vector<Known> found;  // declared here to outlive the lock
   found.reserve(links.size());
@@ -90,7 +90,7 @@ std::vector<Change> Index::link(std::vector<Link>&& links, const CallPtr& call, 
   std::unique_lock lock(mutex_);
   Keys::Batch others(keys_, links.size(), [&](std::size_t i) { return std::string_view(links[i].to); }, load_current);
   for (std::size_t i = 0; i < links.size(); ++i) {
-    const Keys::Entry* const other = keys_.find(links[i].to, others.hash(i));
+    const Keys::Node* const other = keys_.find(links[i].to, others.hash(i));
     if (other == nullptr || !other->value.current.entry) {
       missing = std::move(links[i].to);
       return {};
@@ -127,7 +127,7 @@ Index::Deleted Index::erase(const std::string& key) {
   std::lock_guard lock(mutex_);
   Deleted deleted;
   deleted.sequence = ++sequence_;
-  Keys::Entry* const known = keys_.find(key);
+  Keys::Node* const known = keys_.find(key);
   if (known == nullptr) return deleted;
   Key& at = known->value;
   deleted.was_there = at.current.entry != nullptr || at.begun > at.deleted;
@@ -207,7 +207,7 @@ std::vector<EntryPtr> Index::find(const std::vector<std::string>& keys) const {
   std::lock_guard lock(mutex_);
   Keys::Batch batch(keys_, keys.size(), [&](std::size_t i) { return std::string_view(keys[i]); }, load_current);
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    const Keys::Entry* const known = keys_.find(keys[i], batch.hash(i));
+    const Keys::Node* const known = keys_.find(keys[i], batch.hash(i));
     entries.push_back(known == nullptr ? nullptr : known->value.current.entry);
   }
   return entries;
@@ -226,7 +226,7 @@ std::vector<Index::Version> Index::versions(const std::vector<std::string>& keys
   std::lock_guard lock(mutex_);
   Keys::Batch batch(keys_, keys.size(), [&](std::size_t i) { return std::string_view(keys[i]); }, load_current);
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    const Keys::Entry* const known = keys_.find(keys[i], batch.hash(i));
+    const Keys::Node* const known = keys_.find(keys[i], batch.hash(i));
     versions.push_back(known == nullptr ? Version()
                                         : Version{known->value.current.entry, known->value.current.sequence});
   }
@@ -241,7 +241,7 @@ bool Index::try_version(const std::string& key, Version& version) const {
 }
 
 Index::Version Index::look_up(std::string_view key) const {
-  const Keys::Entry* const known = keys_.find(key);
+  const Keys::Node* const known = keys_.find(key);
   return known == nullptr ? Version() : Version{known->value.current.entry, known->value.current.sequence};
 }
 
@@ -249,7 +249,7 @@ std::vector<std::string> Index::keys() const {
   std::vector<std::pair<std::uint64_t, std::string>> by_sequence;
   {
     std::lock_guard lock(mutex_);
-    keys_.for_each([&](const Keys::Entry& known) {
+    keys_.for_each([&](const Keys::Node& known) {
       const Known& current = known.value.current;
       if (current.entry) by_sequence.emplace_back(current.sequence, std::string(known.key()));
     });
@@ -265,7 +265,7 @@ std::vector<Record> Index::records() const {
   std::lock_guard lock(mutex_);
   std::vector<Record> records;
   records.reserve(keys_.size());
-  keys_.for_each([&](const Keys::Entry& known) {
+  keys_.for_each([&](const Keys::Node& known) {
     const Known& durable = known.value.durable;
     if (durable.entry) records.push_back(record_of(std::string(known.key()), durable.sequence, *durable.entry));
   });

@@ -45,11 +45,11 @@ class Index {
   void abort(const std::string& key) noexcept;
   // Begins links: keys for the current entries of other keys. If one of those is missing, no link begins and `missing`
   // names it. Without a journal the links take effect immediately, and there are no changes to finish.
-  struct Link {
+  struct KeyLink {
     std::string key;
     std::string to;
   };
-  std::vector<Change> link(std::vector<Link>&& links, const CallPtr& call, Reach reach, std::string& missing);
+  std::vector<Change> link(std::vector<KeyLink>&& links, const CallPtr& call, Reach reach, std::string& missing);
   // Begins a deletion if the key exists or is being written; then finish() must follow.
   Deleted erase(const std::string& key);
   // Applies changes, atomically for readers; if they failed, restores the journal's state. Returns entries for the
@@ -100,7 +100,7 @@ class Index {
   void finish_erase(Key& at, std::uint64_t sequence, Reach reach, std::vector<EntryPtr>& dropped);
   void undo_erase(Key& at, std::uint64_t sequence);
   Version look_up(std::string_view key) const;
-  void ended(Keys::Entry* key) noexcept;
+  void ended(Keys::Node* key) noexcept;
   void count(const Known& known, int sign) noexcept;  // does nothing without an entry
 
   mutable std::mutex mutex_;

@@ -16,30 +16,30 @@ namespace {
 constexpr std::uint64_t kSector = 512;                 // minimum bytes that a disk writes atomically
 constexpr std::uint64_t kBatch = 0x68637461'42664443;  // the first bytes of a batch: "CDfBatch"
 
-struct BatchHeader {
+struct JournalBatchHeader {
   std::uint64_t magic;
   std::uint64_t number;  // of the batch in its file
   std::uint64_t size;    // of the records, bytes
   std::uint64_t hash;    // of the records, seeded with the number
 };
 
-static_assert(sizeof(BatchHeader) == kBatchHeader);
+static_assert(sizeof(JournalBatchHeader) == kBatchHeader);
 
-struct Batch {
+struct JournalBatch {
   std::uint64_t number;
   std::string_view records;
 };
 
 // Returns the batch at an offset, if it is whole.
-std::optional<Batch> batch_at(std::string_view content, std::uint64_t at) {
-  BatchHeader header;
+std::optional<JournalBatch> batch_at(std::string_view content, std::uint64_t at) {
+  JournalBatchHeader header;
   if (content.size() - at < sizeof header) return std::nullopt;
   std::memcpy(&header, content.data() + at, sizeof header);
   const std::size_t left = content.size() - at - sizeof header;
   if (header.magic != kBatch || header.size > left) return std::nullopt;
   const std::string_view records = content.substr(at + sizeof header, header.size);
   if (hash_of(records.data(), records.size(), header.number) != header.hash) return std::nullopt;
-  return Batch{header.number, records};
+  return JournalBatch{header.number, records};
 }
 
 const std::string_view kMagic(reinterpret_cast<const char*>(&kBatch), sizeof kBatch);
@@ -49,7 +49,7 @@ bool batch_magic_at(std::string_view content, std::uint64_t at) { return content
 // Returns the offset of the next whole batch with a number of at least `number`; the end if there is none.
 std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint64_t number) {
   for (std::size_t at = content.find(kMagic, from); at != std::string_view::npos; at = content.find(kMagic, at + 1)) {
-    const std::optional<Batch> batch = batch_at(content, at);
+    const std::optional<JournalBatch> batch = batch_at(content, at);
     if (batch && batch->number >= number) return at;
   }
   return content.size();
@@ -57,7 +57,7 @@ std::uint64_t find_batch(std::string_view content, std::uint64_t from, std::uint
 
 // Returns true if the header of a batch after `number` follows.
 bool has_later_batch(std::string_view content, std::uint64_t at, std::uint64_t number) {
-  BatchHeader header;
+  JournalBatchHeader header;
   for (std::size_t next = content.find(kMagic, at + 1); next != std::string_view::npos;
        next = content.find(kMagic, next + 1)) {
     if (content.size() - next < sizeof header) return false;
@@ -73,7 +73,7 @@ bool has_later_batch(std::string_view content, std::uint64_t at, std::uint64_t n
 bool is_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
   if (has_later_batch(content, at, number)) return false;
   const std::string_view end = content.substr(at);
-  BatchHeader header = {};
+  JournalBatchHeader header = {};
   std::memcpy(&header, end.data(), std::min(sizeof header, end.size()));
   const bool has_magic = end.starts_with(kMagic.substr(0, end.size()));
   if (end.size() < sizeof header && has_magic) return true;
@@ -99,7 +99,7 @@ void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const S
     if (gap == until) return;
     // If only the header of a batch is damaged, no record is missing.
     const bool begins_batch = gap == begin || batch_magic_at(content, gap);
-    if (!begins_batch || until == end || until - gap != sizeof(BatchHeader)) gaps.push_back({gap, until - gap});
+    if (!begins_batch || until == end || until - gap != sizeof(JournalBatchHeader)) gaps.push_back({gap, until - gap});
   };
   while (at < end) {
     std::string_view rest = content.substr(at, end - at);
@@ -130,9 +130,9 @@ Failure damaged(const std::string& path, std::uint64_t at, const std::string& wh
 std::uint64_t JournalHeader::right_hash() const noexcept { return hash_of(this, offsetof(JournalHeader, hash)); }
 
 std::string batch_of(const std::vector<Record>& records, std::uint64_t number) {
-  std::string bytes(sizeof(BatchHeader), '\0');
+  std::string bytes(sizeof(JournalBatchHeader), '\0');
   for (const Record& record : records) append_record(bytes, record);
-  BatchHeader header = {kBatch, number, bytes.size() - sizeof header, 0};
+  JournalBatchHeader header = {kBatch, number, bytes.size() - sizeof header, 0};
   header.hash = hash_of(bytes.data() + sizeof header, header.size, header.number);
   std::memcpy(bytes.data(), &header, sizeof header);
   return bytes;
@@ -164,7 +164,7 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
   std::uint64_t at = std::min<std::uint64_t>(kJournalContent, content.size());
   found.end = at;
   while (at < content.size()) {
-    const std::optional<Batch> batch = batch_at(content, at);
+    const std::optional<JournalBatch> batch = batch_at(content, at);
     if (batch && (batch->number == found.batches || damage == Damage::skip)) {
       for (std::string_view rest = batch->records; !rest.empty();) {
         std::optional<Record> record = take_record(rest);
@@ -176,7 +176,7 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
         if (!record) throw damaged(path, at, " at byte " + std::to_string(at) + ": a record is not valid");
         show(std::move(*record), at);
       }
-      found.end = at += sizeof(BatchHeader) + batch->records.size();
+      found.end = at += sizeof(JournalBatchHeader) + batch->records.size();
       found.batches = batch->number + 1;
       continue;
     }

@@ -26,14 +26,14 @@ namespace cudafuture::store {
 template <class Value>
 class KeyTable {
  public:
-  class Entry {
+  class Node {
    public:
     std::string_view key() const noexcept { return {reinterpret_cast<const char*>(this + 1), size_}; }
     Value value;
 
    private:
     friend class KeyTable;
-    Entry(std::uint64_t hash, std::size_t size) : hash_(hash), size_(size) {}
+    Node(std::uint64_t hash, std::size_t size) : hash_(hash), size_(size) {}
 
     std::uint64_t hash_;
     std::size_t size_;  // bytes of the key, which follow the entry
@@ -50,8 +50,8 @@ class KeyTable {
   static std::uint64_t hash_of(std::string_view key) noexcept { return std::hash<std::string_view>()(key); }
 
   // Returns null if the key is missing. `hash` is the key's hash, from hash_of() or a Batch.
-  Entry* find(std::string_view key) const noexcept { return find(key, hash_of(key)); }
-  Entry* find(std::string_view key, std::uint64_t hash) const noexcept {
+  Node* find(std::string_view key) const noexcept { return find(key, hash_of(key)); }
+  Node* find(std::string_view key, std::uint64_t hash) const noexcept {
     if (slots_.empty()) return nullptr;
     for (std::size_t at = slot_of(hash); slots_[at].entry != nullptr; at = next(at)) {
       if (slots_[at].hash == hash && slots_[at].entry->key() == key) return slots_[at].entry;
@@ -60,19 +60,19 @@ class KeyTable {
   }
 
   // Returns the entry of the key; adds one with a default value if it is missing.
-  Entry& find_or_add(std::string_view key) { return find_or_add(key, hash_of(key)); }
-  Entry& find_or_add(std::string_view key, std::uint64_t hash) {
-    if (Entry* const known = find(key, hash)) return *known;
+  Node& find_or_add(std::string_view key) { return find_or_add(key, hash_of(key)); }
+  Node& find_or_add(std::string_view key, std::uint64_t hash) {
+    if (Node* const known = find(key, hash)) return *known;
     if ((size_ + 1) * 2 > slots_.size()) grow();
-    void* const memory = pool_.allocate(sizeof(Entry) + key.size(), alignof(Entry));
-    auto* const entry = new (memory) Entry(hash, key.size());
+    void* const memory = pool_.allocate(sizeof(Node) + key.size(), alignof(Node));
+    auto* const entry = new (memory) Node(hash, key.size());
     std::memcpy(static_cast<void*>(entry + 1), key.data(), key.size());
     insert({hash, entry});
     ++size_;
     return *entry;
   }
 
-  void erase(Entry* entry) noexcept {
+  void erase(Node* entry) noexcept {
     std::size_t hole = slot_of(entry->hash_);
     while (slots_[hole].entry != entry) hole = next(hole);
     // Move entries behind the hole into it if the hole would separate them from the slot where their probing begins.
@@ -119,11 +119,10 @@ class KeyTable {
         table_.load_slot(hashes_[i % kDepth]);
       }
       if (i >= kStage && i - kStage < count_) {
-        if (const Entry* const entry = table_.first_with(hashes_[(i - kStage) % kDepth]))
-          prefetch(entry, sizeof(Entry));
+        if (const Node* const entry = table_.first_with(hashes_[(i - kStage) % kDepth])) prefetch(entry, sizeof(Node));
       }
       if (i >= 2 * kStage && i - 2 * kStage < count_) {
-        if (const Entry* const entry = table_.first_with(hashes_[(i - 2 * kStage) % kDepth])) load_(*entry);
+        if (const Node* const entry = table_.first_with(hashes_[(i - 2 * kStage) % kDepth])) load_(*entry);
       }
     }
 
@@ -137,7 +136,7 @@ class KeyTable {
  private:
   struct Slot {
     std::uint64_t hash = 0;
-    Entry* entry = nullptr;  // null: the slot is free
+    Node* entry = nullptr;  // null: the slot is free
   };
 
   std::size_t mask() const noexcept { return slots_.size() - 1; }
@@ -149,7 +148,7 @@ class KeyTable {
   }
 
   // Returns the first entry with that hash, probably the key's; the entry itself is not accessed.
-  const Entry* first_with(std::uint64_t hash) const noexcept {
+  const Node* first_with(std::uint64_t hash) const noexcept {
     if (slots_.empty()) return nullptr;
     for (std::size_t at = slot_of(hash); slots_[at].entry != nullptr; at = next(at)) {
       if (slots_[at].hash == hash) return slots_[at].entry;
@@ -172,11 +171,11 @@ class KeyTable {
     }
   }
 
-  void destroy(Entry* entry) noexcept {
+  void destroy(Node* entry) noexcept {
     if (entry == nullptr) return;
-    const std::size_t bytes = sizeof(Entry) + entry->size_;
-    entry->~Entry();
-    pool_.deallocate(entry, bytes, alignof(Entry));
+    const std::size_t bytes = sizeof(Node) + entry->size_;
+    entry->~Node();
+    pool_.deallocate(entry, bytes, alignof(Node));
   }
 
   std::pmr::unsynchronized_pool_resource pool_;

@@ -13,11 +13,11 @@ using namespace storage;
 
 namespace {
 
-struct Frame {
+struct RecordFrame {
   std::uint64_t hash;  // of the body
   std::uint32_t size;  // of the body, bytes
 };
-constexpr std::size_t kFrame = sizeof(Frame::hash) + sizeof(Frame::size);
+constexpr std::size_t kFrame = sizeof(RecordFrame::hash) + sizeof(RecordFrame::size);
 
 // Values are little-endian, as on every machine that the library supports.
 template <class T>
@@ -26,9 +26,9 @@ void put(std::string& into, const T& value) {
   into.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-class Reader {
+class RecordReader {
  public:
-  explicit Reader(std::string_view bytes) : left_(bytes) {}
+  explicit RecordReader(std::string_view bytes) : left_(bytes) {}
 
   template <class T>
   T get() {
@@ -75,7 +75,7 @@ void put_body(std::string& into, const Record& record) {
   if (record.is_link()) put(into, record.seed);
 }
 
-Record body_of(Reader& reader) {
+Record body_of(RecordReader& reader) {
   Record record;
   record.is_deletion = reader.get_bool();
   record.sequence = reader.get<std::uint64_t>();
@@ -133,14 +133,14 @@ void append_record(std::string& bytes, const Record& record) {
 
 std::optional<Record> take_record(std::string_view& bytes) {
   if (bytes.size() < kFrame) return std::nullopt;
-  Frame frame;
+  RecordFrame frame;
   std::memcpy(&frame.hash, bytes.data(), sizeof frame.hash);
   std::memcpy(&frame.size, bytes.data() + sizeof frame.hash, sizeof frame.size);
   const std::size_t least = size_of_deletion({}) - kFrame;  // of a body
   if (frame.size < least || frame.size > bytes.size() - kFrame) return std::nullopt;
   const std::string_view body = bytes.substr(kFrame, frame.size);
   try {  // parse the fields first: that is faster than a hash if there is no record
-    Reader reader(body);
+    RecordReader reader(body);
     Record record = body_of(reader);
     if (!reader.empty() || hash_of(body.data(), body.size()) != frame.hash) return std::nullopt;
     bytes.remove_prefix(kFrame + frame.size);

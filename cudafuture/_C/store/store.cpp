@@ -15,14 +15,14 @@ namespace cudafuture::store {
 using namespace storage;
 
 // One write request to the engine.
-struct Store::Writing {
+struct Store::WriteJob {
   Writes writes;
   std::vector<Extent> extents;
   std::shared_ptr<Checksum> checksum;
   bool is_batch;
 };
 
-struct Store::Reading {
+struct Store::ReadJob {
   Reads reads;
   std::shared_ptr<Checksum> checksum;
   bool is_coalesced;
@@ -161,7 +161,7 @@ void Store::grow_and_put(Writes&& writes, bool is_batch, Full when_full) {
 }
 
 void Store::submit(Writes&& writes, std::vector<Extent>&& extents, bool is_batch, Full when_full) {
-  const auto writing = std::make_shared<Writing>(Writing{std::move(writes), std::move(extents), nullptr, is_batch});
+  const auto writing = std::make_shared<WriteJob>(WriteJob{std::move(writes), std::move(extents), nullptr, is_batch});
   const Extent& first = writing->extents.front();
   Request request;
   request.direction = Direction::write;
@@ -194,7 +194,7 @@ void Store::submit(Writes&& writes, std::vector<Extent>&& extents, bool is_batch
   }
 }
 
-void Store::written(Writing& writing, const std::exception_ptr& error) noexcept {
+void Store::written(WriteJob& writing, const std::exception_ptr& error) noexcept {
   std::vector<Change> changes;
   for (std::size_t i = 0; i < writing.writes.size(); ++i) {
     Write& write = writing.writes[i];
@@ -270,7 +270,7 @@ void Store::install(std::vector<Change>& changes, const std::exception_ptr& erro
   }
 }
 
-void Store::link(std::vector<Index::Link>&& links, const CallPtr& call) {
+void Store::link(std::vector<Index::KeyLink>&& links, const CallPtr& call) {
   begin(call);
   if (options_.opening != Opening::write) return refuse(call);
   std::string missing;
@@ -319,7 +319,7 @@ void Store::read(ReadList&& reads, const CallPtr& call, Full when_full) {
 }
 
 void Store::get(Reads&& reads, bool is_coalesced, Full when_full) {
-  auto reading = std::make_shared<Reading>();
+  auto reading = std::make_shared<ReadJob>();
   reading->is_coalesced = is_coalesced;
   const Slab& slab = reads.front().entry->extent.slab();
   const std::uint64_t begin = reads.front().offset();
@@ -353,7 +353,7 @@ void Store::get(Reads&& reads, bool is_coalesced, Full when_full) {
   }
 }
 
-void Store::was_read(Reading& reading, const std::exception_ptr& error) noexcept {
+void Store::was_read(ReadJob& reading, const std::exception_ptr& error) noexcept {
   if (error != nullptr && reading.reads.size() > 1) {  // retry separately to find the read at fault
     for (Read& read : reading.reads) {
       Reads one;

@@ -62,7 +62,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   // thread must not wait for the engine or for the file system.
   void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
   void read(ReadList&& reads, const CallPtr& call, Full when_full = Full::wait);
-  void link(std::vector<Index::Link>&& links, const CallPtr& call);  // atomically
+  void link(std::vector<Index::KeyLink>&& links, const CallPtr& call);  // atomically
   void erase(const std::vector<std::string>& keys, const CallPtr& call);
   FuturePtr flush() { return in_flight_.flush(); }
 
@@ -87,8 +87,8 @@ class Store final : public std::enable_shared_from_this<Store> {
  private:
   friend class GroupCommit;
   friend class MultipartWrite;
-  struct Writing;
-  struct Reading;
+  struct WriteJob;
+  struct ReadJob;
   static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which a tensor is read and written separately
 
   storage::Failure read_only() const;
@@ -97,7 +97,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void put(Writes&& writes, bool is_batch, Full when_full);
   void grow_and_put(Writes&& writes, bool is_batch, Full when_full);
   void submit(Writes&& writes, std::vector<Extent>&& extents, bool is_batch, Full when_full);
-  void written(Writing& writing, const std::exception_ptr& error) noexcept;
+  void written(WriteJob& writing, const std::exception_ptr& error) noexcept;
   void fail_write(Write& write, const std::exception_ptr& error) noexcept;
   void continue_batches() noexcept;
   void commit(std::vector<Change>&& changes) noexcept;
@@ -107,7 +107,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   void get(Reads&& reads, bool is_coalesced, Full when_full);
   void continue_reads() noexcept;
-  void was_read(Reading& reading, const std::exception_ptr& error) noexcept;
+  void was_read(ReadJob& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
   // How far a change is recorded before it ends.

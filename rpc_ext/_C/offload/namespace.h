@@ -50,7 +50,7 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
   // ---- the store; `done` as of StoreAccess
   std::optional<FoundTensor> find(const std::string& key) const { return store_->find(name_of(key)); }
   // Writes a tensor for which quota was taken. The caller keeps its bytes and the entry.
-  void write(const Entry& entry, const std::byte* from, Done done);
+  void write(const KeyEntry& entry, const std::byte* from, Done done);
   void erase(const std::string& key, Done done);  // not_found where there is no such key
   void clear();                                   // deletes all keys for good, also those that are being written
 

@@ -42,7 +42,7 @@ class Session final : public std::enable_shared_from_this<Session> {
 
   // ---- the tensors that the client fetches: a read takes one snapshot, whatever others write meanwhile
   // Keeps a tensor until its parts are fetched, or the deadline of the read is over.
-  void keep(const Entry& entry, const FoundTensor& tensor, bool has_first);
+  void keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first);
   struct Kept {
     FoundTensor tensor;
     std::string key;
