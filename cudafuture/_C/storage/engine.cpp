@@ -243,17 +243,17 @@ bool Engine::collect() noexcept {
 
 void Engine::cut_blocks() noexcept {
   while (!free_.empty()) {
-    Line* const queue = queues_.next(blocks_for_devices());
+    OperationList* const queue = queues_.next(blocks_for_devices());
     if (queue == nullptr) return;
-    Operation* const operation = queue->first();
+    Operation* const operation = queue->head();
     pin_buffers_for(*operation);
     if (!operation->begin()) {
-      end(queue->pop());
+      end(Queues::pop(*queue));
       continue;
     }
     if (operation->has_next()) cut_block(*operation);
     if (operation->has_next()) continue;
-    queue->pop();
+    Queues::pop(*queue);
     if (operation->is_over()) end(operation);
   }
 }

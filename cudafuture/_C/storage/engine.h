@@ -41,7 +41,6 @@
 #include "storage/copier.h"
 #include "storage/counter.h"
 #include "storage/faults.h"
-#include "storage/line.h"
 #include "storage/operation.h"
 #include "storage/queues.h"
 #include "storage/watch.h"
@@ -153,7 +152,7 @@ class Engine final : private ThreadCache::Task, private Watching {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  Line inbox_;
+  OperationList inbox_;
   std::vector<Block*> arrived_;
   std::vector<Operation*> checked_;
   std::size_t pending_ = 0;

@@ -52,7 +52,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
     cut_read(block);
   }
   cut_ += block.wanted;
-  ++under_way_;
+  ++in_flight_;
   if (!block.is_staged) ++using_memory_;
   if (request_.direction == Direction::read) return Outcome::kernel;
   return fill_buffer(block);
@@ -116,7 +116,7 @@ void Operation::check(const Block& block) noexcept {
 bool Operation::check_later(Block& block) noexcept {
   if (block.wanted < Block::kLong) return false;
   block.is_unchecked = true;
-  ++under_way_;
+  ++in_flight_;
   ++using_memory_;
   return true;
 }
@@ -128,7 +128,7 @@ void Operation::check(std::size_t at, std::size_t size) noexcept {
 }
 
 void Operation::checked() noexcept {
-  --under_way_;
+  --in_flight_;
   --using_memory_;
   if (using_memory_ == 0 && !has_next()) release_memory();
 }
@@ -231,7 +231,7 @@ Operation::Outcome Operation::ended(Block& block) noexcept {
 // Ends the operation's use of a block. A device may still use the block.
 Operation::Outcome Operation::release(Block& block, Outcome outcome) noexcept {
   if (!block.is_staged) --using_memory_;
-  --under_way_;
+  --in_flight_;
   block.operation = nullptr;
   if (using_memory_ == 0 && !has_next()) release_memory();
   return outcome;
