@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "bind/errors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "core/callback_thread.h"
 #include "core/ordered_executor.h"

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "bind/errors.h"
-#include "bind/events.h"
 #include "bind/future.h"
 #include "core/stream_pool.h"
 

@@ -1,5 +1,4 @@
-#include "bind/forward.h"
-
+// Forwarding of an outcome from one future to another, and promises that cannot be kept.
 #include <string>
 
 #include "bind/errors.h"

@@ -7,7 +7,6 @@
 
 #include "bind/docs.h"
 #include "bind/errors.h"
-#include "bind/events.h"
 #include "bind/executors.h"
 #include "bind/torch_future.h"
 #include "core/process.h"

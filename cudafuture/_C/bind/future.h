@@ -12,7 +12,7 @@
 
 #include "bind/python.h"
 #include "core/context.h"
-#include "core/device_memory.h"
+#include "core/stream_order.h"
 
 namespace cudafuture::bind {
 
@@ -120,6 +120,15 @@ void add_done_callback(nb::handle future, nb::object fn, nb::handle executor);
 void add_ready_callback(nb::handle future, nb::object fn);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;
+
+// Creates a continuation that gives `child` the outcome of the future it is attached to.
+Continuation* make_forward(nb::object child);
+
+// Fails `child`, which would stay pending: the future that it depends on was dropped while pending, or the process is
+// exiting.
+void break_promise(const nb::object& child) noexcept;
+
+nb::object events_of(const Future& future);  // a read-only mapping from torch.device to EventView
 
 void bind_future(nb::module_& m);
 void bind_events(nb::module_& m);

@@ -21,7 +21,6 @@
 #include "bind/future.h"
 #include "bind/storage.h"
 #include "bind/store.h"
-#include "bind/store_statistics.h"
 #include "bind/tensors.h"
 #include "core/error.h"
 #include "core/process.h"

@@ -32,6 +32,9 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 nb::capsule access_to_store(const StorePtr& self);
 nb::capsule access_to_pool(std::shared_ptr<storage::BufferPool> self);
 
+nb::dict store_statistics(const store::Store& self);
+nb::dict recovery_of(const store::Store& self);  // the findings when it was opened
+
 void bind_multipart_write(nb::module_& m, nb::class_<store::Store>& store);
 void bind_snapshots(nb::module_& m, nb::class_<store::Store>& store);
 

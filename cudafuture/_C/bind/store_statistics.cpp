@@ -1,4 +1,5 @@
-#include "bind/store_statistics.h"
+// Statistics of a store, as dicts.
+#include "bind/store.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

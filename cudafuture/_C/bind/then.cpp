@@ -11,17 +11,16 @@
 
 #include "bind/errors.h"
 #include "bind/executors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "bind/job.h"
 #include "bind/order.h"
 #include "bind/stream_choice.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/future.h"
 #include "core/process.h"
 #include "core/stream_order.h"
 #include "core/stream_pool.h"
-#include "core/trace.h"
 #include "core/watcher.h"
 
 namespace cudafuture::bind {

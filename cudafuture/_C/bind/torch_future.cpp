@@ -10,7 +10,6 @@
 
 #include "bind/conduit.h"
 #include "bind/errors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "bind/order.h"
 #include "bind/promise.h"

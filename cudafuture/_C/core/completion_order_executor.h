@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/executor.h"
+#include "core/process.h"
 #include "core/serial_queue.h"
 
 namespace cudafuture {
@@ -17,7 +18,12 @@ class CompletionOrderExecutor final : public Executor {
   // process ends.
   static CompletionOrderExecutor& make(std::string name) { return *new CompletionOrderExecutor(std::move(name)); }
 
-  void post(Continuation* c) noexcept override;
+  void post(Continuation* c) noexcept override {
+    if (is_forked_child()) return;  // the thread that holds the lock may not exist in the child
+    queue_.enrol(*c);
+    c->executor = this;  // its order is not attachment order, which is the same on every rank
+    queue_.post(c);
+  }
   void leave(Continuation& c) noexcept override { queue_.leave(c); }
 
  private:

@@ -9,7 +9,6 @@
 #include "core/completion_queue.h"
 #include "core/process.h"
 #include "core/reaper.h"
-#include "core/trace.h"
 
 namespace cudafuture {
 namespace {

@@ -1,6 +1,7 @@
 // The statistics of a store.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "storage/counter.h"
@@ -27,7 +28,22 @@ struct StoreCounters {
   storage::Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
 };
 
-StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statistics& index,
-                              const Slabs::Statistics& slabs, std::uint64_t journal_bytes) noexcept;
+inline StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statistics& index,
+                                     const Slabs::Statistics& slabs, std::uint64_t journal_bytes) noexcept {
+  const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  StoreStatistics s;
+  s.keys = index.keys;
+  s.bytes = index.bytes;
+  s.used = slabs.used;
+  s.slabs = slabs.slabs;
+  s.slab_bytes = slabs.bytes;
+  s.journal_bytes = journal_bytes;
+  s.reads = read(counters.reads);
+  s.writes = read(counters.writes);
+  s.transfers = read(counters.transfers);
+  s.checksum_errors = read(counters.checksum_errors);
+  s.pending = read(counters.pending);
+  return s;
+}
 
 }  // namespace cudafuture::store
