@@ -245,7 +245,7 @@ def require_program(what: str) -> None:
         InvalidStateError: called in a callback.
     """
     default = resolve(None)
-    if default is not None and _C.issuing_lane(group_of(default).callbacks) is not None:
+    if default is not None and _C.issuing_serial_queue(group_of(default).callbacks) is not None:
         raise InvalidStateError(f"{what} creates groups in program order: call it in the program, not in a callback")
 
 

@@ -170,7 +170,7 @@ class Issue(NamedTuple):
 
         def run() -> None:
             try:
-                name = _C.issuing_lane(queue)
+                name = _C.issuing_serial_queue(queue)
                 assert name is not None
                 if group.is_broken:
                     raise RuntimeError("the group's Gloo thread has ended; create a new group")
@@ -217,7 +217,7 @@ def begin(
         state = group_of(process_group)
     else:
         state = known[1]
-    lane = _C.issuing_lane(state.callbacks)
+    lane = _C.issuing_serial_queue(state.callbacks)
     first = tensors[0] if len(tensors) == 1 else None
     if (
         isinstance(first, torch.Tensor)
@@ -248,7 +248,7 @@ def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup]
     """Begin an operation that runs in its own serial queue (`Issue.run_in_line`), on a side group."""
     begun = begin_beside(operation, group, ())
     if begun is not None:
-        _C.issuing_lane(begun[0].group.callbacks)  # raises if there is no order
+        _C.issuing_serial_queue(begun[0].group.callbacks)  # raises if there is no order
     return begun
 
 
@@ -262,7 +262,7 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     detour = _staged.detour_of(state, process_group, operation, tensors)
     if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
-        state.wait_for_issue_order(operation, _C.issuing_lane(state.callbacks))
+        state.wait_for_issue_order(operation, _C.issuing_serial_queue(state.callbacks))
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, detour), process_group

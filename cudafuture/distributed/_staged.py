@@ -180,7 +180,7 @@ class _Operation(Generic[T]):
         group = self.issue.group
         if self.line is not group.staged:
             return self.process_group
-        lane = _C.issuing_lane(group.staged)
+        lane = _C.issuing_serial_queue(group.staged)
         assert lane is not None
         companion = group.companion(self.process_group, lane).process_group
         assert companion is not None

@@ -16,9 +16,9 @@ struct Sending {
   ~Sending() { receiver = -1; }
 };
 
-Failure kind_of(const rpc::JitFuture& future, std::string_view message) {
-  if (message.starts_with(refused_reply)) return Failure::refused;
-  return rpc::getRPCErrorType(future) == rpc::RPCErrorType::TIMEOUT ? Failure::timeout : Failure::other;
+CallFailure kind_of(const rpc::JitFuture& future, std::string_view message) {
+  if (message.starts_with(refused_reply)) return CallFailure::refused;
+  return rpc::getRPCErrorType(future) == rpc::RPCErrorType::TIMEOUT ? CallFailure::timeout : CallFailure::other;
 }
 
 void expect_on_host(const std::vector<at::Tensor>& tensors) {

@@ -17,7 +17,7 @@
 namespace rpc_ext {
 
 // How a call of ours failed before the callee could say anything.
-enum class Failure { other = 0, timeout = 1, refused = 2 };
+enum class CallFailure { other = 0, timeout = 1, refused = 2 };
 
 // Takes the outcome of one call. A thread of the agent, or the one that makes the call, calls one of its methods, once,
 // with the GIL; what they raise is reported as unraisable.
@@ -25,8 +25,8 @@ class CallListener {
  public:
   virtual ~CallListener() = default;
   virtual void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) = 0;
-  virtual void on_error(Failure kind, const std::string& message) = 0;  // of whatever bytes
-  virtual void drop() = 0;                                              // releases what needs the GIL, with the GIL
+  virtual void on_error(CallFailure kind, const std::string& message) = 0;  // of whatever bytes
+  virtual void drop() = 0;                                                  // releases what needs the GIL, with the GIL
 };
 
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.

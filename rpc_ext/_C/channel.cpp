@@ -39,7 +39,7 @@ class SentMessage final : public CallListener {
     }
   }
 
-  void on_error(Failure kind, const std::string& message) override {
+  void on_error(CallFailure kind, const std::string& message) override {
     state_->channel->destination().finish(size_, started_, 0, true);
     state_->listener->failed(state_->channel->error(kind, message, seconds_));
   }
@@ -89,7 +89,7 @@ bool Channel::send(std::string_view body, std::vector<at::Tensor> tensors, doubl
   }
   std::string problem;
   try {
-    const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
+    const GilRelease without_gil;  // torch's locks are taken while others wait for the GIL under them
     agent->call(to_->rank, std::move(payload), std::move(tensors), static_cast<float>(seconds), sent);
     return true;
   } catch (const c10::Error& e) {
@@ -97,7 +97,7 @@ bool Channel::send(std::string_view body, std::vector<at::Tensor> tensors, doubl
   } catch (const std::exception& e) {  // the engine's: a dead pipe
     problem = e.what();
   }
-  sent->on_error(Failure::other, problem);
+  sent->on_error(CallFailure::other, problem);
   return true;
 }
 
@@ -105,7 +105,7 @@ py::object Channel::error(std::string_view reply) const {
   return call(errors_.of_reply, py::bytes(reply.data(), reply.size()), name_, to_->name);
 }
 
-py::object Channel::error(Failure kind, const std::string& message, double seconds) const {
+py::object Channel::error(CallFailure kind, const std::string& message, double seconds) const {
   const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace"));
   return call(errors_.of_engine, static_cast<int>(kind), text, name_, destination_, seconds);
 }

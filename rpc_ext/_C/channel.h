@@ -51,7 +51,7 @@ class Channel final : public std::enable_shared_from_this<Channel> {
   Destination& destination() const noexcept { return *to_; }
 
   // The error of a message without a reply.
-  py::object error(Failure kind, const std::string& message, double seconds) const;
+  py::object error(CallFailure kind, const std::string& message, double seconds) const;
 
   // The error in a reply of another kind than this channel's.
   py::object error(std::string_view reply) const;

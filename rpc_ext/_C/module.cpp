@@ -35,7 +35,7 @@ class PythonCallListener final : public CallListener {
     call_python(listener_.get().attr("on_reply"), py::bytes(payload.data(), payload.size()), py::cast(tensors));
   }
 
-  void on_error(Failure kind, const std::string& message) override {
+  void on_error(CallFailure kind, const std::string& message) override {
     call_python(listener_.get().attr("on_error"), py::int_(static_cast<int>(kind)),
                 py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
   }
@@ -50,7 +50,7 @@ void send_call(Agent& self, int to, const py::bytes& payload, std::vector<at::Te
                py::object listener) {
   Bytes bytes = bytes_from(payload);
   auto held = std::make_shared<PythonCallListener>(std::move(listener));
-  const WithoutGil without_gil;  // torch's locks are taken while others wait for the GIL under them
+  const GilRelease without_gil;  // torch's locks are taken while others wait for the GIL under them
   self.call(to, std::move(bytes), std::move(tensors), timeout, std::move(held));
 }
 
@@ -58,7 +58,7 @@ void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors
   Bytes bytes = bytes_from(payload);
   bool first;
   {
-    const WithoutGil without_gil;
+    const GilRelease without_gil;
     first = self.send(std::move(bytes), std::move(tensors));
   }
   if (!first) throw std::runtime_error("the call was answered already");
@@ -99,7 +99,7 @@ bool finish(Destination& self, const py::object& ended, std::uint64_t received, 
 }
 
 bool stop(const std::shared_ptr<Agent>& self, double patience) {
-  const WithoutGil without_gil;
+  const GilRelease without_gil;
   return Agent::stop(self, std::chrono::duration<double>(patience));
 }
 
@@ -112,7 +112,7 @@ void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object
     return;
   }
   auto held = std::make_shared<Held>(std::move(fn));
-  const WithoutGil without_gil;
+  const GilRelease without_gil;
   future->addCallback([held](rpc::JitFuture&) {
     const Gil gil;
     if (!gil) return;
@@ -147,7 +147,7 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
     return;
   }
   auto held = std::make_shared<Held>(std::move(fn));
-  const WithoutGil without_gil;
+  const GilRelease without_gil;
   auto& context = rpc::RRefContext::getInstance();
   const rpc::RRefId id = given->rrefId();
   const rpc::ForkId use = context.genGloballyUniqueId();
@@ -216,7 +216,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("listener"))
       .def("sent", &Agent::sent)
       .def("stop", stop, py::arg("patience"))
-      .def("refused", &Agent::refused, py::call_guard<WithoutGil>());
+      .def("refused", &Agent::refused, py::call_guard<GilRelease>());
 
   // Its destructor may send.
   py::class_<Reply, std::shared_ptr<Reply>>(m, "Reply", py::release_gil_before_calling_cpp_dtor())
@@ -275,12 +275,12 @@ PYBIND11_MODULE(_C, m) {
         [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });
   m.def("record_rrefs", [] { rpc::RRefContext::getInstance().recordThreadLocalPendingRRefs(); });
   m.def("forget_rrefs", [] {
-    const WithoutGil without_gil;  // references that go send messages
+    const GilRelease without_gil;  // references that go send messages
     rpc::RRefContext::getInstance().clearRecordedPendingRRefsOnError();
   });
   m.def("forget_autograd_rank", forget_autograd_rank);
   m.def("renew_references", [] {
-    const WithoutGil without_gil;
+    const GilRelease without_gil;
     renew_references();
   });
   m.def("has_value", [](const rpc::PyRRef& rref) { return owned(rref)->getFuture()->completed(); }, py::arg("rref"));

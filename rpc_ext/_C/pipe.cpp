@@ -200,8 +200,8 @@ void SealedPipes::write(const std::shared_ptr<tensorpipe::Pipe>& pipe, int recei
   if (peer >= 0) {  // a reply to a sender that no seal has named is an error, and goes out without one
     const bool with_contents =
         with_contents_ || (has_other_layouts(buffers.tensors) && can_seal_contents(buffers.tensors));
-    serialized.metadata = sealer_->seal(receiver >= 0 ? Direction::request : Direction::reply, peer, number,
-                                        parts_of(serialized).view(), with_contents);
+    serialized.metadata = sealer_->seal(receiver >= 0 ? MessageDirection::request : MessageDirection::reply, peer,
+                                        number, parts_of(serialized).view(), with_contents);
   }
   pipe->write(std::move(serialized),
               [buffers = std::make_shared<rpc::TensorpipeWriteBuffers>(std::move(buffers)),
@@ -248,7 +248,7 @@ void SealedPipes::bind(tensorpipe::Pipe* pipe, Verdict& verdict) {
     if (!inbound_.insert(admitted.sender).second) throw Refused{"its sender has another connection", admitted.sender};
     connection.peer = admitted.sender;
   }
-  const Direction expected = connection.is_client ? Direction::reply : Direction::request;
+  const MessageDirection expected = connection.is_client ? MessageDirection::reply : MessageDirection::request;
   if (admitted.direction != expected || connection.peer != admitted.sender) {
     throw Refused{"it was signed as another message", admitted.sender};
   }

@@ -76,7 +76,7 @@ Gil::~Gil() {
   if (taken_) give_gil(state_);
 }
 
-WithoutGil::~WithoutGil() { take_gil(state_); }
+GilRelease::~GilRelease() { take_gil(state_); }
 
 void Held::drop() {
   if (!object_) return;

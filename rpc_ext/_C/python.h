@@ -25,12 +25,12 @@ class Gil {
 };
 
 // Releases the GIL.
-class WithoutGil {
+class GilRelease {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil();
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease();
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   PyThreadState* const state_;

@@ -9,7 +9,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "seals are little-endian");
 
-struct Head {
+struct SealHead {
   std::array<std::uint8_t, 4> magic{0xCF, 'R', 'P', 'C'};
   std::uint8_t version = 2;
   std::uint8_t direction = 0;
@@ -20,8 +20,8 @@ struct Head {
   std::int64_t number = 0;
   Tag tag{};
 };
-static_assert(sizeof(Head) == 48 && std::is_trivially_copyable_v<Head>);
-static_assert(sizeof(Head) + sizeof(Digest) == Sealer::size);
+static_assert(sizeof(SealHead) == 48 && std::is_trivially_copyable_v<SealHead>);
+static_assert(sizeof(SealHead) + sizeof(Digest) == Sealer::size);
 
 template <class T>
 void append(std::string& to, T value) {
@@ -49,7 +49,7 @@ std::string announcement(const Parts& parts) {
 
 Digest derived(std::string_view key, std::string_view purpose) { return HmacKey(key).of({purpose}); }
 
-std::size_t index_of(Direction direction) { return direction == Direction::request ? 0 : 1; }
+std::size_t index_of(MessageDirection direction) { return direction == MessageDirection::request ? 0 : 1; }
 
 }  // namespace
 
@@ -62,7 +62,7 @@ Sealer::Sealer(std::string_view key, int rank, int world_size)
   if (world_size > most_workers) throw std::invalid_argument("a session with a secret has at most 65,536 workers");
 }
 
-Tag Sealer::tag_of(Direction direction, int sender, int receiver, std::uint64_t counter, const Parts& parts,
+Tag Sealer::tag_of(MessageDirection direction, int sender, int receiver, std::uint64_t counter, const Parts& parts,
                    bool with_contents) const {
   Nonce nonce;
   nonce[0] = static_cast<std::uint8_t>(direction);
@@ -77,10 +77,10 @@ Tag Sealer::tag_of(Direction direction, int sender, int receiver, std::uint64_t 
   return message.tag();
 }
 
-std::string Sealer::seal(Direction direction, int receiver, std::int64_t number, const Parts& parts,
+std::string Sealer::seal(MessageDirection direction, int receiver, std::int64_t number, const Parts& parts,
                          bool with_contents) {
   if (receiver < 0 || receiver >= world_size_) throw std::out_of_range("there is no such worker");
-  Head head;
+  SealHead head;
   head.direction = static_cast<std::uint8_t>(direction);
   head.contents = with_contents ? 1 : 0;
   head.sender = static_cast<std::uint32_t>(rank_);
@@ -94,7 +94,7 @@ std::string Sealer::seal(Direction direction, int receiver, std::int64_t number,
 }
 
 Admitted Sealer::admit(std::string_view seal, const Parts& announced) const {
-  Head head;
+  SealHead head;
   if (seal.size() != size || std::memcmp(seal.data(), head.magic.data(), head.magic.size()) != 0) {
     throw Refused{"it is not signed", -1};
   }
@@ -108,7 +108,8 @@ Admitted Sealer::admit(std::string_view seal, const Parts& announced) const {
       head.receiver != static_cast<std::uint32_t>(rank_)) {
     throw Refused{"it was signed as another message", sender};
   }
-  return {static_cast<Direction>(head.direction), sender, head.counter, head.number, head.contents == 1, head.tag};
+  return {
+      static_cast<MessageDirection>(head.direction), sender, head.counter, head.number, head.contents == 1, head.tag};
 }
 
 void Sealer::expect_new(const Admitted& admitted) {

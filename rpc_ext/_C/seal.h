@@ -20,7 +20,7 @@ struct Refused {
   int sender;
 };
 
-enum class Direction : std::uint8_t { request = 1, reply = 2 };
+enum class MessageDirection : std::uint8_t { request = 1, reply = 2 };
 
 // A part of a message as its sender announces it, and its memory once that is there.
 struct Part {
@@ -40,7 +40,7 @@ struct Parts {
 
 // A message whose seal belongs to this session and whose lengths are those that its sender has announced.
 struct Admitted {
-  Direction direction;
+  MessageDirection direction;
   int sender;
   std::uint64_t counter;
   std::int64_t number;  // of the call
@@ -79,7 +79,8 @@ class Sealer {
   Sealer(std::string_view key, int rank, int world_size);
 
   // The seal of a message to `receiver`. Each seal has a counter of its own.
-  std::string seal(Direction direction, int receiver, std::int64_t number, const Parts& parts, bool with_contents);
+  std::string seal(MessageDirection direction, int receiver, std::int64_t number, const Parts& parts,
+                   bool with_contents);
 
   // Checks the seal against the announcement. Throws Refused.
   Admitted admit(std::string_view seal, const Parts& announced) const;
@@ -96,7 +97,7 @@ class Sealer {
     SeenCounters seen[2];
   };
 
-  Tag tag_of(Direction direction, int sender, int receiver, std::uint64_t counter, const Parts& parts,
+  Tag tag_of(MessageDirection direction, int sender, int receiver, std::uint64_t counter, const Parts& parts,
              bool with_contents) const;
 
   const HmacKey heads_;

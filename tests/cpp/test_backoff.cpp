@@ -1,5 +1,5 @@
 // The pauses of whoever polls: short at first, in proportion later, and few in all.
-#include "core/backoff.h"
+#include "core/watcher.h"
 
 #include "rules.h"
 

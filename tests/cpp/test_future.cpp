@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "callback.h"
-#include "core/trace.h"
+#include "core/future.h"
 #include "rules.h"
 #include "threads.h"
 

@@ -5,8 +5,8 @@
 
 #include "core/issue_order.h"
 #include "core/ordered_executor.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;
@@ -95,7 +95,7 @@ TEST_CASE_FIXTURE(Rules, "a callback without a position gives none to what it at
   CHECK(is_turn());
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of several lanes issue in the order of their attachment") {
+TEST_CASE_FIXTURE(Rules, "callbacks of several serial queues issue in the order of their attachment") {
   for (int round = 0; round < 20; ++round) {
     OrderedExecutor& group = new_ring();
     OrderedExecutor& other = new_ring();

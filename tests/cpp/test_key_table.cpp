@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "rules.h"
-#include "storage/key_table.h"
+#include "store/key_table.h"
 
-using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 namespace {
 
@@ -17,7 +17,7 @@ using Table = KeyTable<int>;
 
 void expect_same(const Table& table, const std::map<std::string, int>& model) {
   std::map<std::string, int> found;
-  table.for_each([&](const Table::Entry& entry) { found.emplace(entry.key(), entry.value); });
+  table.for_each([&](const Table::Node& entry) { found.emplace(entry.key(), entry.value); });
   CHECK(found == model);
   CHECK(table.size() == model.size());
 }
@@ -31,7 +31,7 @@ TEST_CASE("key table: random additions, erasures and lookups agree with a map, a
   for (int step = 0; step < 20'000; ++step) {
     const std::string key(random() % 40, 'k');  // few, so that runs of slots form and break up
     const std::string name = key + std::to_string(random() % 4);
-    Table::Entry* const known = table.find(name);
+    Table::Node* const known = table.find(name);
     REQUIRE((known != nullptr) == model.contains(name));
     if (known != nullptr && random() % 2 == 0) {
       table.erase(known);
@@ -51,12 +51,12 @@ TEST_CASE("key table: a batch finds what single lookups find, whatever its lengt
     for (std::size_t i = 0; i < count; ++i) keys.push_back("key " + std::to_string(i * 7 % count));
     int loads = 0;
     Table::Batch adding(
-        table, count, [&](std::size_t i) { return std::string_view(keys[i]); }, [](const Table::Entry&) {});
+        table, count, [&](std::size_t i) { return std::string_view(keys[i]); }, [](const Table::Node&) {});
     for (std::size_t i = 0; i < count; ++i) table.find_or_add(keys[i], adding.hash(i)).value = static_cast<int>(i);
     Table::Batch finding(
-        table, count, [&](std::size_t i) { return std::string_view(keys[i]); }, [&](const Table::Entry&) { ++loads; });
+        table, count, [&](std::size_t i) { return std::string_view(keys[i]); }, [&](const Table::Node&) { ++loads; });
     for (std::size_t i = 0; i < count; ++i) {
-      Table::Entry* const found = table.find(keys[i], finding.hash(i));
+      Table::Node* const found = table.find(keys[i], finding.hash(i));
       REQUIRE(found != nullptr);
       CHECK(found == table.find(keys[i]));
       CHECK(found->key() == keys[i]);

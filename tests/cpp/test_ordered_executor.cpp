@@ -1,10 +1,10 @@
-// Which lane a callback goes to: one for each attacher and each depth.
+// Which serial queue a callback goes to: one for each attacher and each depth.
 #include <string>
 #include <vector>
 
 #include "core/ordered_executor.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;
@@ -20,11 +20,11 @@ OrderedExecutor& new_group(const std::string& name = "group") {
   return *all->emplace_back(&OrderedExecutor::make(name));
 }
 
-// Says in which lane it runs.
-Callback* say_lane(Names& names, Executor& executor, Signal* said = nullptr) {
+// Says in which serial queue it runs.
+Callback* say_queue(Names& names, Executor& executor, Signal* said = nullptr) {
   return call_inside(
       [&names, said](Future&) {
-        names.push_back(Lane::current()->name());
+        names.push_back(SerialQueue::current()->name());
         if (said != nullptr) said->send();
       },
       &executor);
@@ -34,7 +34,7 @@ Callback* say_lane(Names& names, Executor& executor, Signal* said = nullptr) {
 
 TEST_SUITE_BEGIN("ordered_executor");
 
-TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its line") {
+TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its queues") {
   OrderedExecutor& group = new_group("ring");
   OrderedExecutor& deeper = group.deeper();
   OrderedExecutor& deepest = deeper.deeper();
@@ -44,9 +44,9 @@ TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its
   CHECK(&group.deeper() == &deeper);
   CHECK(&group.deeper().deeper() == &deepest);
   CHECK(deepest.name() == "ring");
-  CHECK(group.is_same_line(deepest));
-  CHECK(deepest.is_same_line(group));
-  CHECK_FALSE(group.is_same_line(new_group("ring")));
+  CHECK(group.shares_queues_with(deepest));
+  CHECK(deepest.shares_queues_with(group));
+  CHECK_FALSE(group.shares_queues_with(new_group("ring")));
 }
 
 TEST_CASE_FIXTURE(Rules, "threads that ask at once get the same object of a depth") {
@@ -66,48 +66,48 @@ TEST_CASE_FIXTURE(Rules, "a future tells whether its executor is ordered") {
   CHECK(future->ordered_executor() == nullptr);
   future->set_default_executor(&group);
   CHECK(future->ordered_executor() == &group);
-  CHECK(new_lane().ordered() == nullptr);
+  CHECK(new_serial_queue().ordered() == nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "what the program attaches goes to the lane of the depth") {
+TEST_CASE_FIXTURE(Rules, "what the program attaches goes to the serial queue of the depth") {
   OrderedExecutor& group = new_group();
   Names names;
-  completed()->attach(say_lane(names, group));
+  completed()->attach(say_queue(names, group));
   settle(group);
-  completed()->attach(say_lane(names, group.deeper()));
+  completed()->attach(say_queue(names, group.deeper()));
   settle(group.deeper());
-  completed()->attach(say_lane(names, group));
+  completed()->attach(say_queue(names, group));
   settle(group);
   CHECK(names == Names{"group.0", "group.1", "group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "what a lane attaches goes to a lane of its own, by the group and the depth") {
+TEST_CASE_FIXTURE(Rules, "what a serial queue attaches goes to a serial queue of its own, by the group and the depth") {
   OrderedExecutor& group = new_group();
   OrderedExecutor& other = new_group("other");
   Names names;
-  const auto attached_in_lane_to = [&](Executor& executor) {
+  const auto attached_in_queue_to = [&](Executor& executor) {
     Signal said;
-    completed()->attach(call_inside([&](Future& self) { self.attach(say_lane(names, executor, &said)); }, &group));
+    completed()->attach(call_inside([&](Future& self) { self.attach(say_queue(names, executor, &said)); }, &group));
     said.wait();
   };
-  attached_in_lane_to(group);
-  attached_in_lane_to(group.deeper());
-  attached_in_lane_to(other);
-  attached_in_lane_to(group);
+  attached_in_queue_to(group);
+  attached_in_queue_to(group.deeper());
+  attached_in_queue_to(other);
+  attached_in_queue_to(group);
   CHECK(names == Names{"group.0>group.0", "group.0>group.1", "group.0>other.0", "group.0>group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a lane that a lane's callbacks attach to attaches to one further on") {
+TEST_CASE_FIXTURE(Rules, "a serial queue that a serial queue's callbacks attach to attaches to one further on") {
   OrderedExecutor& group = new_group();
   Names names;
   Signal said;
-  const auto twice_inside = [&](Future& self) { self.attach(say_lane(names, group.deeper(), &said)); };
+  const auto twice_inside = [&](Future& self) { self.attach(say_queue(names, group.deeper(), &said)); };
   completed()->attach(call_inside([&](Future& self) { self.attach(call_inside(twice_inside, &group)); }, &group));
   said.wait();
   CHECK(names == Names{"group.0>group.0>group.1"});
 }
 
-TEST_CASE_FIXTURE(Rules, "any thread that runs no lane's callback counts as the program") {
+TEST_CASE_FIXTURE(Rules, "any thread that runs no serial queue's callback counts as the program") {
   OrderedExecutor& group = new_group();
   const FuturePtr first = pending();
   Order order;
@@ -118,36 +118,36 @@ TEST_CASE_FIXTURE(Rules, "any thread that runs no lane's callback counts as the 
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "what a lane attaches and what the program attaches do not wait for each other") {
+TEST_CASE_FIXTURE(Rules, "what a serial queue attaches and what the program attaches do not wait for each other") {
   OrderedExecutor& group = new_group();
-  const FuturePtr of_lane = pending();
+  const FuturePtr of_queue = pending();
   const FuturePtr of_program = pending();
   Order order;
   Signal attached;
-  Signal ran_in_lane;
+  Signal ran_in_queue;
   completed()->attach(call_inside(
       [&](Future&) {
-        of_lane->attach(call_inside(
+        of_queue->attach(call_inside(
             [&](Future&) {
               order.push_back(2);
-              ran_in_lane.send();
+              ran_in_queue.send();
             },
             &group));
         attached.send();
       },
       &group));
   attached.wait();
-  SUBCASE("the program's runs though the lane's is held up") {
+  SUBCASE("the program's runs though the serial queue's is held up") {
     completed()->attach(call_inside(mark(order, 1), &group));
     settle(group);
-    of_lane->complete({});
-    ran_in_lane.wait();
+    of_queue->complete({});
+    ran_in_queue.wait();
     CHECK(order == Order{1, 2});
   }
-  SUBCASE("the lane's runs though the program's is held up") {
+  SUBCASE("the serial queue's runs though the program's is held up") {
     of_program->attach(call_inside(mark(order, 1), &group));
-    of_lane->complete({});
-    ran_in_lane.wait();
+    of_queue->complete({});
+    ran_in_queue.wait();
     of_program->complete({});
     settle(group);
     CHECK(order == Order{2, 1});
@@ -175,7 +175,7 @@ TEST_CASE_FIXTURE(Rules, "the second step of a chain does not hold up the first 
   CHECK(order == Order{10, 11, 20, 21});
 }
 
-TEST_CASE_FIXTURE(Rules, "every lane runs the same callbacks in the same order, whatever completes first") {
+TEST_CASE_FIXTURE(Rules, "every serial queue runs the same callbacks in the same order, whatever completes first") {
   constexpr int kFutures = 20;
   for (unsigned seed = 0; seed < 8; ++seed) {
     OrderedExecutor& group = new_group();
@@ -183,7 +183,7 @@ TEST_CASE_FIXTURE(Rules, "every lane runs the same callbacks in the same order, 
     for (int i = 0; i < kFutures; ++i) parents.push_back(pending());
     Names names;
     Order of_program;
-    Order of_lane;
+    Order of_queue;
     Signal last;
     for (int i = 0; i < kFutures; ++i) {
       // Each attaches one more, to a future that may be done by then or not.
@@ -193,7 +193,7 @@ TEST_CASE_FIXTURE(Rules, "every lane runs the same callbacks in the same order, 
             of_program.push_back(i);
             other->attach(call_inside(
                 [&, i](Future&) {
-                  of_lane.push_back(i);
+                  of_queue.push_back(i);
                   if (i == kFutures - 1) last.send();
                 },
                 &group));
@@ -208,7 +208,7 @@ TEST_CASE_FIXTURE(Rules, "every lane runs the same callbacks in the same order, 
     Order all;
     for (int i = 0; i < kFutures; ++i) all.push_back(i);
     CHECK(of_program == all);
-    CHECK(of_lane == all);
+    CHECK(of_queue == all);
   }
 }
 

@@ -163,7 +163,7 @@ TEST_CASE("storage: memory is the engine's until the future is done, and not for
     for (const Transfer& write : writes) cancelled += write.future->cancel() ? 1 : 0;
     CHECK(cancelled > 0);
     CHECK(cancelled < 50);
-    engine->let_go();
+    engine->release_held();
     engine->close();
     engine->join();
     CHECK(freed == 50);

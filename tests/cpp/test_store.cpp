@@ -18,16 +18,17 @@
 #include "fake_runtime.h"
 #include "folder.h"
 #include "rules.h"
-#include "storage/extents.h"
 #include "storage/failure.h"
-#include "storage/journal.h"
-#include "storage/packs.h"
-#include "storage/store.h"
+#include "storage/free_space.h"
+#include "store/journal.h"
+#include "store/store.h"
+#include "store/write_batcher.h"
 #include "threads.h"
 
 using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace cudafuture::storage;
+using namespace cudafuture::store;
 
 namespace {
 
@@ -120,10 +121,10 @@ void flip(const Folder& folder, std::uint64_t offset) {
   file.put(byte);
 }
 
-Record put(const std::string& key, std::uint64_t turn) {
+Record put(const std::string& key, std::uint64_t sequence) {
   Record record;
   record.key = key;
-  record.turn = turn;
+  record.sequence = sequence;
   record.shape = {c10::ScalarType::Float, {2, 3}};
   record.size = 24;
   record.slab = 1;
@@ -136,16 +137,16 @@ Record put(const std::string& key, std::uint64_t turn) {
 
 }  // namespace
 
-TEST_CASE("extents: what is taken and given back in any order is one run again") {
+TEST_CASE("free space: what is taken and given back in any order is one run again") {
   std::minstd_rand random(1);
   for (int round = 0; round < 50; ++round) {
-    Extents extents(1 << 20);
+    FreeSpace space(1 << 20);
     std::vector<bool> is_taken(1 << 8);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> taken;
     for (int turn = 0; turn < 300; ++turn) {
       const std::uint64_t size = (1 + random() % 20) << 12;
       if (random() % 2 == 0 || taken.empty()) {
-        if (const auto offset = extents.take(size)) {
+        if (const auto offset = space.take(size)) {
           for (std::uint64_t page = *offset >> 12; page < (*offset + size) >> 12; ++page) {
             CHECK(!is_taken[page]);
             is_taken[page] = true;
@@ -156,49 +157,49 @@ TEST_CASE("extents: what is taken and given back in any order is one run again")
         std::swap(taken[random() % taken.size()], taken.back());
         const auto [offset, length] = taken.back();
         taken.pop_back();
-        extents.give_back(offset, length);
+        space.release(offset, length);
         for (std::uint64_t page = offset >> 12; page < (offset + length) >> 12; ++page) is_taken[page] = false;
       }
       const auto free = std::count(is_taken.begin(), is_taken.end(), false);
-      CHECK(extents.free() == static_cast<std::uint64_t>(free) << 12);
+      CHECK(space.free() == static_cast<std::uint64_t>(free) << 12);
     }
-    for (const auto& [offset, size] : taken) extents.give_back(offset, size);
-    CHECK(extents.runs() == 1);
-    CHECK(extents.free() == extents.size());
+    for (const auto& [offset, size] : taken) space.release(offset, size);
+    CHECK(space.runs() == 1);
+    CHECK(space.free() == space.size());
   }
 }
 
-TEST_CASE("extents: a place that is not free cannot be taken") {
-  Extents extents(10);
-  CHECK(extents.take_at(3, 4));
-  CHECK(!extents.take_at(6, 1));
-  CHECK(!extents.take_at(2, 2));
-  CHECK(!extents.take_at(9, 2));
-  CHECK(!extents.take(4));
-  CHECK(extents.take(3) == std::uint64_t{0});
-  CHECK(extents.take_at(7, 3));
-  CHECK(extents.runs() == 0);
+TEST_CASE("free space: an extent that is not free cannot be taken") {
+  FreeSpace space(10);
+  CHECK(space.take_at(3, 4));
+  CHECK(!space.take_at(6, 1));
+  CHECK(!space.take_at(2, 2));
+  CHECK(!space.take_at(9, 2));
+  CHECK(!space.take(4));
+  CHECK(space.take(3) == std::uint64_t{0});
+  CHECK(space.take_at(7, 3));
+  CHECK(space.runs() == 0);
 }
 
-TEST_CASE("packs: a full one goes at once, the rest when no other is under way") {
+TEST_CASE("write batcher: a full batch goes at once, the rest when no other is in flight") {
   Bytes bytes(1000);
   const auto writes = [&](std::size_t count) {
     WriteList made(count);
     for (Write& write : made) write.memory.add(bytes.data(), bytes.size());
     return made;
   };
-  Packs packs(4096);  // of four with a place of 1024 bytes each
-  CHECK(packs.add(writes(1)).size() == 1);
-  CHECK(packs.add(writes(3)).empty());
-  const auto full = packs.add(writes(6));
+  WriteBatcher batcher(4096);  // of four extents of 1024 bytes each
+  CHECK(batcher.add(writes(1)).size() == 1);
+  CHECK(batcher.add(writes(3)).empty());
+  const auto full = batcher.add(writes(6));
   CHECK(full.size() == 2);
   CHECK(full[0].size() == 4);
-  CHECK(packs.ended().empty());
-  CHECK(packs.ended().empty());
-  const auto rest = packs.ended();
+  CHECK(batcher.ended().empty());
+  CHECK(batcher.ended().empty());
+  const auto rest = batcher.ended();
   CHECK(rest.size() == 1);
   CHECK(rest[0].size() == 1);
-  CHECK(packs.ended().empty());
+  CHECK(batcher.ended().empty());
 }
 
 TEST_CASE("journal: what was appended is shown again, and what a crash has torn is not") {
@@ -208,7 +209,7 @@ TEST_CASE("journal: what was appended is shown again, and what a crash has torn 
     journal.append({put("a", 1), put("b", 2)});
     Record deletion;
     deletion.key = "a";
-    deletion.turn = 3;
+    deletion.sequence = 3;
     deletion.is_deletion = true;
     journal.append({deletion});
   }
@@ -234,7 +235,7 @@ TEST_CASE("journal: damage before other records is an error") {
   const Folder folder;
   {
     Journal journal(folder.path(), [](Record&&, std::uint64_t) {});
-    for (std::uint64_t turn = 1; turn < 5; ++turn) journal.append({put("key", turn)});
+    for (std::uint64_t sequence = 1; sequence < 5; ++sequence) journal.append({put("key", sequence)});
   }
   flip(folder, kContent + 50);
   CHECK_THROWS_AS(records_of(folder), Failure);
@@ -272,14 +273,14 @@ TEST_CASE("journal: what is reserved for deletions is there, whatever was writte
     return static_cast<std::uint64_t>(status.st_blocks) * 512;
   };
   std::uint64_t deletions = 0;
-  for (std::uint64_t turn = 1; turn < 2000; ++turn) {
-    const Record record = put("key " + std::to_string(turn), turn);
+  for (std::uint64_t sequence = 1; sequence < 2000; ++sequence) {
+    const Record record = put("key " + std::to_string(sequence), sequence);
     journal.reserve({record});
     journal.append({record});
     std::string bytes;
     append_record(bytes, record);
     CHECK(bytes.size() == size_of(record));
-    append_record(bytes = "", deletion_of(record.key, turn));
+    append_record(bytes = "", deletion_of(record.key, sequence));
     CHECK(bytes.size() == size_of_deletion(record.key));
     deletions += bytes.size();
   }
@@ -290,7 +291,7 @@ TEST_CASE("journal: it is replaced at once") {
   const Folder folder;
   {
     Journal journal(folder.path(), [](Record&&, std::uint64_t) {});
-    for (std::uint64_t turn = 1; turn < 100; ++turn) journal.append({put("key", turn)});
+    for (std::uint64_t sequence = 1; sequence < 100; ++sequence) journal.append({put("key", sequence)});
     const std::uint64_t before = journal.size();
     journal.replace({put("key", 99)});
     CHECK(journal.size() - kContent < (before - kContent) / 50);
@@ -298,7 +299,7 @@ TEST_CASE("journal: it is replaced at once") {
   }
   const auto records = records_of(folder);
   REQUIRE(records.size() == 2);
-  CHECK(records[0].turn == 99);
+  CHECK(records[0].sequence == 99);
   CHECK(records[1].key == "other");
 }
 
@@ -382,7 +383,7 @@ TEST_CASE("store: its last user may be a write that is under way") {
   writes[0].memory.add(bytes.data(), bytes.size());
   store->write(std::move(writes), call);
   store = nullptr;
-  disk->let_go();
+  disk->release_held();
   CHECK(error_of(call) == nullptr);
   disk->close();
   disk->join();

@@ -11,8 +11,8 @@
 #include "core/callback_thread.h"
 #include "core/error.h"
 #include "core/thread_cache.h"
-#include "lanes.h"
 #include "rules.h"
+#include "serial_queues.h"
 #include "threads.h"
 
 using namespace cudafuture;
@@ -77,8 +77,8 @@ bool says_no_thread(Future& failed) {
 TEST_SUITE_BEGIN("thread_limit");
 
 TEST_CASE("alone: a system without threads" * doctest::skip()) {
-  Lane& lane = new_lane();
-  FuturePtr in_lane = pending();
+  SerialQueue& queue = new_serial_queue();
+  FuturePtr in_queue = pending();
   FuturePtr on_callback_thread = pending();
   {
     Signal started, limited;
@@ -86,18 +86,18 @@ TEST_CASE("alone: a system without threads" * doctest::skip()) {
       const EngineThread is_an_engine;
       started.send();
       limited.wait();
-      completed()->attach(new WithChild(in_lane, &lane));
+      completed()->attach(new WithChild(in_queue, &queue));
       completed()->attach(new WithChild(on_callback_thread, nullptr));
     });
     started.wait();
     const NoThreads none;
     limited.send();
     engine.join();
-    CHECK(says_no_thread(*in_lane));
+    CHECK(says_no_thread(*in_queue));
     CHECK(says_no_thread(*on_callback_thread));
   }
   CHECK_FALSE(CallbackThread::get().has_lost());
-  for (Executor* executor : {static_cast<Executor*>(&lane), static_cast<Executor*>(nullptr)}) {
+  for (Executor* executor : {static_cast<Executor*>(&queue), static_cast<Executor*>(nullptr)}) {
     FuturePtr later = pending();
     on_engine_thread([&] { completed()->attach(new WithChild(later, executor)); });
     later->wait_until(nullptr);
@@ -114,8 +114,8 @@ TEST_CASE_FIXTURE(Rules, "while threads run out and come back, each callback run
   constexpr int kThreads = 4;
   constexpr int kRounds = 50;
   std::vector<FuturePtr> children = many(kThreads * kRounds);
-  std::vector<Lane*> lanes;
-  for (int i = 0; i < kRounds; ++i) lanes.push_back(&new_lane());
+  std::vector<SerialQueue*> queues;
+  for (int i = 0; i < kRounds; ++i) queues.push_back(&new_serial_queue());
   std::atomic<int> working{kThreads - 1};
   together(kThreads, [&](int thread) {
     if (thread == 0) {
@@ -128,7 +128,7 @@ TEST_CASE_FIXTURE(Rules, "while threads run out and come back, each callback run
     const EngineThread engine;
     for (int i = 0; i < kRounds; ++i) {
       const FuturePtr& child = children[static_cast<std::size_t>(thread * kRounds + i)];
-      completed()->attach(new WithChild(child, lanes[static_cast<std::size_t>(i)]));
+      completed()->attach(new WithChild(child, queues[static_cast<std::size_t>(i)]));
     }
     --working;
   });

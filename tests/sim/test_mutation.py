@@ -55,7 +55,7 @@ def test_there_is_no_scenario_without_its_edge() -> None:
 
 def test_an_edge_that_is_not_there_cannot_be_cut() -> None:
     for call in (_C.cut_edge, _C.edge_stands):
-        with pytest.raises(ValueError, match="no synchronisation edge is named 'wait'"):
+        with pytest.raises(ValueError, match="no sync edge is named 'wait'"):
             call("wait")
 
 

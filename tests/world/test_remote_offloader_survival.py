@@ -161,13 +161,13 @@ def serve_before_rpc(rank: int, store: str, folder: str) -> None:
             begin(rank, 2, store)
             rpc_ext.shutdown(timeout=LONG)
             assert service.statistics().bytes_written == 400
-            assert "cudafuture-lane" in threads(), "what an engine's thread is called"
+            assert "cudafuture-io" in threads(), "what an engine's thread is called"
         return
     begin(rank, 2, store)
     with RemoteOffloader("callee") as remote:  # nobody has said that it serves: it did before it could be found
         remote.write("x", torch.ones(100)).wait(timeout=LONG)
         assert torch.equal(remote.read("x").wait(timeout=LONG), torch.ones(100))
-        assert "cudafuture-lane" not in threads(), "a client needs no engine of its own"
+        assert "cudafuture-io" not in threads(), "a client needs no engine of its own"
     rpc_ext.shutdown(timeout=LONG)
 
 

@@ -22,7 +22,7 @@ class PyArrivals {
 
   // Returns the next future that is done; None after the timeout, or after close().
   nb::object next(nb::handle timeout) {
-    const Entry entry;
+    const ParkingScope parking;
     refuse_after_fork();
     const Deadline deadline = deadline_in(timeout);
     while (arrivals_ != nullptr) {

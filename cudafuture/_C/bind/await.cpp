@@ -51,7 +51,7 @@ PyTypeObject* done_type = nullptr;
 }  // namespace
 
 PyObject* await_slot(PyObject* self) noexcept {
-  const Entry entry;
+  const ParkingScope parking;
   try {
     Future& future = expect_future(self, "await");
     if (future.state() == State::completed && future.events().empty() && future.late_error() == nullptr) {

@@ -53,7 +53,7 @@ std::vector<at::Tensor> host_tensors(nb::handle tensors) {
 
 nb::list copy_batch_of(nb::handle tensors, nb::handle stream, std::optional<DeviceSlab*> slab, bool pack, bool pin,
                        bool may_drop_unordered) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const std::vector<c10::Stream> streams = streams_from(stream);
   const std::vector<at::Tensor> sources = host_tensors(tensors);
@@ -74,7 +74,7 @@ void bind_batch_copy(nb::module_& m) {
       .def(
           "__init__",
           [](DeviceSlab* self, std::size_t nbytes, nb::handle device) {
-            const Entry entry;
+            const ParkingScope parking;
             const c10::Device at = device_from(device);
             const WithoutGil released;
             new (self) DeviceSlab(nbytes, at);

@@ -23,7 +23,7 @@ using storage::BufferPool;
 // Requests `size` bytes. The future's value is `buffer`; its `loan` is filled by then.
 nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, std::shared_ptr<BufferPool::Loan> loan,
                        const std::string& name) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   auto future = c10::make_intrusive<Future>();
   future->set_name(name);
@@ -62,7 +62,7 @@ void bind_buffer_pool(nb::module_& m) {
       .def_prop_ro("free", &BufferPool::free)
       .def_prop_ro("outside", &BufferPool::outside)
       .def("close", [](BufferPool& self) {
-        const Entry entry;
+        const ParkingScope parking;
         self.close();
       });
   m.def("make_buffer_loan", [] { return std::make_shared<BufferPool::Loan>(); });

@@ -26,7 +26,7 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
 // Returns the future of a collective: it follows `work` and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
                       nb::object origin, double timeout, std::optional<BackendsPtr> backends) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   FuturePtr future = make_future(name, callbacks, origin);
   nb::object result = wrap(future);
@@ -38,7 +38,7 @@ nb::object collective(nb::handle work, nb::object value, const std::string& name
 
 // Returns a future that Python completes.
 nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::object origin) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   return wrap(make_future(name, callbacks, std::move(origin)));
 }
@@ -46,7 +46,7 @@ nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::ob
 // Calls `notice` with the origin of each overdue future before it fails the futures, so that the callers that see the
 // failure do not use the same engine again.
 void fail_overdue(double grace, nb::handle notice) {
-  const Entry entry;
+  const ParkingScope parking;
   std::vector<FuturePtr> overdue;
   {
     const WithoutGil released;

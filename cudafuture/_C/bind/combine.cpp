@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "bind/errors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "core/callback_thread.h"
 #include "core/ordered_executor.h"
@@ -161,7 +160,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   void finish_gather(Future& whole, Future& part) {
     if (part.state() != State::completed) {
       whole.inherit_host_time(part);
-      fail_after(whole, exception_of(part), kept(part.events(), Edge::gather_failure_events));
+      fail_after(whole, exception_of(part), kept(part.events(), SyncEdge::gather_failure_events));
       return;
     }
     const nb::object parts = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(parts_.size())));
@@ -172,18 +171,18 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       const auto& more = core_of(parts_[i]).named_tensors();
       named.insert(named.end(), more.begin(), more.end());
     }
-    if (!stands(Edge::gather_tensors)) named.clear();
+    if (!stands(SyncEdge::gather_tensors)) named.clear();
     inherit_async_errors(whole);
     inherit_host_times(whole);
     Value values = Value::of_parts(foreign(parts));
-    EventSet events = kept(joined(whole.priority()), Edge::gather_events);
+    EventSet events = kept(joined(whole.priority()), SyncEdge::gather_events);
     if (!events.empty()) values.native = searches_of(parts_);
     whole.complete(std::move(values), std::move(events), std::move(named));
   }
 
   // Consumers of the combined future may use the values of the parts.
   void finish_all(Future& whole) {
-    EventSet events = kept(joined(whole.priority()), Edge::gather_events);
+    EventSet events = kept(joined(whole.priority()), SyncEdge::gather_events);
     std::vector<at::Tensor> used;
     if (!events.empty()) {
       for (PyObject* part : parts_) {
@@ -191,7 +190,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
         used.insert(used.end(), more.begin(), more.end());
       }
     }
-    if (!stands(Edge::gather_tensors)) used.clear();
+    if (!stands(SyncEdge::gather_tensors)) used.clear();
     inherit_async_errors(whole);
     inherit_host_times(whole);
     whole.complete(Value::of_object(foreign(as_list())), std::move(events), std::move(used));
@@ -203,7 +202,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       whole.inherit_host_time(part);
       Value value = Value::of_object(foreign(nb::make_tuple(index, result_of(part))));
       if (part.value().form == Value::Form::object) value.native = part.value().native;
-      whole.complete(std::move(value), kept(part.events(), Edge::any_events),
+      whole.complete(std::move(value), kept(part.events(), SyncEdge::any_events),
                      std::vector<at::Tensor>(part.named_tensors()));
       return;
     }
@@ -212,7 +211,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     for (PyObject* p : parts_) errors.append(exception_of(core_of(p)));
     const nb::object type = nb::module_::import_("cudafuture.errors").attr("AllFailedError");
     const nb::str message(("all " + std::to_string(parts_.size()) + " futures given to collect_any failed").c_str());
-    fail_after(whole, call(type, message, errors), kept(joined(whole.priority()), Edge::any_failure_events));
+    fail_after(whole, call(type, message, errors), kept(joined(whole.priority()), SyncEdge::any_failure_events));
   }
 
   How how_;
@@ -277,13 +276,13 @@ OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
   for (PyObject* part : parts) {
     OrderedExecutor* const own = core_of(part).ordered_executor();
     if (own == nullptr) continue;
-    if (order == nullptr || (own->is_same_line(*order) && own->depth() > order->depth())) order = own;
+    if (order == nullptr || (own->shares_queues_with(*order) && own->depth() > order->depth())) order = own;
   }
   return order;
 }
 
 nb::object combine(How how, nb::handle futures, bool cancel_parts) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   std::vector<PyObject*> parts;
   const nb::object sequence =

@@ -224,7 +224,7 @@ template <class Item>
 std::vector<Item> items_of(Future& future) {
   std::vector<Item> items;
   if (!future.events().empty() && future.state() == State::completed) items = items_in_value<Item>(future);
-  if (!stands(Edge::result_tensors)) return items;
+  if (!stands(SyncEdge::result_tensors)) return items;
   const std::vector<at::Tensor>& named = future.named_tensors();
   items.insert(items.end(), named.begin(), named.end());
   return items;

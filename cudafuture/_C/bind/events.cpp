@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "bind/errors.h"
-#include "bind/events.h"
 #include "bind/future.h"
 #include "core/stream_pool.h"
 
@@ -18,7 +17,7 @@ struct EventView {
 
 void wait_on_stream(const EventView& view, nb::handle stream) {
   const c10::Device device = view.event->device();
-  if (!stands(Edge::event_wait)) return;
+  if (!stands(SyncEdge::event_wait)) return;
   if (stream.is_none()) {
     view.event->block(current_stream(device));
     return;
@@ -38,11 +37,11 @@ void wait_on_stream(const EventView& view, nb::handle stream) {
 nb::object to_torch_event(const EventView& view) {
   static Imported event_class{"torch", "Event"};
   const c10::Device device = view.event->device();
-  const c10::OptionalDeviceGuard guard(stands(Edge::guard_to_torch) ? std::optional(device) : std::nullopt);
+  const c10::OptionalDeviceGuard guard(stands(SyncEdge::guard_to_torch) ? std::optional(device) : std::nullopt);
   const c10::Stream stream = pool_stream(device, 0);
-  if (stands(Edge::event_to_torch_wait)) view.event->block(stream);
+  if (stands(SyncEdge::event_to_torch_wait)) view.event->block(stream);
   nb::object event = event_class()(device_object(device));
-  if (stands(Edge::event_to_torch_record)) event.attr("record")(stream_object(stream));
+  if (stands(SyncEdge::event_to_torch_record)) event.attr("record")(stream_object(stream));
   return event;
 }
 
@@ -70,7 +69,7 @@ void bind_events(nb::module_& m) {
           [](const EventView& v) {
             refuse_while_capturing(v.event->device());
             const WithoutGil released;
-            if (stands(Edge::event_synchronize)) v.event->synchronize();
+            if (stands(SyncEdge::event_synchronize)) v.event->synchronize();
           },
           "Block the calling thread until the device has got past the event.")
       .def("wait", wait_on_stream, nb::arg("stream") = nb::none(),

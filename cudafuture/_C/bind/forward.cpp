@@ -1,5 +1,4 @@
-#include "bind/forward.h"
-
+// Forwarding of an outcome from one future to another, and promises that cannot be kept.
 #include <string>
 
 #include "bind/errors.h"
@@ -46,7 +45,7 @@ class Forward final : public Continuation {
       return;
     }
     if (inner.state() == State::failed) {
-      fail_after(child, exception_of(inner), kept(inner.events(), Edge::then_async_failure_events));
+      fail_after(child, exception_of(inner), kept(inner.events(), SyncEdge::then_async_failure_events));
       return;
     }
     if (const std::string message = outside_bounding_set(child, inner.events().devices()); !message.empty()) {
@@ -56,7 +55,7 @@ class Forward final : public Continuation {
     child.inherit_async_errors(inner);
     Value value = Value::of_object(bind::foreign(result_of(inner)));
     if (inner.value().form == Value::Form::object) value.native = inner.value().native;
-    child.complete(std::move(value), kept(inner.events(), Edge::then_async_events),
+    child.complete(std::move(value), kept(inner.events(), SyncEdge::then_async_events),
                    std::vector<at::Tensor>(inner.named_tensors()));
   }
 
@@ -70,7 +69,7 @@ Continuation* make_forward(nb::object child) { return new Forward(std::move(chil
 void break_promise(const nb::object& child) noexcept {
   if (Py_REFCNT(child.ptr()) <= 1 || nb::inst_ptr<PyFuture>(child)->is_garbage) return;
   if (is_finalizing() || is_forked_child()) return;
-  const Entry entry;
+  const ParkingScope parking;
   const nb::error_scope raised_already;  // this may run while any other error unwinds
   try {
     const FuturePtr future = nb::inst_ptr<PyFuture>(child)->core;

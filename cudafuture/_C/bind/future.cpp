@@ -7,7 +7,6 @@
 
 #include "bind/docs.h"
 #include "bind/errors.h"
-#include "bind/events.h"
 #include "bind/executors.h"
 #include "bind/torch_future.h"
 #include "core/process.h"
@@ -46,7 +45,7 @@ int clear(PyObject* self) {
 // The collector calls this for a whole island of garbage before it destroys the first object.
 void finalize(PyObject* self) {
   if (!nb::inst_ready(self)) return;
-  const Entry entry;
+  const ParkingScope parking;
   PyFuture* const future = nb::inst_ptr<PyFuture>(self);
   future->is_garbage = true;
   if (future->core.use_count() == 1 && future->core->is_unseen_failure()) log_unseen_failure(*future->core);
@@ -69,7 +68,7 @@ Lifetime lifetime_from(const char* lifetime) {
 
 void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priority, const std::string& name,
           const char* lifetime, nb::handle executor) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   auto core = c10::make_intrusive<Future>(expect_priority(priority), lifetime_from(lifetime));
   if (!devices.is_none()) core->set_bounding_set(devices_from(devices));
@@ -94,7 +93,7 @@ void expect_exception(nb::handle exc, const char* who) {
 }
 
 nb::object completed(nb::object value) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   nb::object future = wrap(c10::make_intrusive<Future>());
   complete(core_of(future), std::move(value));
@@ -103,7 +102,7 @@ nb::object completed(nb::object value) {
 }
 
 nb::object failed(nb::object exc) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   expect_exception(exc, "failed()");
   nb::object future = wrap(c10::make_intrusive<Future>());
@@ -114,7 +113,7 @@ nb::object failed(nb::object exc) {
 // ---- consumer
 
 bool ready(PyFuture& self) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& future = *self.core;
   if (!future.device_work_finished()) return false;
   refuse_captured(future, "ready()");
@@ -123,7 +122,7 @@ bool ready(PyFuture& self) {
 }
 
 nb::object wait_with(Future& future, bool non_blocking, nb::handle timeout) {
-  const Entry entry;
+  const ParkingScope parking;
   const Deadline deadline = deadline_in(timeout);
   wait_until_done(future, deadline);
   wait_for_devices(future, non_blocking, deadline);
@@ -141,7 +140,7 @@ nb::object result(PyFuture& self, nb::handle timeout) {
 }
 
 nb::object value(PyFuture& self) {
-  const Entry entry;
+  const ParkingScope parking;
   if (!self.core->done()) {
     raise_error("InvalidStateError", "value(): the future is pending; wait() for it, or ask done() first");
   }
@@ -150,7 +149,7 @@ nb::object value(PyFuture& self) {
 }
 
 nb::object exception(PyFuture& self, nb::handle timeout) {
-  const Entry entry;
+  const ParkingScope parking;
   const FuturePtr future = self.core;
   const Deadline deadline = deadline_in(timeout);
   wait_until_done(*future, deadline);
@@ -160,13 +159,13 @@ nb::object exception(PyFuture& self, nb::handle timeout) {
 }
 
 bool wait_done(PyFuture& self, nb::handle timeout) {
-  const Entry entry;
+  const ParkingScope parking;
   const FuturePtr future = self.core;
   return try_wait_until_done(*future, deadline_in(timeout));
 }
 
 bool cancel(PyFuture& self) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const FuturePtr future = self.core;
   const bool cancelled = future->cancel();
@@ -177,7 +176,7 @@ bool cancel(PyFuture& self) {
 // ---- producer
 
 void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle tensors) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const FuturePtr future = self.core;
   bool first;
@@ -200,7 +199,7 @@ void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle 
 }
 
 void set_exception(PyFuture& self, nb::object exc) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   expect_exception(exc, "set_exception()");
   const FuturePtr future = self.core;
@@ -217,7 +216,7 @@ nb::object devices(PyFuture& self) {
 }
 
 nb::object late_error(PyFuture& self) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   return late_error_of(*self.core);
 }
@@ -242,9 +241,9 @@ std::string repr(PyFuture& self) {
 void report_unseen_failure(Value&& error, const std::string& name, Foreign&& origin) {
   if (is_finalizing() || is_forked_child()) return;
   // Reports the error where Python runs: a future destroyed on an engine's thread passes it to the callback thread.
-  class Report final : public Continuation {
+  class UnseenFailureReport final : public Continuation {
    public:
-    Report(Value&& error, std::string name, Foreign&& origin)
+    UnseenFailureReport(Value&& error, std::string name, Foreign&& origin)
         : Continuation(foreign), error_(std::move(error)), name_(std::move(name)), origin_(std::move(origin)) {}
     void run(Future&) noexcept override { report(); }
     void abandon() noexcept override { delete this; }
@@ -267,7 +266,7 @@ void report_unseen_failure(Value&& error, const std::string& name, Foreign&& ori
     std::string name_;
     Foreign origin_;
   };
-  auto* report = new Report(std::move(error), name, std::move(origin));
+  auto* report = new UnseenFailureReport(std::move(error), name, std::move(origin));
   if (foreign_runtime().inside()) {
     report->report();
     return;

@@ -12,7 +12,7 @@
 
 #include "bind/python.h"
 #include "core/context.h"
-#include "core/device_memory.h"
+#include "core/stream_order.h"
 
 namespace cudafuture::bind {
 
@@ -45,9 +45,9 @@ nb::object value_or_raise(Future& future);
 // Both return false if the future was done already. A value outside the bounding set fails the future. So does a value
 // whose tensors cannot be searched, unless its producer has named the tensors (`named`).
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams = {},
-              std::optional<std::vector<at::Tensor>> named = {}, Edge record = Edge::result_record);
+              std::optional<std::vector<at::Tensor>> named = {}, SyncEdge record = SyncEdge::result_record);
 bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams = {},
-          Edge record = Edge::failure_record);
+          SyncEdge record = SyncEdge::failure_record);
 // Fails the future behind device work that already has events.
 bool fail_after(Future& future, nb::object exception, EventSet events);
 // Returns a message if `used` violates the future's bounding set; otherwise an empty string.
@@ -121,6 +121,15 @@ void add_ready_callback(nb::handle future, nb::object fn);
 int remove_done_callback(nb::handle future, nb::handle fn);
 PyObject* await_slot(PyObject* self) noexcept;
 
+// Creates a continuation that gives `child` the outcome of the future it is attached to.
+Continuation* make_forward(nb::object child);
+
+// Fails `child`, which would stay pending: the future that it depends on was dropped while pending, or the process is
+// exiting.
+void break_promise(const nb::object& child) noexcept;
+
+nb::object events_of(const Future& future);  // a read-only mapping from torch.device to EventView
+
 void bind_future(nb::module_& m);
 void bind_events(nb::module_& m);
 void bind_streams(nb::module_& m);
@@ -132,7 +141,7 @@ void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);
-void bind_edges(nb::module_& m);
+void bind_sync_edges(nb::module_& m);
 void bind_host_clock(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_digests(nb::module_& m);

@@ -27,9 +27,9 @@ PyObject* on_failure = nullptr;  // takes the message, returns the objects to ke
 std::terminate_handler usual = nullptr;
 
 // Calls Python, on the callback thread.
-class Report final : public Continuation {
+class GlooFailureReport final : public Continuation {
  public:
-  explicit Report(std::string message) : Continuation(foreign), message_(std::move(message)) {}
+  explicit GlooFailureReport(std::string message) : Continuation(foreign), message_(std::move(message)) {}
   void run(Future&) noexcept override {
     try {
       call(on_failure, nb::str(message_.c_str())).release();  // never dropped
@@ -57,7 +57,7 @@ std::string current_message() noexcept {
 void terminate() {
   const std::type_info* const type = abi::__cxa_current_exception_type();
   if (type != nullptr && std::strcmp(type->name(), kGlooError) == 0 && !is_forked_child() && !is_shut_down()) {
-    auto* report = new Report(current_message());
+    auto* report = new GlooFailureReport(current_message());
     report->parent = c10::make_intrusive<Future>();
     CallbackThread::get().post(report);
     for (;;) pause();

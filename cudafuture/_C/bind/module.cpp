@@ -63,7 +63,7 @@ NB_MODULE(_C, m) {
   bind_work_errors(m);
   bind_collective(m);
   bind_gloo(m);
-  bind_edges(m);
+  bind_sync_edges(m);
   bind_host_clock(m);
   bind_storage(m);
   bind_digests(m);

@@ -1,5 +1,5 @@
 // Multipart writes of cudafuture.storage.
-#include "storage/multipart_write.h"
+#include "store/multipart_write.h"
 
 #include <ATen/core/Tensor.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -23,9 +23,9 @@
 namespace cudafuture::bind {
 namespace {
 
-using storage::Call;
-using storage::CallPtr;
-using storage::MultipartWrite;
+using store::Call;
+using store::CallPtr;
+using store::MultipartWrite;
 
 // The Python handle of a multipart write, which is aborted when Python drops the handle.
 struct MultipartHandle {
@@ -54,7 +54,7 @@ storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
           ("a shape consists of sizes of at least 0, not " + std::string(nb::repr(size).c_str())).c_str());
     }
   }
-  if (shape.sizes.size() > storage::kMostDims) {
+  if (shape.sizes.size() > store::kMostDims) {
     throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   }
   return shape;
@@ -79,7 +79,7 @@ std::optional<std::uint64_t> digest_from(nb::handle object) {
 }
 
 MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dtype, nb::handle sizes, int priority) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const std::string name = key_of(key);
   const storage::Shape shape = shape_from(dtype, sizes);
@@ -102,7 +102,7 @@ std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t tota
 }
 
 nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb::handle digest) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const at::Tensor bytes = take_on_host(tensor);
   const std::uint64_t begin = expect_part(at, bytes.nbytes(), self.write->size());
@@ -125,7 +125,7 @@ nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb
 }
 
 nb::object commit(const MultipartHandle& self, nb::handle digest) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const std::optional<std::uint64_t> expected = digest_from(digest);
   const CallPtr call = new_call(Call::Kind::write, "commit the write of " + self.write->key(), self.priority);
@@ -139,7 +139,7 @@ nb::object commit(const MultipartHandle& self, nb::handle digest) {
 
 }  // namespace
 
-void bind_multipart_write(nb::module_& m, nb::class_<storage::Store>& store) {
+void bind_multipart_write(nb::module_& m, nb::class_<store::Store>& store) {
   nb::class_<MultipartHandle>(m, "MultipartWrite")
       .def("put", put, nb::arg("at"), nb::arg("tensor"), nb::arg("digest").none())
       .def("commit", commit, nb::arg("digest").none())

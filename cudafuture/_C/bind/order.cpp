@@ -6,9 +6,9 @@
 #include "bind/errors.h"
 #include "bind/executors.h"
 #include "bind/future.h"
+#include "core/completion_order_executor.h"
 #include "core/issue_order.h"
 #include "core/process.h"
-#include "core/serial_executor.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture::bind {
@@ -17,13 +17,13 @@ thread_local constinit CallbackOrder::Kind CallbackOrder::current_{};
 
 namespace {
 
-// Returns the lane whose callback issues a collective on the group with these ordered callbacks. None: the program
-// itself.
-nb::object issuing_lane(const HostExecutor& callbacks) {
+// Returns the serial queue whose callback issues a collective on the group with these ordered callbacks. None: the
+// program itself.
+nb::object issuing_serial_queue(const HostExecutor& callbacks) {
   refuse_after_fork();
   using Kind = CallbackOrder::Kind;
   const Kind here = CallbackOrder::current();
-  if (here.kind == Kind::is_in_lane) return nb::str(Lane::current()->name().c_str());
+  if (here.kind == Kind::is_in_serial_queue) return nb::str(SerialQueue::current()->name().c_str());
   if (here.kind == Kind::is_by_completion) {
     raise_error(
         "InvalidStateError",
@@ -32,7 +32,7 @@ nb::object issuing_lane(const HostExecutor& callbacks) {
         "group, executor=ProcessGroup(group).queue: its callbacks run in the order in which they were attached");
   }
   const OrderedExecutor* order = callbacks.executor->ordered();
-  if (here.kind == Kind::is_beside && order != nullptr && here.order->is_same_line(*order)) {
+  if (here.kind == Kind::is_beside && order != nullptr && here.order->shares_queues_with(*order)) {
     raise_error("InvalidStateError",
                 "a collective on group '" + order->name() +
                     "' cannot be issued in a callback of that group's futures that runs on an executor of its own: "
@@ -47,7 +47,7 @@ constexpr std::chrono::milliseconds kSlice{50};  // the maximum delay of Ctrl-C 
 
 // Waits until all callbacks attached before this point have run. False: `timeout` seconds have passed.
 bool wait_for_issue_order(double timeout) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   IssueOrder& order = IssueOrder::get();
   if (order.wait_until(Clock::now())) return true;
@@ -77,10 +77,12 @@ void bind_order(nb::module_& m) {
       nb::arg("name"), nb::arg("in_issue_order") = false);
   m.def(
       "serial_executor",
-      [](const std::string& name) { return HostExecutor{"serial(\"" + name + "\")", &SerialExecutor::make(name)}; },
+      [](const std::string& name) {
+        return HostExecutor{"serial(\"" + name + "\")", &CompletionOrderExecutor::make(name)};
+      },
       nb::arg("name"));
   m.def("wait_for_issue_order", wait_for_issue_order, nb::arg("timeout"));
-  m.def("issuing_lane", issuing_lane, nb::arg("callbacks"));
+  m.def("issuing_serial_queue", issuing_serial_queue, nb::arg("callbacks"));
   m.def("refuse_after_fork", refuse_after_fork);
   m.def("set_leavable", ThreadCache::set_leavable, nb::arg("leavable"));
 }

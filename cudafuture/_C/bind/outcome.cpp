@@ -144,7 +144,7 @@ namespace {
 
 // Completes with a value that may use devices, or with streams or tensors that the producer named.
 [[gnu::noinline]] bool complete_on_devices(Future& future, nb::object object, const std::vector<c10::Stream>& streams,
-                                           std::optional<std::vector<at::Tensor>>&& named, Edge record) {
+                                           std::optional<std::vector<at::Tensor>>&& named, SyncEdge record) {
   FoundTensors found;
   try {
     found = find_tensors(object, named.has_value());
@@ -169,7 +169,7 @@ namespace {
   }
   EventSet events;
   try {
-    if (stands(record)) events = EventSet::record(used, stands(Edge::result_stream) ? streams : kNoStreams);
+    if (stands(record)) events = EventSet::record(used, stands(SyncEdge::result_stream) ? streams : kNoStreams);
   } catch (...) {  // from a device that refuses all work
     park_if_unwinding();
     return fail(future, exception_of(std::current_exception()), streams);
@@ -180,7 +180,7 @@ namespace {
 }  // namespace
 
 bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& streams,
-              std::optional<std::vector<at::Tensor>> named, Edge record) {
+              std::optional<std::vector<at::Tensor>> named, SyncEdge record) {
   if (may_use_devices(value) || named.has_value() || !streams.empty()) {
     return complete_on_devices(future, std::move(value), streams, std::move(named), record);
   }
@@ -189,7 +189,7 @@ bool complete(Future& future, nb::object value, const std::vector<c10::Stream>& 
 
 // Device work may be pending behind a failure: a consumer that recovers is ordered after that work. A device that
 // cannot record an event adds a late error, and never hides the failure itself. A device without a context has no work.
-bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams, Edge record) {
+bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& streams, SyncEdge record) {
   if (future.done()) return false;
   EventSet events;
   std::exception_ptr late;

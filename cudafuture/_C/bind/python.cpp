@@ -58,10 +58,10 @@ bool is_inside() noexcept {
 
 }  // namespace
 
-Entry::Entry() noexcept { ++entries; }
+ParkingScope::ParkingScope() noexcept { ++entries; }
 
 // During finalization this can be a part of the thread's unwinding.
-Entry::~Entry() {
+ParkingScope::~ParkingScope() {
   if (is_finalizing() && !is_main_thread()) park();
   --entries;
 }
@@ -72,7 +72,7 @@ WithoutGil::~WithoutGil() { take_gil(state_); }
 // noexcept function parks the thread here instead.
 void take_gil(PyThreadState* state) noexcept {
   if (is_finalizing() && !is_main_thread()) park();
-  const Entry entry;
+  const ParkingScope parking;
   PyEval_RestoreThread(state);
 }
 
@@ -89,7 +89,7 @@ PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
 }
 
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept {
-  const Entry entry;
+  const ParkingScope parking;
   return PyObject_Vectorcall(callable, arguments, count, nullptr);
 }
 

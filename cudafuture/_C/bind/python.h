@@ -31,22 +31,22 @@ void take_gil(PyThreadState* state) noexcept;
 
 // Calls `callable`. Returns null, with the error set, if it raises. A thread that CPython ends inside this call is
 // parked here, before any of this library's frames are unwound without the GIL. The first overload, for callbacks,
-// takes one argument or none (null), and is called inside an Entry.
+// takes one argument or none (null), and is called inside a ParkingScope.
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
 // A scope in every function of this library that runs Python, directly or indirectly. It parks a thread that CPython
 // ends by unwinding while the interpreter finalizes.
-class Entry {
+class ParkingScope {
  public:
-  Entry() noexcept;
-  ~Entry();
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
+  ParkingScope() noexcept;
+  ~ParkingScope();
+  ParkingScope(const ParkingScope&) = delete;
+  ParkingScope& operator=(const ParkingScope&) = delete;
 };
 
-// Extends the parking to functions that must not be unwound. It applies only inside an Entry: other threads are not
-// this library's, and an engine that joins its own parked thread would wait forever. Called at exit.
+// Extends the parking to functions that must not be unwound. It applies only inside a ParkingScope: other threads are
+// not this library's, and an engine that joins its own parked thread would wait forever. Called at exit.
 void keep_threads_from_unwinding() noexcept;
 
 bool is_finalizing() noexcept;

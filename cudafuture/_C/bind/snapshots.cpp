@@ -25,11 +25,11 @@
 namespace cudafuture::bind {
 namespace {
 
-using storage::Call;
-using storage::CallPtr;
 using storage::Direction;
-using storage::Store;
-using Version = storage::Index::Version;
+using store::Call;
+using store::CallPtr;
+using store::Store;
+using Version = store::Index::Version;
 
 constexpr const char* kSnapshotDoc = R"(The tensor that a key had at one time; see ``Offloader.snapshots()``.
 
@@ -48,7 +48,7 @@ A snapshot keeps the tensor's bytes on the disk, and in the store's `capacity`, 
 struct Snapshot {
   std::weak_ptr<const Store> store;
   std::string key;
-  storage::EntryPtr entry;
+  store::EntryPtr entry;
   std::uint64_t version;
 
   bool is_of(const StorePtr& other) const noexcept { return !store.owner_before(other) && !other.owner_before(store); }
@@ -70,7 +70,7 @@ nb::list snapshots(const StorePtr& self, nb::handle keys) {
     if (found[i].entry == nullptr) {
       result.append(nb::none());
     } else {
-      result.append(Snapshot{self, std::move(names[i]), std::move(found[i].entry), found[i].turn});
+      result.append(Snapshot{self, std::move(names[i]), std::move(found[i].entry), found[i].sequence});
     }
   }
   return result;
@@ -84,8 +84,8 @@ nb::object torch_size_of(const Snapshot& self) {
 }
 
 // Returns one part of a read; its bytes go into `out`.
-storage::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& snapshot, nb::handle at,
-                      nb::handle out) {
+store::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& snapshot, nb::handle at,
+                    nb::handle out) {
   if (!snapshot.is_of(self))
     throw nb::value_error(("the snapshot of key '" + snapshot.key + "' is of another store").c_str());
   const at::Tensor bytes = take_on_host(out);
@@ -106,7 +106,7 @@ storage::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot&
 }
 
 nb::object read_parts(const StorePtr& self, nb::list parts, nb::object digests, int priority) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
   const std::optional<at::Tensor> told = target_of(digests, at::kUInt64, parts.size(), "digests");
@@ -114,7 +114,7 @@ nb::object read_parts(const StorePtr& self, nb::list parts, nb::object digests, 
   const CallPtr call = new_call(Call::Kind::read, "read " + std::to_string(parts.size()) + " parts", priority);
   std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
   nb::list outs;
-  storage::ReadList reads;
+  store::ReadList reads;
   for (nb::handle part : parts) {
     if (!nb::isinstance<nb::tuple>(part) || nb::len(part) != 3 || !nb::isinstance<Snapshot>(part[0])) {
       throw nb::type_error("a part is a tuple of a Snapshot, a byte and a tensor");

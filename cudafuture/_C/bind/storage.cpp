@@ -33,7 +33,7 @@ constexpr std::uint64_t kMostBytes = std::numeric_limits<std::int64_t>::max();
 // Reads or writes tensors consecutively from `offset` on. The future keeps them until it is done.
 nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool reads, nb::list tensors,
                     std::uint64_t offset, const std::string& name, int priority) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   storage::Request request;
   request.direction = reads ? Direction::read : Direction::write;
@@ -118,9 +118,9 @@ void bind_storage(nb::module_& m) {
       .def("statistics", engine_statistics)
       .def("transfer", transfer, nb::arg("file"), nb::arg("reads"), nb::arg("tensors"), nb::arg("offset"),
            nb::arg("name"), nb::arg("priority"))
-      .def("let_go", [](EngineHandle& self) { self.engine->let_go(); })
+      .def("let_go", [](EngineHandle& self) { self.engine->release_held(); })
       .def("close", [](EngineHandle& self) {
-        const Entry entry;
+        const ParkingScope parking;
         self.engine->close();
         wait_until_done([&](Engine::Clock::time_point deadline) { return self.engine->join_until(deadline); });
       });

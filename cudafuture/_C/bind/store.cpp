@@ -21,20 +21,19 @@
 #include "bind/future.h"
 #include "bind/storage.h"
 #include "bind/store.h"
-#include "bind/store_statistics.h"
 #include "bind/tensors.h"
 #include "core/error.h"
 #include "core/process.h"
 #include "storage/aligned.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
-#include "storage/mapping.h"
-#include "storage/store.h"
+#include "store/mapping.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 
-using storage::Call;
-using storage::CallPtr;
+using store::Call;
+using store::CallPtr;
 
 std::string key_of(nb::handle object) {
   if (!PyUnicode_Check(object.ptr())) {
@@ -44,7 +43,7 @@ std::string key_of(nb::handle object) {
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
   if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
   const std::string_view key(text, static_cast<std::size_t>(size));
-  if (key.empty() || key.size() > storage::kLongestKey) {
+  if (key.empty() || key.size() > store::kLongestKey) {
     throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());
   }
   if (key.find('\0') != std::string_view::npos) throw nb::value_error("a key has no NUL");
@@ -79,9 +78,9 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 namespace {
 
 using storage::Direction;
-using storage::Store;
+using store::Store;
 
-using Entries = std::vector<storage::EntryPtr>;
+using Entries = std::vector<store::EntryPtr>;
 
 CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int priority) {
   const std::string operand = keys.size() == 1 ? keys.front() : std::to_string(keys.size()) + " keys";
@@ -90,7 +89,7 @@ CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int pri
 
 storage::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  if (tensor.dim() > storage::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
+  if (tensor.dim() > store::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
   return {tensor.scalar_type(), {tensor.sizes().begin(), tensor.sizes().end()}};
 }
@@ -111,7 +110,7 @@ std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const
 
 nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int priority, nb::object digests,
                  nb::object written, bool atomic) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (names.size() != nb::len(tensors)) throw nb::value_error("not as many tensors as keys");
@@ -123,13 +122,13 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   bool* const outcome = outcomes ? outcomes->mutable_data_ptr<bool>() : nullptr;
   std::fill_n(outcome, outcomes ? names.size() : 0, false);
   if (outcomes) taken.keep.append(nb::steal(THPVariable_Wrap(outcomes->detach())));
-  storage::WriteList writes;
+  store::WriteList writes;
   for (std::size_t i = 0; i < names.size(); ++i) {
     writes.push_back({call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory.front()), 0, expected[i],
                       outcome == nullptr ? nullptr : outcome + i});
     taken.memory.pop_front();
   }
-  if (atomic) call->atomic = std::make_shared<storage::AtomicWrite>(writes.size());
+  if (atomic) call->atomic = std::make_shared<store::AtomicWrite>(writes.size());
   names = {};
   call->device = std::move(taken.device);
   call->keep = foreign(taken.kept());
@@ -142,8 +141,8 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
 }
 
 // Finds an entry; releases the GIL if the index is locked, as during a compaction.
-storage::EntryPtr find(const Store& store, const std::string& key) {
-  storage::EntryPtr found;
+store::EntryPtr find(const Store& store, const std::string& key) {
+  store::EntryPtr found;
   if (store.try_find(key, found)) return found;
   const WithoutGil released;
   return store.find(key);
@@ -167,7 +166,7 @@ std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr&
 
 nb::list make_tensors(const Entries& entries, c10::Device device) {
   nb::list tensors;
-  for (const storage::EntryPtr& entry : entries) {
+  for (const store::EntryPtr& entry : entries) {
     at::Tensor tensor;
     {
       const WithoutGil released;
@@ -197,7 +196,7 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
 
 nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object device, bool gives_list, int priority,
                 nb::object digests) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Keys names = keys_of(keys);
   if (self->is_closed()) throw Error(ErrorKind::invalid_state, "the store is closed");
@@ -215,7 +214,7 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   }
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
-  storage::ReadList reads;
+  store::ReadList reads;
   for (std::size_t i = 0; i < names.size(); ++i) {
     reads.push_back({call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory.front()),
                      digest == nullptr ? nullptr : digest + i});
@@ -239,9 +238,9 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
 }
 
 nb::object link(const StorePtr& self, const nb::dict& to_by_key) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
-  std::vector<storage::Index::Link> links;
+  std::vector<store::Index::KeyLink> links;
   links.reserve(to_by_key.size());
   for (const auto [key, to] : to_by_key) links.push_back({key_of(key), key_of(to)});
   const std::string operand = links.size() == 1 ? links[0].key : std::to_string(links.size()) + " keys";
@@ -262,18 +261,18 @@ nb::object map(const StorePtr& self, nb::list keys, bool verify) {
   at::Tensor tensor;
   {
     const WithoutGil released;
-    std::vector<storage::EntryPtr> found;
+    std::vector<store::EntryPtr> found;
     for (const std::string& name : names) {
       found.push_back(self->find(name));
       if (found.back() == nullptr) throw storage::no_such_key(name, "");
     }
-    tensor = storage::map_tensors(found, names, verify);
+    tensor = store::map_tensors(found, names, verify);
   }
   return nb::steal(THPVariable_Wrap(std::move(tensor)));
 }
 
 nb::object erase(const StorePtr& self, nb::list keys) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   const Keys names = keys_of(keys);
   const CallPtr call = new_call_of(Call::Kind::deletion, "delete", names, 0);
@@ -288,7 +287,7 @@ nb::object erase(const StorePtr& self, nb::list keys) {
 nb::object stat(const Store& self, nb::handle key) {
   refuse_after_fork();
   const std::string name = key_of(key);
-  const storage::EntryPtr found = find(self, name);
+  const store::EntryPtr found = find(self, name);
   if (found == nullptr) raise_error("NotFoundError", "there is no key '" + name + "'");
   const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
@@ -302,9 +301,9 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
   options.direct = !direct ? storage::Direct::automatic : *direct ? storage::Direct::yes : storage::Direct::no;
   options.checksum = checksum;
   options.durable = durable;
-  options.opening = opening == "write"  ? storage::Opening::write
-                    : opening == "read" ? storage::Opening::read
-                                        : storage::Opening::salvage;
+  options.opening = opening == "write"  ? store::Opening::write
+                    : opening == "read" ? store::Opening::read
+                                        : store::Opening::salvage;
   options.capacity = capacity;
   refuse_after_fork();
   const WithoutGil released;
@@ -372,7 +371,7 @@ void bind_store(nb::module_& m) {
              return wrap(self.retire());
            })
       .def("close", [](Store& self) {
-        const Entry entry;
+        const ParkingScope parking;
         refuse_after_fork();
         const WithoutGil released;
         self.close();

@@ -11,17 +11,17 @@
 
 #include "bind/python.h"
 #include "storage/buffer_pool.h"
-#include "storage/store.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 
-using StorePtr = std::shared_ptr<storage::Store>;
+using StorePtr = std::shared_ptr<store::Store>;
 using Keys = std::vector<std::string>;
 
 std::string key_of(nb::handle object);  // throws TypeError and ValueError
 Keys keys_of(nb::handle objects);
 
-storage::CallPtr new_call(storage::Call::Kind kind, const std::string& name, int priority);
+store::CallPtr new_call(store::Call::Kind kind, const std::string& name, int priority);
 
 // Returns a contiguous one-dimensional host tensor with an element for each of `count` results; none for None. `what`
 // names the results in the ValueError for any other tensor.
@@ -32,7 +32,10 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 nb::capsule access_to_store(const StorePtr& self);
 nb::capsule access_to_pool(std::shared_ptr<storage::BufferPool> self);
 
-void bind_multipart_write(nb::module_& m, nb::class_<storage::Store>& store);
-void bind_snapshots(nb::module_& m, nb::class_<storage::Store>& store);
+nb::dict store_statistics(const store::Store& self);
+nb::dict recovery_of(const store::Store& self);  // the findings when it was opened
+
+void bind_multipart_write(nb::module_& m, nb::class_<store::Store>& store);
+void bind_snapshots(nb::module_& m, nb::class_<store::Store>& store);
 
 }  // namespace cudafuture::bind

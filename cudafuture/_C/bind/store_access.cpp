@@ -1,5 +1,5 @@
-// Stores and buffer pools for other extension modules; see storage/store_access.h.
-#include "storage/store_access.h"
+// Stores and buffer pools for other extension modules; see store/store_access.h.
+#include "store/store_access.h"
 
 #include <nanobind/stl/shared_ptr.h>
 
@@ -18,20 +18,20 @@
 #include "storage/buffer_pool.h"
 #include "storage/checksum.h"
 #include "storage/failure.h"
-#include "storage/store.h"
-#include "storage/then.h"
+#include "store/function_continuation.h"
+#include "store/store.h"
 
 namespace cudafuture::bind {
 namespace {
 
 using storage::BufferPool;
-using storage::Call;
-using storage::CallPtr;
-using storage::EntryPtr;
 using storage::Failure;
 using storage::FailureKind;
-using storage::FoundTensor;
-using storage::Problem;
+using store::Call;
+using store::CallPtr;
+using store::EntryPtr;
+using store::FoundTensor;
+using store::Problem;
 using Full = storage::Engine::Full;
 
 Problem::Kind kind_of(FailureKind kind) {
@@ -67,10 +67,10 @@ Problem problem_of(const std::exception_ptr& error) {
   return problem;
 }
 
-CallPtr call_for(Call::Kind kind, const std::string& name, storage::StoreAccess::Done done) {
+CallPtr call_for(Call::Kind kind, const std::string& name, store::StoreAccess::Done done) {
   CallPtr call = new_call(kind, name, 0);
-  storage::then(call->future, [done = std::move(done)](Future& ended) {
-    const std::exception_ptr error = storage::error_of(ended);
+  store::then(call->future, [done = std::move(done)](Future& ended) {
+    const std::exception_ptr error = store::error_of(ended);
     if (error == nullptr) return done(nullptr);
     const Problem problem = problem_of(error);
     done(&problem);
@@ -88,7 +88,7 @@ void begin(const CallPtr& call, Begin&& function) {
   }
 }
 
-class StoreAdapter final : public storage::StoreAccess {
+class StoreAdapter final : public store::StoreAccess {
  public:
   explicit StoreAdapter(StorePtr store) : store_(std::move(store)) {}
 
@@ -104,24 +104,24 @@ class StoreAdapter final : public storage::StoreAccess {
                        entry};
   }
 
-  void read(const std::vector<storage::PartRead>& parts, std::uint64_t* digests, Done done) override {
+  void read(const std::vector<store::PartRead>& parts, std::uint64_t* digests, Done done) override {
     const CallPtr call = call_for(Call::Kind::read, "read", std::move(done));
-    storage::ReadList reads;
+    store::ReadList reads;
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      const storage::PartRead& part = parts[i];
+      const store::PartRead& part = parts[i];
       storage::Memory memory;
       memory.add(part.into, part.size);
-      const auto entry = std::static_pointer_cast<const storage::Entry>(part.tensor->entry);
+      const auto entry = std::static_pointer_cast<const store::Entry>(part.tensor->entry);
       reads.push_back({call, "", entry, std::move(memory), digests + i, part.begin});
     }
     begin(call, [&] { store_->read(std::move(reads), call, Full::exceed); });
   }
 
-  void write(const storage::TensorWrite& tensor, Done done) override {
+  void write(const store::TensorWrite& tensor, Done done) override {
     const CallPtr call = call_for(Call::Kind::write, tensor.key, std::move(done));
     storage::Memory memory;
     memory.add(const_cast<std::byte*>(tensor.from), tensor.size);
-    storage::WriteList writes;
+    store::WriteList writes;
     writes.push_back({call,
                       tensor.key,
                       {tensor.dtype, {tensor.sizes->begin(), tensor.sizes->end()}},
@@ -141,7 +141,9 @@ class StoreAdapter final : public storage::StoreAccess {
     return storage::digest_of(data, size);
   }
 
-  void call_elsewhere(std::function<void()> function) override { ThreadCache::get().run_or_call(std::move(function)); }
+  void call_elsewhere(std::function<void()> function) override {
+    ThreadCache::get().run_or_call("cudafuture-task", std::move(function));
+  }
 
  private:
   const StorePtr store_;
@@ -154,7 +156,7 @@ struct Taking {
   bool is_served = false;
 };
 
-class PoolAdapter final : public storage::PoolAccess {
+class PoolAdapter final : public store::PoolAccess {
  public:
   explicit PoolAdapter(std::shared_ptr<BufferPool> pool) : pool_(std::move(pool)) {}
 
@@ -163,13 +165,13 @@ class PoolAdapter final : public storage::PoolAccess {
     const auto future = c10::make_intrusive<Future>();
     const auto taking = std::make_shared<Taking>();
     // A buffer that returns serves the next request inside a destructor, which may hold any lock.
-    storage::then(future, [loan, taking, taken](Future& done) {
-      const std::exception_ptr error = storage::error_of(done);
+    store::then(future, [loan, taking, taken](Future& done) {
+      const std::exception_ptr error = store::error_of(done);
       std::unique_lock lock(taking->mutex);
       taking->is_served = true;
       if (!taking->has_returned) return;
       lock.unlock();
-      ThreadCache::get().run_or_call([loan, taken] { taken(std::move(loan->tensor)); });
+      ThreadCache::get().run_or_call("cudafuture-task", [loan, taken] { taken(std::move(loan->tensor)); });
     });
     try {
       pool_->take({size, loan, {}, future});
@@ -204,11 +206,11 @@ nb::capsule capsule_of(std::shared_ptr<Access> access, const char* name) {
 }  // namespace
 
 nb::capsule access_to_store(const StorePtr& self) {
-  return capsule_of<storage::StoreAccess>(std::make_shared<StoreAdapter>(self), "StoreAccess of cudafuture");
+  return capsule_of<store::StoreAccess>(std::make_shared<StoreAdapter>(self), "StoreAccess of cudafuture");
 }
 
 nb::capsule access_to_pool(std::shared_ptr<BufferPool> self) {
-  return capsule_of<storage::PoolAccess>(std::make_shared<PoolAdapter>(std::move(self)), "PoolAccess of cudafuture");
+  return capsule_of<store::PoolAccess>(std::make_shared<PoolAdapter>(std::move(self)), "PoolAccess of cudafuture");
 }
 
 }  // namespace cudafuture::bind

@@ -1,4 +1,5 @@
-#include "bind/store_statistics.h"
+// Statistics of a store, as dicts.
+#include "bind/store.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,7 +9,7 @@
 namespace cudafuture::bind {
 namespace {
 
-storage::StoreStatistics statistics_without_gil(const storage::Store& self) {
+store::StoreStatistics statistics_without_gil(const store::Store& self) {
   refuse_after_fork();
   const WithoutGil released;  // a thread that creates a file holds the lock for a while
   return self.statistics();
@@ -16,8 +17,8 @@ storage::StoreStatistics statistics_without_gil(const storage::Store& self) {
 
 }  // namespace
 
-nb::dict store_statistics(const storage::Store& self) {
-  const storage::StoreStatistics s = statistics_without_gil(self);
+nb::dict store_statistics(const store::Store& self) {
+  const store::StoreStatistics s = statistics_without_gil(self);
   nb::dict d;
   d["keys"] = s.keys;
   d["bytes"] = s.bytes;
@@ -33,10 +34,10 @@ nb::dict store_statistics(const storage::Store& self) {
   return d;
 }
 
-nb::dict recovery_of(const storage::Store& self) {
-  const storage::Recovery& recovery = self.recovery();
+nb::dict recovery_of(const store::Store& self) {
+  const store::Recovery& recovery = self.recovery();
   nb::list gaps;
-  for (const storage::Findings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
+  for (const store::Findings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
   nb::dict d;
   d["torn_bytes"] = recovery.torn_bytes;
   d["torn_keys"] = nb::cast(recovery.torn_keys);

@@ -42,7 +42,7 @@ void bind_streams(nb::module_& m) {
   m.def(
       "acquire_stream",
       [](nb::handle device, int priority) {
-        const Entry entry;
+        const ParkingScope parking;
         return stream_object(OwnStreams::get().acquire(device_with_streams(device), expect_priority(priority)));
       },
       nb::arg("device"), nb::arg("priority"));

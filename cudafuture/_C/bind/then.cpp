@@ -11,17 +11,16 @@
 
 #include "bind/errors.h"
 #include "bind/executors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "bind/job.h"
 #include "bind/order.h"
 #include "bind/stream_choice.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/future.h"
 #include "core/process.h"
 #include "core/stream_order.h"
 #include "core/stream_pool.h"
-#include "core/trace.h"
 #include "core/watcher.h"
 
 namespace cudafuture::bind {
@@ -87,7 +86,7 @@ class Then final : public Continuation, public Deferred {
 
   // Runs the callback itself, on any thread.
   void execute(Future& parent) noexcept override {
-    const Entry entry;
+    const ParkingScope parking;
     Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
     if (child != nullptr && !child->start()) return;  // cancelled before it began
     join_host_clock_of(parent);
@@ -140,7 +139,7 @@ class Then final : public Continuation, public Deferred {
     if (!has_host_clock()) return;
     join_host_time(attached_at_);
     join_host_time(parent.completed_at());
-    if (after_devices && stands(Edge::then_when_ready)) parent.device_work_finished();
+    if (after_devices && stands(SyncEdge::then_when_ready)) parent.device_work_finished();
   }
 
   void call(Future& parent, Future* child) {
@@ -162,7 +161,7 @@ class Then final : public Continuation, public Deferred {
     }
     const StreamScope scope(streams);
     if (has_events && !is_broken) {
-      order_current_streams(parent, memory_of(parent), {Edge::then_stream, Edge::then_record_stream});
+      order_current_streams(parent, memory_of(parent), {SyncEdge::then_stream, SyncEdge::then_record_stream});
     }
     nb::object result = invoke(parent, child);
     if (result.is_valid()) {
@@ -175,7 +174,7 @@ class Then final : public Continuation, public Deferred {
   // Returns the order in which collectives issued in this callback run.
   CallbackOrder::Kind order_in(const Future& parent) const noexcept {
     if (is_unordered) return CallbackOrder::by_completion();
-    if (executor != nullptr && executor == Lane::current()) return CallbackOrder::in_lane();
+    if (executor != nullptr && executor == SerialQueue::current()) return CallbackOrder::in_serial_queue();
     if (plain_call) return CallbackOrder::program();
     if (OrderedExecutor* usual = parent.ordered_executor()) return CallbackOrder::beside(*usual);
     return names_executor ? CallbackOrder::program() : CallbackOrder::by_completion();
@@ -193,7 +192,7 @@ class Then final : public Continuation, public Deferred {
     if (child == nullptr) return;
     child->inherit_async_errors(parent);
     if (!async) {
-      complete(*child, std::move(result), {}, {}, Edge::then_record);
+      complete(*child, std::move(result), {}, {}, SyncEdge::then_record);
       return;
     }
     Future* inner = core_of_or_null(result);
@@ -220,7 +219,7 @@ class Then final : public Continuation, public Deferred {
     try {
       const bool is_exit = keep_if_interrupt(exception);
       if (child != nullptr) {
-        if (!fail(*child, exception, streams, Edge::then_failure_record))
+        if (!fail(*child, exception, streams, SyncEdge::then_failure_record))
           log_error("a callback of %r raised", child_, exception);
       } else if (!is_exit || !is_main_thread()) {
         log_error("a callback of %r raised", wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent)), exception);
@@ -295,7 +294,7 @@ Executor* usual_executor(const Future& parent, const Then& then) {
 
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = expect_future(future, async ? "then_async()" : "then()");
   refuse_after_fork();
   expect_callable(fn, async ? "then_async()" : "then()");
@@ -314,7 +313,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
 }
 
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   auto parent = c10::make_intrusive<Future>(expect_priority(priority));
   auto core = c10::make_intrusive<Future>(priority);
@@ -331,7 +330,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 }
 
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = expect_future(future, "add_done_callback()");
   refuse_after_fork();
   expect_callable(fn, "add_done_callback()");
@@ -342,7 +341,7 @@ void add_done_callback(nb::handle future, nb::object fn, nb::handle executor) {
 }
 
 void add_ready_callback(nb::handle future, nb::object fn) {
-  const Entry entry;
+  const ParkingScope parking;
   Future& parent = core_of(future);
   refuse_after_fork();
   if (!parent.device_work_finished()) {  // the wake-up may come from another thread: raise if it cannot start
@@ -358,7 +357,7 @@ void add_ready_callback(nb::handle future, nb::object fn) {
 }
 
 int remove_done_callback(nb::handle future, nb::handle fn) {
-  const Entry entry;
+  const ParkingScope parking;
   if (is_forked_child()) return 0;  // no thread will ever run it
   int removed = 0;
   const auto calls_fn = [&](const Continuation& c) {

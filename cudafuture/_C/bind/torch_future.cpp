@@ -10,7 +10,6 @@
 
 #include "bind/conduit.h"
 #include "bind/errors.h"
-#include "bind/forward.h"
 #include "bind/future.h"
 #include "bind/order.h"
 #include "bind/promise.h"
@@ -122,7 +121,7 @@ class Deliver final : public Continuation {
     }
     // Here torch records its events, and tells the allocator about consumers of the value.
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
-    if (stands(Edge::to_torch_stream)) source.events().block_current_streams();
+    if (stands(SyncEdge::to_torch_stream)) source.events().block_current_streams();
     if (is_known_to_torch(source)) {
       target_.attr("set_result")(result_of(source));
     } else {
@@ -181,7 +180,7 @@ bool is_torch_future(nb::handle object) {
 
 // Called inside torch's callback: the current streams are ordered after the value. Torch keeps no events of a failure.
 EventSet record_devices(const TorchFuture& source) {
-  if (source.devices().empty() || source.hasError() || !stands(Edge::from_torch_record)) return {};
+  if (source.devices().empty() || source.hasError() || !stands(SyncEdge::from_torch_record)) return {};
   return EventSet::record(source.devices());
 }
 
@@ -200,7 +199,7 @@ void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_
 }
 
 nb::object from_torch(nb::handle source) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   if (core_of_or_null(source) != nullptr) return nb::borrow(source);
   if (is_torch_future(source)) {
@@ -227,7 +226,7 @@ nb::object from_torch(nb::handle source) {
 
 nb::object to_torch(nb::handle future) {
   static Imported future_class{"torch.futures", "Future"};
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   Future& core = expect_future(future, "to_torch()");
   // Torch takes a stream of every device that it gets, which would create a context there. So it gets only the devices

@@ -178,7 +178,7 @@ bool RunningChild::is_on_this_thread(const Future& future) noexcept {
 namespace {
 
 bool wait_while_pending(Future& future, const Deadline& deadline) {
-  const Entry entry;
+  const ParkingScope parking;
   refuse_after_fork();
   refuse_deadlock(future);
   CompletionQueue& queue = CompletionQueue::current();

@@ -47,7 +47,7 @@ void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 // Enters the interpreter again: the thread has just left it to complete torch's future with a Python object.
 std::vector<c10::Device> devices_of_object(const c10::IValue& value) {
   if (is_finalizing()) return {};
-  const Entry entry;
+  const ParkingScope parking;
   const nb::gil_scoped_acquire inside;
   return find_tensors(object_of(value), false).devices;
 }
@@ -62,7 +62,7 @@ std::vector<c10::Device> devices_of(const c10::IValue& value) {
 
 // Records events on the current streams of devices that a Work's future does not name.
 EventSet record_work(const std::vector<c10::Device>& devices) {
-  return stands(Edge::work_record) ? EventSet::record(devices) : EventSet();
+  return stands(SyncEdge::work_record) ? EventSet::record(devices) : EventSet();
 }
 
 // Follows without the interpreter: the value stays in C++.
@@ -149,7 +149,7 @@ void wait_for(c10d::Work& work, Promise& promise) noexcept {
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
   try {
     std::thread([work = std::move(work), promise]() mutable {
-      const Entry entry;  // the last owner of a tensor takes the GIL
+      const ParkingScope parking;  // the last owner of a tensor takes the GIL
       wait_for(*work, *promise);
       promise.reset();
       work.reset();
@@ -223,7 +223,7 @@ class Substitute final : public Continuation {
   void run(Future& work) noexcept override {
     future_->inherit_host_time(work);
     if (work.state() == State::completed) {
-      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), Edge::work_events));
+      future_->complete(Value::of_object(std::move(value_)), kept(work.events(), SyncEdge::work_events));
     } else {
       fail(*future_, as_origin_says(future_->origin(), exception_of(work)));
     }

@@ -12,8 +12,8 @@
 #include <optional>
 #include <utility>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {
@@ -68,7 +68,7 @@ template <class Enqueue>
 void enqueue_on(const c10::Stream& stream, c10::ArrayRef<at::Tensor> memory, const BatchCopyOptions& options,
                 Enqueue&& enqueue) {
   const auto record = [&] {
-    if (!stands(Edge::batch_record_stream)) return;
+    if (!stands(SyncEdge::batch_record_stream)) return;
     for (const at::Tensor& each : memory) record_use(each, stream);
   };
   if (options.may_drop_unordered) record();
@@ -139,7 +139,7 @@ DeviceSlab::DeviceSlab(at::Tensor memory)
     : memory_(std::move(memory)), allocated_(DeviceEvent::record(current_stream(memory_.device()))) {}
 
 void DeviceSlab::block(const c10::Stream& stream) const {
-  if (stands(Edge::batch_slab_wait)) allocated_->block(stream);
+  if (stands(SyncEdge::batch_slab_wait)) allocated_->block(stream);
 }
 
 BatchLayout::BatchLayout(c10::ArrayRef<at::Tensor> tensors, bool pack) {

@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "core/callback_thread.h"
-#include "core/edge.h"
 #include "core/executor.h"
 #include "core/future.h"
+#include "core/sync_edge.h"
 #include "core/watcher.h"
 
 namespace cudafuture {
@@ -30,7 +30,7 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
       c->flags &= static_cast<std::uint8_t>(~Continuation::when_ready);
       if (parent.events().is_captured()) c->flags |= Continuation::unwatchable;
       // Continuations behind a watched one are watched too, so that they cannot overtake it.
-      watching = watching || (stands(Edge::then_when_ready) && !parent.device_work_finished());
+      watching = watching || (stands(SyncEdge::then_when_ready) && !parent.device_work_finished());
       if (watching) {
         Watcher::get().watch(c);
         continue;

@@ -7,8 +7,8 @@
 
 #include <array>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {
@@ -73,7 +73,7 @@ CallerContext::Scope::Scope(const CallerContext& context) {
   if (autograd.get_inference_mode() != context.inference_mode_) inference_mode_.emplace(context.inference_mode_);
   autograd.set_grad_mode(context.grad_mode_);
   autograd.set_fw_grad_mode(context.fw_grad_mode_);
-  if (!context.devices_.empty() && stands(Edge::caller_device)) enter_devices(context.devices_);
+  if (!context.devices_.empty() && stands(SyncEdge::caller_device)) enter_devices(context.devices_);
   if (context.autocast_ == nullptr && autocast_is_off()) return;
   autocast_before_ = capture_autocast();
   apply_autocast(context.autocast_.get());

@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "core/foreign.h"
+#include "core/intrusive_list.h"
 
 namespace cudafuture {
 
@@ -52,67 +53,6 @@ class Continuation {
   virtual ~Continuation();
 };
 
-// A first-in-first-out list that owns nothing and never allocates memory.
-class ContinuationList {
- public:
-  bool empty() const noexcept { return head_ == nullptr; }
-  Continuation* head() const noexcept { return head_; }
-
-  void push(Continuation* c) noexcept {
-    c->next = nullptr;
-    (tail_ == nullptr ? head_ : tail_->next) = c;
-    tail_ = c;
-  }
-
-  Continuation* pop() noexcept {
-    Continuation* c = head_;
-    if (c == nullptr) return nullptr;
-    head_ = c->next;
-    if (head_ == nullptr) tail_ = nullptr;
-    c->next = nullptr;
-    return c;
-  }
-
-  Continuation* take_all() noexcept {
-    Continuation* list = head_;
-    head_ = tail_ = nullptr;
-    return list;
-  }
-
-  // Moves all continuations that match the predicate into `taken`; returns the number that stay.
-  template <class Predicate>
-  std::size_t take_if(Predicate&& predicate, ContinuationList& taken) {
-    ContinuationList stay;
-    std::size_t count = 0;
-    while (Continuation* c = pop()) {
-      if (predicate(*c)) {
-        taken.push(c);
-      } else {
-        stay.push(c);
-        ++count;
-      }
-    }
-    *this = stay;
-    return count;
-  }
-
-  // Removes and returns the first continuation that matches the predicate, or returns null.
-  template <class Predicate>
-  Continuation* remove_if(Predicate&& predicate) {
-    Continuation* before = nullptr;
-    for (Continuation* c = head_; c != nullptr; before = c, c = c->next) {
-      if (!predicate(*c)) continue;
-      (before == nullptr ? head_ : before->next) = c->next;
-      if (tail_ == c) tail_ = before;
-      c->next = nullptr;
-      return c;
-    }
-    return nullptr;
-  }
-
- private:
-  Continuation* head_ = nullptr;
-  Continuation* tail_ = nullptr;
-};
+using ContinuationList = IntrusiveList<Continuation>;
 
 }  // namespace cudafuture

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "core/capture.h"
-#include "core/edge.h"
 #include "core/error.h"
 #include "core/process.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 // A scope in which the device is current. Usually it is current already, and the scope costs one call of the guard.
 class Current {
  public:
-  Current(c10::Device device, Edge edge) : impl_(c10::impl::getDeviceGuardImpl(device.type())), before_(device) {
+  Current(c10::Device device, SyncEdge edge) : impl_(c10::impl::getDeviceGuardImpl(device.type())), before_(device) {
     if (!stands(edge)) return;
     before_ = impl_->getDevice();
     is_changed_ = before_ != device;
@@ -38,13 +38,13 @@ class Current {
 
 DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const c10::Device device = stream.device();
-  const Current guard(device, Edge::guard_record);  // also for the event's destruction, if recording fails
+  const Current guard(device, SyncEdge::guard_record);  // also for the event's destruction, if recording fails
   c10::Event event = EventPool::get().acquire(device);
   event.record(stream);
   return c10::make_intrusive<DeviceEvent>(std::move(event), device, is_capturing(stream));
 }
 
-DeviceEvent::~DeviceEvent() { EventPool::get().give_back(std::move(event_), device_); }
+DeviceEvent::~DeviceEvent() { EventPool::get().release(std::move(event_), device_); }
 
 void DeviceEvent::refuse_captured() const {
   if (!is_captured_) return;
@@ -59,20 +59,20 @@ void DeviceEvent::refuse_captured() const {
 // torch's guards select the stream's device for the call and restore the thread's own device afterwards. If the thread
 // never selected one, that is device 0, and from CUDA 12 on selecting it creates a context there (pytorch#94864).
 void DeviceEvent::block(const c10::Stream& stream) const {
-  const Current guard(stream.device(), Edge::guard_block);
+  const Current guard(stream.device(), SyncEdge::guard_block);
   event_.block(stream);
 }
 
 bool DeviceEvent::query() const {
   refuse_captured();
-  const Current guard(device_, Edge::guard_query);
+  const Current guard(device_, SyncEdge::guard_query);
   const BesideCaptures relaxed(device_.type());
   return event_.query();
 }
 
 void DeviceEvent::synchronize() const {
   refuse_captured();
-  const Current guard(device_, Edge::guard_synchronize);
+  const Current guard(device_, SyncEdge::guard_synchronize);
   const BesideCaptures relaxed(device_.type());
   event_.synchronize();
 }
@@ -97,14 +97,14 @@ c10::Event EventPool::acquire(c10::Device device) {
   return c10::Event(device.type());
 }
 
-void EventPool::give_back(c10::Event&& event, c10::Device device) noexcept {
+void EventPool::release(c10::Event&& event, c10::Device device) noexcept {
   if (is_forked_child()) {
     new c10::Event(std::move(event));  // leaked: the device is the parent's
     return;
   }
   if (keep(std::move(event), device, kMaxIdlePerDevice)) return;
   try {
-    const Current guard(device, Edge::guard_destroy);
+    const Current guard(device, SyncEdge::guard_destroy);
     c10::Event dying = std::move(event);
   } catch (...) {  // the device is broken, or does not exist any more
     keep(std::move(event), device, std::numeric_limits<std::size_t>::max());

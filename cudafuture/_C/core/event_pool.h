@@ -60,7 +60,7 @@ class EventPool {
   static EventPool& get() noexcept;
 
   c10::Event acquire(c10::Device device);
-  void give_back(c10::Event&& event, c10::Device device) noexcept;
+  void release(c10::Event&& event, c10::Device device) noexcept;
   Statistics statistics() const;
 
  private:

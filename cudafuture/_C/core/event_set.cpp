@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/edge.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 
@@ -57,10 +57,10 @@ EventSet EventSet::join(c10::ArrayRef<const EventSet*> parts, int priority) {
       continue;
     }
     const c10::Stream stream = pool_stream(list.front()->device(), priority);
-    if (stands(Edge::join_wait)) {
+    if (stands(SyncEdge::join_wait)) {
       for (const DeviceEventPtr& event : list) event->block(stream);
     }
-    if (stands(Edge::join_record)) joined.events_.push_back(DeviceEvent::record(stream));
+    if (stands(SyncEdge::join_record)) joined.events_.push_back(DeviceEvent::record(stream));
   }
   return joined;
 }

@@ -6,8 +6,8 @@
 #include <exception>
 #include <vector>
 
-#include "core/edge.h"
 #include "core/event_pool.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 
@@ -44,6 +44,6 @@ class EventSet {
 };
 
 // Returns a copy for a future that completes together with another: it is ordered after the same device work.
-inline EventSet kept(const EventSet& events, Edge edge) { return stands(edge) ? events : EventSet(); }
+inline EventSet kept(const EventSet& events, SyncEdge edge) { return stands(edge) ? events : EventSet(); }
 
 }  // namespace cudafuture

@@ -9,7 +9,6 @@
 #include "core/completion_queue.h"
 #include "core/process.h"
 #include "core/reaper.h"
-#include "core/trace.h"
 
 namespace cudafuture {
 namespace {
@@ -273,7 +272,7 @@ bool Future::poll_async_errors() noexcept {
 
 bool Future::device_work_finished() noexcept {
   if (!done()) return false;
-  if (poll_async_errors() || events_.empty() || events_.is_captured() || !stands(Edge::host_query)) return true;
+  if (poll_async_errors() || events_.empty() || events_.is_captured() || !stands(SyncEdge::host_query)) return true;
   try {
     if (!events_.query()) return false;
   } catch (...) {

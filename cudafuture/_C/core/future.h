@@ -35,14 +35,31 @@
 
 #include "core/async_error_source.h"
 #include "core/continuation.h"
-#include "core/edge.h"
 #include "core/event_set.h"
 #include "core/executor.h"
 #include "core/host_clock.h"
+#include "core/sync_edge.h"
 #include "core/value.h"
 #include "core/waiter.h"
 
 namespace cudafuture {
+
+class Future;
+
+// ---- the hook through which a tracer observes futures; without a tracer it costs one load of a null pointer
+
+enum class TraceEvent { created, done, callback_begin, callback_end };
+
+// Called on the thread of the event, with no lock of the core held. Must not throw, and must not complete futures.
+using TraceHook = void (*)(TraceEvent event, const Future& future);
+
+inline std::atomic<TraceHook> trace_hook{nullptr};
+
+inline void trace(TraceEvent event, const Future& future) {
+  if (TraceHook hook = trace_hook.load(std::memory_order_acquire)) [[unlikely]] {
+    hook(event, future);
+  }
+}
 
 enum class State : std::uint8_t { pending, completed, failed, cancelled };
 const char* name_of(State state) noexcept;

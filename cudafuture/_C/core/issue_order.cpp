@@ -14,7 +14,7 @@ bool begins_with(const IssueOrder::Position& whole, const IssueOrder::Position& 
 }  // namespace
 
 IssueOrder& IssueOrder::get() noexcept {
-  static auto* order = new IssueOrder;  // leaked: lanes live until the process ends
+  static auto* order = new IssueOrder;  // leaked: serial queues live until the process ends
   return *order;
 }
 

@@ -8,7 +8,7 @@
 
 namespace cudafuture {
 
-void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingEdges edges) {
+void order_current_streams(const Future& future, c10::ArrayRef<DeviceMemory> memory, OrderingSyncEdges edges) {
   if (stands(edges.wait)) future.events().block_current_streams();
   if (future.lifetime() == Lifetime::hold || !stands(edges.use)) return;
   std::optional<c10::Stream> current;  // of the last tensor's device: usually all are on one device

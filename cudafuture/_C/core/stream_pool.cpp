@@ -9,8 +9,8 @@
 #include <string>
 
 #include "core/capture.h"
-#include "core/edge.h"
 #include "core/error.h"
+#include "core/sync_edge.h"
 
 namespace cudafuture {
 namespace {
@@ -114,7 +114,7 @@ void refuse_while_capturing(c10::Device device) {
 }
 
 StreamScope::StreamScope(c10::ArrayRef<c10::Stream> streams) {
-  if (!stands(Edge::scope_enter)) return;
+  if (!stands(SyncEdge::scope_enter)) return;
   for (const c10::Stream& stream : streams) note(stream.device_type());
   try {
     for (const c10::Stream& stream : streams) VirtualGuardImpl(stream.device_type()).exchangeStream(stream);
@@ -138,10 +138,10 @@ void StreamScope::note(c10::DeviceType type) {
 }
 
 void StreamScope::leave() noexcept {
-  if (stands(Edge::scope_leave)) {
+  if (stands(SyncEdge::scope_leave)) {
     for (const c10::Stream& stream : before_) VirtualGuardImpl(stream.device_type()).exchangeStream(stream);
   }
-  if (!stands(Edge::scope_device)) return;
+  if (!stands(SyncEdge::scope_device)) return;
   for (c10::Device device : devices_before_) VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
 }
 

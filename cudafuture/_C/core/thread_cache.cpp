@@ -63,8 +63,9 @@ void ThreadCache::loop(Workers::iterator self) noexcept {
     Task* const task = std::exchange(self->task, nullptr);
     if (task == nullptr) break;
     lock.unlock();
-    pthread_setname_np(pthread_self(), "cudafuture-lane");  // a task may choose another name
+    pthread_setname_np(pthread_self(), task->thread_name());
     task->perform();
+    pthread_setname_np(pthread_self(), "cudafuture-idle");
     lock.lock();
     if (stopping_ || idle_.size() >= kMostIdle) break;
     idle_.push_back(&*self);

@@ -21,6 +21,7 @@ class ThreadCache {
   class Task {
    public:
     virtual void perform() noexcept = 0;
+    virtual const char* thread_name() const noexcept = 0;  // of the thread while it performs the task; 15 characters
 
    protected:
     ~Task() = default;
@@ -37,10 +38,10 @@ class ThreadCache {
   // Runs `task` on its own thread. The task must live until then.
   Run run(Task* task) noexcept;
 
-  // Calls a function on its own thread, or on this one if no thread can be started.
+  // Calls a function on its own thread, or on this one if no thread can be started. `name`: as Task::thread_name().
   template <class Function>
-  void run_or_call(Function function) {
-    auto* const task = new Called<Function>(std::move(function));
+  void run_or_call(const char* name, Function function) {
+    auto* const task = new Called<Function>(name, std::move(function));
     if (run(task) != Run::begun) task->perform();
   }
 
@@ -58,11 +59,14 @@ class ThreadCache {
  private:
   template <class Function>
   struct Called final : Task {
-    explicit Called(Function function) : function(std::move(function)) {}
+    Called(const char* name, Function function) : name(name), function(std::move(function)) {}
     void perform() noexcept override {
       function();
       delete this;
     }
+    const char* thread_name() const noexcept override { return name; }
+
+    const char* name;
     Function function;
   };
   struct Worker {

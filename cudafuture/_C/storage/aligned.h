@@ -3,12 +3,20 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstddef>
-
-#include "storage/entry.h"
+#include <cstdint>
 
 namespace cudafuture::storage {
+
+struct Shape {
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  c10::SmallVector<std::int64_t, 2> sizes;
+
+  bool operator==(const Shape&) const = default;
+};
 
 // Returns a new tensor, not filled. From 4 MiB on its memory begins at a huge page, so no part of it has to be staged
 // and its first use causes few page faults. Smaller tensors are better staged: direct I/O into many new pages costs

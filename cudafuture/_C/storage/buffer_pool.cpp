@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/edge.h"
 #include "core/error.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
+#include "core/sync_edge.h"
 #include "core/watcher.h"
 #include "storage/aligned.h"
 #include "storage/page.h"
@@ -29,7 +29,7 @@ std::uint64_t pages(std::uint64_t size) noexcept { return (size + kPage - 1) / k
 EventSet pending_work() noexcept {
   std::vector<EventSet> sets;
   std::vector<const EventSet*> pending;
-  if (!stands(Edge::storage_buffer_record)) return {};
+  if (!stands(SyncEdge::storage_buffer_record)) return {};
   try {
     for (const c10::Device device : all_devices_with_streams()) {
       if (!has_context(device)) continue;
@@ -64,8 +64,8 @@ class BufferPool::Canceller final : public Producer {
 // Returns memory when the devices have finished with it.
 class BufferPool::Return final : public Continuation {
  public:
-  Return(std::shared_ptr<BufferPool> pool, std::uint64_t place, std::uint64_t size, FuturePtr work) noexcept
-      : pool_(std::move(pool)), place_(place), size_(size) {
+  Return(std::shared_ptr<BufferPool> pool, std::uint64_t offset, std::uint64_t size, FuturePtr work) noexcept
+      : pool_(std::move(pool)), offset_(offset), size_(size) {
     parent = std::move(work);
   }
 
@@ -73,31 +73,31 @@ class BufferPool::Return final : public Continuation {
     if (!Watcher::get().try_watch(this)) abandon();
   }
   void run(Future&) noexcept override {
-    pool_->give_back(place_, size_);
+    pool_->release(offset_, size_);
     delete this;
   }
   void abandon() noexcept override {
     const std::unique_ptr<Return> self(this);
     if (is_shut_down()) return;  // no request is served any more
     synchronize(*parent);
-    pool_->give_back(place_, size_);
+    pool_->release(offset_, size_);
   }
 
  private:
   std::shared_ptr<BufferPool> pool_;
-  std::uint64_t place_;
+  std::uint64_t offset_;
   std::uint64_t size_;
 };
 
 // The owner of memory that allocate() lent.
 struct BufferPool::Lease {
   std::shared_ptr<BufferPool> pool;
-  std::uint64_t place;
+  std::uint64_t offset;
   std::uint64_t size;
 
   static void end(void* context) {
     const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
-    lease->pool->returned(lease->place, lease->size);
+    lease->pool->returned(lease->offset, lease->size);
   }
 };
 
@@ -107,7 +107,7 @@ BufferPool::BufferPool(const at::Tensor& arena, bool is_pinned)
       is_pinned_(is_pinned),
       free_(arena.nbytes()) {}
 
-void BufferPool::take(Request&& request) {
+void BufferPool::take(LoanRequest&& request) {
   request.future->set_producer(std::make_shared<Canceller>(weak_from_this()));
   {
     std::lock_guard lock(mutex_);
@@ -130,11 +130,11 @@ c10::DataPtr BufferPool::try_take(std::uint64_t size) {
   {
     std::lock_guard lock(mutex_);
     if (is_closed_ || !waiting_.empty() || size == 0) return {};
-    const std::optional<std::uint64_t> place = free_.take(lease->size);
-    if (!place) return {};
-    lease->place = *place;
+    const std::optional<std::uint64_t> offset = free_.take(lease->size);
+    if (!offset) return {};
+    lease->offset = *offset;
   }
-  void* const memory = data_ + lease->place;
+  void* const memory = data_ + lease->offset;
   return {memory, lease.release(), &Lease::end, c10::Device(c10::kCPU)};
 }
 
@@ -142,35 +142,35 @@ void BufferPool::serve(Caller caller) noexcept {
   const std::shared_ptr<BufferPool> alive = shared_from_this();
   bool is_first = true;
   while (true) {
-    std::optional<Request> request;
-    std::optional<std::uint64_t> place;
+    std::optional<LoanRequest> request;
+    std::optional<std::uint64_t> offset;
     {
       std::lock_guard lock(mutex_);
       if (is_first && is_serving_) return;  // the serving caller sees the change
       is_first = false;
       is_serving_ = !waiting_.empty();
       if (!is_serving_) return;
-      Request& next = waiting_.front();
+      LoanRequest& next = waiting_.front();
       if (!next.future->done()) {  // otherwise it was cancelled
-        place = next.size == 0 ? 0 : free_.take(pages(next.size));
-        is_serving_ = place.has_value();
+        offset = next.size == 0 ? 0 : free_.take(pages(next.size));
+        is_serving_ = offset.has_value();
         if (!is_serving_) return;
       }
       request = std::move(next);
       waiting_.pop_front();
     }
-    if (place) lend(std::move(*request), *place, caller);
+    if (offset) lend(std::move(*request), *offset, caller);
   }
 }
 
-void BufferPool::lend(Request&& taken, std::uint64_t place, Caller caller) noexcept {
-  Request request = std::move(taken);  // dropped last, inside the interpreter if this thread is there
+void BufferPool::lend(LoanRequest&& taken, std::uint64_t offset, Caller caller) noexcept {
+  LoanRequest request = std::move(taken);  // dropped last, inside the interpreter if this thread is there
   std::exception_ptr error;
   try {
-    request.loan->tensor = part(place, request.size);
+    request.loan->tensor = part(offset, request.size);
   } catch (...) {
     error = std::current_exception();
-    give_back(place, pages(request.size));
+    release(offset, pages(request.size));
   }
   request.loan = nullptr;  // from here on the tensor is the user's, and may be freed only in a thread of theirs
   const ForeignRuntime& runtime = foreign_runtime();
@@ -183,33 +183,33 @@ void BufferPool::lend(Request&& taken, std::uint64_t place, Caller caller) noexc
   if (state != nullptr) runtime.step_in(state);
 }
 
-at::Tensor BufferPool::part(std::uint64_t place, std::uint64_t size) {
+at::Tensor BufferPool::part(std::uint64_t offset, std::uint64_t size) {
   const c10::InferenceMode plain(false);
   const at::TensorOptions options = at::TensorOptions().dtype(at::kByte).device(c10::kCPU);
   if (size == 0) return at::empty({0}, options);
-  const auto done = [pool = shared_from_this(), place, size](void*) { pool->returned(place, pages(size)); };
-  return at::from_blob(data_ + place, {static_cast<std::int64_t>(size)}, done, options);
+  const auto done = [pool = shared_from_this(), offset, size](void*) { pool->returned(offset, pages(size)); };
+  return at::from_blob(data_ + offset, {static_cast<std::int64_t>(size)}, done, options);
 }
 
-void BufferPool::returned(std::uint64_t place, std::uint64_t size) noexcept {
+void BufferPool::returned(std::uint64_t offset, std::uint64_t size) noexcept {
   if (is_forked_child()) return;  // a parent's thread that does not exist here may hold the lock
   if (is_pinned_ && !is_shut_down()) {
     EventSet events = pending_work();
     if (!events.empty()) {
       auto work = c10::make_intrusive<Future>();
       work->complete(Value(), std::move(events));
-      (new Return(shared_from_this(), place, size, std::move(work)))->watch();
+      (new Return(shared_from_this(), offset, size, std::move(work)))->watch();
       return;
     }
   }
-  give_back(place, size);
+  release(offset, size);
 }
 
-void BufferPool::give_back(std::uint64_t place, std::uint64_t size) noexcept {
+void BufferPool::release(std::uint64_t offset, std::uint64_t size) noexcept {
   if (size == 0) return;
   {
     std::lock_guard lock(mutex_);
-    free_.give_back(place, size);
+    free_.release(offset, size);
   }
   if (!is_shut_down()) serve(Caller::destructor);
 }
@@ -220,13 +220,13 @@ std::uint64_t BufferPool::free() const {
 }
 
 void BufferPool::close() noexcept {
-  std::deque<Request> waiting;
+  std::deque<LoanRequest> waiting;
   {
     std::lock_guard lock(mutex_);
     is_closed_ = true;
     waiting.swap(waiting_);
   }
-  for (const Request& request : waiting) {
+  for (const LoanRequest& request : waiting) {
     request.future->fail(
         Value::of_error(std::make_exception_ptr(Error(ErrorKind::invalid_state, "the pool was closed"))));
   }

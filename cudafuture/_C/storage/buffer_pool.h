@@ -22,7 +22,7 @@
 #include "core/event_set.h"
 #include "core/foreign.h"
 #include "core/future.h"
-#include "storage/extents.h"
+#include "storage/free_space.h"
 
 namespace cudafuture::storage {
 
@@ -34,7 +34,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
     at::Tensor tensor;
   };
 
-  struct Request {
+  struct LoanRequest {
     std::uint64_t size;  // bytes
     std::shared_ptr<Loan> loan;
     Foreign value;  // the future's value
@@ -44,7 +44,7 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   // `arena`: a contiguous tensor of bytes, which begins at a page and consists of whole pages.
   BufferPool(const at::Tensor& arena, bool is_pinned);
 
-  void take(Request&& request);  // throws if the pool is closed
+  void take(LoanRequest&& request);  // throws if the pool is closed
 
   // Allocates without blocking, for threads that must not wait. If the pool has no room, it allocates outside the pool,
   // with the same alignment, and counts the bytes.
@@ -68,17 +68,17 @@ class BufferPool final : public std::enable_shared_from_this<BufferPool> {
   c10::DataPtr try_take(std::uint64_t size);
   // Serves waiting requests as far as there is memory.
   void serve(Caller caller) noexcept;
-  at::Tensor part(std::uint64_t place, std::uint64_t size);
-  void lend(Request&& request, std::uint64_t place, Caller caller) noexcept;
-  void returned(std::uint64_t place, std::uint64_t size) noexcept;
-  void give_back(std::uint64_t place, std::uint64_t size) noexcept;
+  at::Tensor part(std::uint64_t offset, std::uint64_t size);
+  void lend(LoanRequest&& request, std::uint64_t offset, Caller caller) noexcept;
+  void returned(std::uint64_t offset, std::uint64_t size) noexcept;
+  void release(std::uint64_t offset, std::uint64_t size) noexcept;
 
   const c10::Storage memory_;  // not the tensor: Python has seen it, so its last owner would need the GIL
   std::byte* const data_;
   const bool is_pinned_;
   mutable std::mutex mutex_;
-  Extents free_;
-  std::deque<Request> waiting_;
+  FreeSpace free_;
+  std::deque<LoanRequest> waiting_;
   bool is_serving_ = false;
   bool is_closed_ = false;
   std::atomic<std::uint64_t> outside_ = 0;

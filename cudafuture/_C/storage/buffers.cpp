@@ -23,9 +23,9 @@ std::byte* map_memory(std::size_t bytes) {
 
 Buffers::Buffers(std::size_t bytes) : data_(map_memory(bytes)), size_(bytes) {}
 
-Buffers::~Buffers() { give_back(); }
+Buffers::~Buffers() { release(); }
 
-void Buffers::give_back() noexcept {
+void Buffers::release() noexcept {
   if (!pinned_.defined()) ::munmap(data_, size_);
 }
 
@@ -37,7 +37,7 @@ void Buffers::pin() {
   if (before_page() != 0) memory = at::empty({static_cast<std::int64_t>(size_ + kPage)}, options);
   const std::size_t before = before_page();
   at::Tensor pinned = memory.narrow(0, static_cast<std::int64_t>(before), static_cast<std::int64_t>(size_));
-  give_back();
+  release();
   pinned_ = std::move(pinned);
   data_ = static_cast<std::byte*>(pinned_.mutable_data_ptr());
 }

@@ -23,7 +23,7 @@ class Buffers {
   const at::Tensor& pinned() const noexcept { return pinned_; }  // the same bytes
 
  private:
-  void give_back() noexcept;
+  void release() noexcept;
 
   std::byte* data_;
   std::size_t size_;

@@ -1,7 +1,5 @@
 #include "storage/engine.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <list>
@@ -18,12 +16,12 @@ namespace cudafuture::storage {
 namespace {
 
 // All running engines, for the exit of the process. Leaked: engines may live until the end of the process.
-struct Running {
+struct RunningEngines {
   std::mutex mutex;
   std::list<std::weak_ptr<Engine>> engines;
 };
-Running& running() {
-  static auto* const running = new Running;
+RunningEngines& running() {
+  static auto* const running = new RunningEngines;
   return *running;
 }
 
@@ -37,7 +35,7 @@ std::shared_ptr<Engine> Engine::start(const Options& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
   engine->self_ = engine;
   {
-    Running& all = running();
+    RunningEngines& all = running();
     std::lock_guard lock(all.mutex);
     all.engines.remove_if([](const std::weak_ptr<Engine>& other) { return other.expired(); });
     all.engines.push_back(engine);
@@ -86,9 +84,9 @@ void Engine::close() noexcept {
   changed_.notify_all();
 }
 
-void Engine::let_go() noexcept {
+void Engine::release_held() noexcept {
   std::lock_guard lock(mutex_);
-  if (faults_ != nullptr) faults_->let_go();
+  if (faults_ != nullptr) faults_->release_held();
 }
 
 void Engine::join() noexcept {
@@ -106,7 +104,7 @@ bool Engine::join_until(Clock::time_point deadline) noexcept {
 void Engine::close_all() noexcept {
   std::list<std::weak_ptr<Engine>> engines;
   {
-    Running& all = running();
+    RunningEngines& all = running();
     std::lock_guard lock(all.mutex);
     engines.swap(all.engines);
   }
@@ -148,7 +146,6 @@ void Engine::aim_blocks_at_buffers() noexcept {
 
 void Engine::perform() noexcept {
   const std::shared_ptr<Engine> self = std::move(self_);
-  pthread_setname_np(pthread_self(), "cudafuture-io");
   const bool works = set_up();
   if (works) {
     {
@@ -246,17 +243,17 @@ bool Engine::collect() noexcept {
 
 void Engine::cut_blocks() noexcept {
   while (!free_.empty()) {
-    Line* const queue = queues_.next(blocks_for_devices());
+    OperationList* const queue = queues_.next(blocks_for_devices());
     if (queue == nullptr) return;
-    Operation* const operation = queue->first();
+    Operation* const operation = queue->head();
     pin_buffers_for(*operation);
     if (!operation->begin()) {
-      end(queue->pop());
+      end(Queues::pop(*queue));
       continue;
     }
     if (operation->has_next()) cut_block(*operation);
     if (operation->has_next()) continue;
-    queue->pop();
+    Queues::pop(*queue);
     if (operation->is_over()) end(operation);
   }
 }
@@ -273,7 +270,7 @@ void Engine::pin_buffers_for(Operation& operation) noexcept {
     buffers_.pin();
     aim_blocks_at_buffers();
   } catch (...) {
-    operation.give_up(std::current_exception());
+    operation.abandon(std::current_exception());
   }
 }
 

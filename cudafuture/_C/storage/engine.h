@@ -41,7 +41,6 @@
 #include "storage/copier.h"
 #include "storage/counter.h"
 #include "storage/faults.h"
-#include "storage/line.h"
 #include "storage/operation.h"
 #include "storage/queues.h"
 #include "storage/watch.h"
@@ -92,7 +91,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   void join() noexcept;  // after close(): returns when they are complete
   bool join_until(Clock::time_point deadline) noexcept;
 
-  void let_go() noexcept;  // releases the results that injected faults hold
+  void release_held() noexcept;  // releases the results that injected faults hold
 
   const Options& options() const noexcept { return options_; }
   const char* backend_name() const noexcept { return backend_name_; }
@@ -103,6 +102,7 @@ class Engine final : private ThreadCache::Task, private Watching {
   explicit Engine(const Options& options);
 
   void perform() noexcept override;
+  const char* thread_name() const noexcept override { return "cudafuture-io"; }
   bool set_up() noexcept;
   void aim_blocks_at_buffers() noexcept;
   void loop() noexcept;
@@ -152,7 +152,7 @@ class Engine final : private ThreadCache::Task, private Watching {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  Line inbox_;
+  OperationList inbox_;
   std::vector<Block*> arrived_;
   std::vector<Operation*> checked_;
   std::size_t pending_ = 0;

@@ -30,7 +30,7 @@ std::int64_t transfer_part(const Block& block, std::size_t size) noexcept {
 Faults::Faults(std::unique_ptr<Backend> real, const FaultRates& rates)
     : real_(std::move(real)), rates_(rates), random_(rates.seed), is_held_(rates.held) {}
 
-void Faults::let_go() noexcept {
+void Faults::release_held() noexcept {
   is_held_.store(false, std::memory_order_release);
   real_->wake();
 }

@@ -21,7 +21,7 @@ struct FaultRates {
   double interrupted = 0;                          // EINTR
   double cut_short = 0;                            // fewer bytes were transferred than requested
   double late = 0;                                 // the result arrives after later ones
-  bool held = false;                               // no result arrives before let_go()
+  bool held = false;                               // no result arrives before release_held()
   std::unordered_map<std::uint64_t, int> at = {};  // errnos of specific results, by their number from 1 on
 };
 
@@ -36,7 +36,7 @@ class Faults final : public Backend {
   void use_buffers(std::byte* buffers, std::size_t bytes) noexcept override { real_->use_buffers(buffers, bytes); }
   const char* name() const noexcept override { return real_->name(); }
 
-  void let_go() noexcept;  // any thread may call it
+  void release_held() noexcept;  // any thread may call it
 
  private:
   struct Held {

@@ -6,8 +6,8 @@
 #include <string>
 #include <system_error>
 
-#include "core/edge.h"
 #include "core/error.h"
+#include "core/sync_edge.h"
 #include "storage/failure.h"
 #include "storage/page.h"
 
@@ -29,7 +29,7 @@ bool Operation::begin() noexcept {
 }
 
 bool Operation::waits_for_source() const noexcept {
-  if (request_.device == nullptr || request_.direction == Direction::read || !stands(Edge::storage_source_wait)) {
+  if (request_.device == nullptr || request_.direction == Direction::read || !stands(SyncEdge::storage_source_wait)) {
     return false;
   }
   return !request_.device->earlier()->device_work_finished();
@@ -52,7 +52,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
     cut_read(block);
   }
   cut_ += block.wanted;
-  ++under_way_;
+  ++in_flight_;
   if (!block.is_staged) ++using_memory_;
   if (request_.direction == Direction::read) return Outcome::kernel;
   return fill_buffer(block);
@@ -67,7 +67,7 @@ Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
       return failed_at(block, block.at, std::current_exception());
     }
     ++using_memory_;
-    return stands(Edge::storage_source_copied) ? Outcome::device : copied(block);
+    return stands(SyncEdge::storage_source_copied) ? Outcome::device : copied(block);
   }
   if (!block.is_staged && (request_.checksum == nullptr || check_later(block))) return Outcome::kernel;
   if (block.is_staged) ++using_memory_;
@@ -89,7 +89,7 @@ void Operation::stage(Block& block) noexcept {
 }
 
 Operation::Outcome Operation::staged(Block& block) noexcept {
-  if (request_.direction == Direction::read) return give_back(block, Outcome::ended);
+  if (request_.direction == Direction::read) return release(block, Outcome::ended);
   if (block.is_staged) --using_memory_;
   if (using_memory_ == 0 && !has_next()) release_memory();
   return Outcome::kernel;
@@ -116,7 +116,7 @@ void Operation::check(const Block& block) noexcept {
 bool Operation::check_later(Block& block) noexcept {
   if (block.wanted < Block::kLong) return false;
   block.is_unchecked = true;
-  ++under_way_;
+  ++in_flight_;
   ++using_memory_;
   return true;
 }
@@ -128,7 +128,7 @@ void Operation::check(std::size_t at, std::size_t size) noexcept {
 }
 
 void Operation::checked() noexcept {
-  --under_way_;
+  --in_flight_;
   --using_memory_;
   if (using_memory_ == 0 && !has_next()) release_memory();
 }
@@ -218,20 +218,20 @@ Operation::Outcome Operation::failed_at(Block& block, std::size_t at, std::excep
 }
 
 Operation::Outcome Operation::ended(Block& block) noexcept {
-  if (request_.direction == Direction::write || block.wanted == 0) return give_back(block, Outcome::ended);
+  if (request_.direction == Direction::write || block.wanted == 0) return release(block, Outcome::ended);
   if (is_on_device(block)) {
     check(block);
-    return give_back(block, empty_buffer(block));
+    return release(block, empty_buffer(block));
   }
   if (block.is_staged) return Outcome::host;
   if (request_.checksum != nullptr && !check_later(block)) return Outcome::host;
-  return give_back(block, Outcome::ended);
+  return release(block, Outcome::ended);
 }
 
 // Ends the operation's use of a block. A device may still use the block.
-Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept {
+Operation::Outcome Operation::release(Block& block, Outcome outcome) noexcept {
   if (!block.is_staged) --using_memory_;
-  --under_way_;
+  --in_flight_;
   block.operation = nullptr;
   if (using_memory_ == 0 && !has_next()) release_memory();
   return outcome;
@@ -241,7 +241,7 @@ Operation::Outcome Operation::give_back(Block& block, Outcome outcome) noexcept 
 Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
   try {
     block.copied = request_.device->scatter(request_.memory, block);
-    return stands(Edge::storage_target_copied) ? Outcome::device : Outcome::ended;
+    return stands(SyncEdge::storage_target_copied) ? Outcome::device : Outcome::ended;
   } catch (...) {
     note_failure(block.at, std::current_exception());
     return Outcome::ended;
@@ -256,7 +256,7 @@ void Operation::note_failure(std::size_t at, std::exception_ptr error) noexcept 
 
 void Operation::release_memory() noexcept { request_.future->release(); }
 
-void Operation::give_up(std::exception_ptr error) noexcept {
+void Operation::abandon(std::exception_ptr error) noexcept {
   if (request_.future->start()) failure_ = std::move(error);
   cut_ = size();
 }

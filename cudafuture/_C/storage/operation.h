@@ -68,9 +68,9 @@ class Operation {
   void checked() noexcept;                                // called after check()
   Outcome staged(Block& block) noexcept;
   Outcome copied(Block& block) noexcept;
-  bool is_over() const noexcept { return !is_in_line && !has_next() && under_way_ == 0; }
+  bool is_over() const noexcept { return !is_queued && !has_next() && in_flight_ == 0; }
   void finish() noexcept;
-  void give_up(std::exception_ptr error) noexcept;  // before it has begun
+  void abandon(std::exception_ptr error) noexcept;  // before it has begun
   bool has_succeeded() const noexcept { return failure_ == nullptr && cut_ == size(); }
 
   std::size_t size() const noexcept { return request_.memory.size(); }
@@ -79,8 +79,8 @@ class Operation {
   bool is_urgent() const noexcept { return is_urgent_; }
   bool waits_for_source() const noexcept;
 
-  Operation* next_in_line = nullptr;  // in its engine's queue
-  bool is_in_line = false;
+  Operation* next_in_queue = nullptr;  // in its engine's inbox, then in a queue
+  bool is_queued = false;
 
  private:
   void cut_through_cache(Block& block, std::size_t most) const noexcept;
@@ -97,7 +97,7 @@ class Operation {
   Outcome failed_at(Block& block, std::size_t at, std::exception_ptr error) noexcept;
   void note_failure(std::size_t at, std::exception_ptr error) noexcept;
   Outcome ended(Block& block) noexcept;
-  Outcome give_back(Block& block, Outcome outcome) noexcept;
+  Outcome release(Block& block, Outcome outcome) noexcept;
   bool is_on_device(const Block& block) const noexcept;
   void release_memory() noexcept;
   std::exception_ptr error(int code, std::uint64_t got) const;
@@ -107,7 +107,7 @@ class Operation {
   File::Use use_;         // from begin to end
   bool has_begun_ = false;
   std::size_t cut_ = 0;           // bytes of the memory
-  std::size_t under_way_ = 0;     // blocks in flight, and checks of blocks
+  std::size_t in_flight_ = 0;     // blocks in flight, and checks of blocks
   std::size_t using_memory_ = 0;  // those that are not staged, or not yet
   std::exception_ptr failure_;    // of the first byte that failed
   std::size_t failed_after_ = 0;  // bytes before that byte

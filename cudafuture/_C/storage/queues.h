@@ -9,34 +9,39 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "storage/line.h"
+#include "core/intrusive_list.h"
 #include "storage/operation.h"
 
 namespace cudafuture::storage {
 
+using OperationList = IntrusiveList<Operation, &Operation::next_in_queue>;
+
 class Queues {
  public:
   void push(Operation* operation, std::size_t block_size) noexcept;
+
+  // Removes the first operation of a queue.
+  static Operation* pop(OperationList& queue) noexcept;
 
   // The blocks that operations with devices may have now. Later: free blocks are reserved for them until all blocks are
   // free, because the engine then replaces the buffers.
   enum class ForDevices : std::uint8_t { none, some, later };
 
   // Returns the queue whose first operation gets the next block; null: none does now.
-  Line* next(ForDevices blocks) noexcept;
+  OperationList* next(ForDevices blocks) noexcept;
 
  private:
   static constexpr std::size_t kUrgentInARow = 7;  // blocks, while others wait
 
-  struct Turns {
-    std::array<Line, 4> queues;  // bit 0: more than a block; bit 1: with devices
-    std::size_t turn = 0;
+  struct RoundRobin {
+    std::array<OperationList, 4> queues;  // bit 0: more than a block; bit 1: with devices
+    std::size_t next = 0;
   };
 
-  static Line* next_of(Turns& turns, ForDevices blocks, bool& must_wait) noexcept;
+  static OperationList* next_of(RoundRobin& queues, ForDevices blocks, bool& must_wait) noexcept;
 
-  Turns ordinary_;
-  Turns urgent_;
+  RoundRobin ordinary_;
+  RoundRobin urgent_;
   std::size_t urgent_in_a_row_ = 0;  // blocks
 };
 

@@ -43,11 +43,7 @@ void Threads::begin() noexcept {
 
 // Gives the new blocks to the threads. Called under the lock.
 void Threads::hand_over() noexcept {
-  for (Block* const block : new_) {
-    block->next = nullptr;
-    (last_ == nullptr ? first_ : last_->next) = block;
-    last_ = block;
-  }
+  for (Block* const block : new_) handed_over_.push(block);
   if (new_.size() == 1) {
     work_.notify_one();
   } else if (!new_.empty()) {
@@ -76,11 +72,9 @@ void Threads::wake() noexcept {
 void Threads::loop() noexcept {
   std::unique_lock lock(mutex_);
   while (true) {
-    work_.wait(lock, [this] { return stopping_ || first_ != nullptr; });
-    if (first_ == nullptr) return;
-    Block* const block = first_;
-    first_ = block->next;
-    if (first_ == nullptr) last_ = nullptr;
+    work_.wait(lock, [this] { return stopping_ || !handed_over_.empty(); });
+    Block* const block = handed_over_.pop();
+    if (block == nullptr) return;
     lock.unlock();
     block->result = transfer(*block);
     lock.lock();

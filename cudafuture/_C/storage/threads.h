@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/intrusive_list.h"
 #include "storage/backend.h"
 
 namespace cudafuture::storage {
@@ -33,8 +34,7 @@ class Threads final : public Backend {
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable end_;
-  Block* first_ = nullptr;
-  Block* last_ = nullptr;
+  IntrusiveList<Block> handed_over_;
   std::vector<Block*> ended_;
   bool woken_ = false;
   bool stopping_ = false;

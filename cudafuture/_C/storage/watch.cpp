@@ -21,7 +21,7 @@ class Source final : public Continuation {
 
  private:
   void leave(std::exception_ptr error) noexcept {
-    if (error != nullptr) operation_->give_up(std::move(error));
+    if (error != nullptr) operation_->abandon(std::move(error));
     Watching& engine = engine_;
     Operation* const operation = operation_;
     delete this;

@@ -80,20 +80,20 @@ void erase(const WindowPtr& self, const OperationPtr& operation, const Keys& key
 }  // namespace
 
 void bind(py::module_& m) {
-  py::class_<Operation, OperationPtr>(m, "OffloadOperation")
+  py::class_<OffloadOperation, OperationPtr>(m, "OffloadOperation")
       .def(py::init<std::size_t, bool, py::object, py::object>(), py::arg("count"), py::arg("has_values"),
            py::arg("complete"), py::arg("join"))
-      .def("end", &Operation::end, py::arg("index"), py::arg("value").none(true), py::arg("error").none(true));
+      .def("end", &OffloadOperation::end, py::arg("index"), py::arg("value").none(true), py::arg("error").none(true));
 
-  py::class_<Message, MessagePtr>(m, "OffloadMessage")
-      .def_property_readonly("verb", [](const Message& self) { return static_cast<int>(self.verb); })
+  py::class_<OffloadMessage, MessagePtr>(m, "OffloadMessage")
+      .def_property_readonly("verb", [](const OffloadMessage& self) { return static_cast<int>(self.verb); })
       .def(
           "answered",
-          [](Message& self, const py::bytes& body, const std::vector<at::Tensor>& tensors) {
+          [](OffloadMessage& self, const py::bytes& body, const std::vector<at::Tensor>& tensors) {
             self.answered(std::string_view(body), tensors);
           },
           py::arg("body"), py::arg("tensors"))
-      .def("failed", &Message::failed, py::arg("error"));
+      .def("failed", &OffloadMessage::failed, py::arg("error"));
 
   py::class_<Window, WindowPtr>(m, "OffloadWindow")
       .def(py::init([](py::object channel, std::string service, const py::bytes& token, std::string worker,

@@ -37,10 +37,10 @@ py::object error_of(const std::exception_ptr& error) {
 KeyRequest::KeyRequest(Verb verb, std::string key, OperationPtr operation, std::size_t index, std::uint64_t weight)
     : verb(verb), key(std::move(key)), index(index), weight(weight), operation(std::move(operation)) {}
 
-Entry KeyRequest::entry() const {
+KeyEntry KeyRequest::entry() const {
   const KeyRequest* before = previous.get();
   while (before != nullptr && before->is_done()) before = before->previous.get();  // it was dropped, and not sent
-  Entry entry;
+  KeyEntry entry;
   entry.sequence = sequence;
   entry.after = before == nullptr ? 0 : before->sequence;
   entry.expires = deadline;
@@ -48,38 +48,39 @@ Entry KeyRequest::entry() const {
   return entry;
 }
 
-// ---- Message
+// ---- OffloadMessage
 
-Message::Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch)
+OffloadMessage::OffloadMessage(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes,
+                               bool is_batch)
     : window(std::move(window)), verb(verb), is_batch(is_batch), requests(std::move(requests)), nbytes(nbytes) {}
 
-bool Message::expects_answer() {
+bool OffloadMessage::expects_answer() {
   std::erase_if(requests, [](const RequestPtr& request) { return request->is_done(); });
   if (requests.empty()) window->release(*this);
   return !requests.empty();
 }
 
-void Message::send_entries() {
+void OffloadMessage::send_entries() {
   if (!expects_answer()) return;
   window->mark_sent(requests);
-  std::vector<Entry> entries;
+  std::vector<KeyEntry> entries;
   for (const RequestPtr& request : requests) entries.push_back(request->entry());
   window->send(*this, std::move(entries), no_data());
 }
 
-std::vector<py::object> Message::errors_of(const Answer& answer) const {
+std::vector<py::object> OffloadMessage::errors_of(const Answer& answer) const {
   std::vector<py::object> errors(requests.size(), py::none());
   for (const auto& [index, problem] : answer.errors) errors[index] = call(window->error_from, to_python(problem));
   return errors;
 }
 
-void Message::end_all(const Answer& answer) {
+void OffloadMessage::end_all(const Answer& answer) {
   const auto errors = errors_of(answer);
   for (std::size_t i = 0; i < requests.size(); ++i) window->end(requests[i], py::none(), errors[i]);
 }
 
 // Each request ends, even if Ctrl-C comes between.
-void Message::fail_all(const py::object& error) {
+void OffloadMessage::fail_all(const py::object& error) {
   std::exception_ptr met;
   for (const RequestPtr& request : std::vector(requests)) {
     try {
@@ -91,7 +92,7 @@ void Message::fail_all(const py::object& error) {
   if (met) std::rethrow_exception(met);
 }
 
-void Message::answered(std::string_view body, const std::vector<at::Tensor>& tensors) {
+void OffloadMessage::answered(std::string_view body, const std::vector<at::Tensor>& tensors) {
   window->release(*this);
   try {
     const c10::InferenceMode plain(false);
@@ -101,7 +102,7 @@ void Message::answered(std::string_view body, const std::vector<at::Tensor>& ten
   }
 }
 
-void Message::failed(const py::object& error) {
+void OffloadMessage::failed(const py::object& error) {
   PyException_SetTraceback(error.ptr(), Py_None);
   window->release(*this);
   fail_all(error);

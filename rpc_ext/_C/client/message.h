@@ -18,10 +18,10 @@
 namespace rpc_ext::offload::client {
 
 class Window;
-class Message;
+class OffloadMessage;
 class KeyRequest;
 using WindowPtr = std::shared_ptr<Window>;
-using MessagePtr = std::shared_ptr<Message>;
+using MessagePtr = std::shared_ptr<OffloadMessage>;
 using RequestPtr = std::shared_ptr<KeyRequest>;
 
 // One key of an operation, from the call to the outcome.
@@ -48,7 +48,7 @@ class KeyRequest : public std::enable_shared_from_this<KeyRequest> {
   virtual bool gives_future() const noexcept { return false; }
 
   bool is_done() const noexcept { return state == State::done; }
-  Entry entry() const;
+  KeyEntry entry() const;
 
   const Verb verb;
   const std::string key;
@@ -64,11 +64,12 @@ class KeyRequest : public std::enable_shared_from_this<KeyRequest> {
 };
 
 // A message of requests with the same verb, from the moment that they are put together to the answer.
-class Message : public MessageListener, public std::enable_shared_from_this<Message> {
+class OffloadMessage : public MessageListener, public std::enable_shared_from_this<OffloadMessage> {
  public:
-  Message(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch = false);
-  Message(const Message&) = delete;
-  Message& operator=(const Message&) = delete;
+  OffloadMessage(WindowPtr window, Verb verb, std::vector<RequestPtr> requests, std::uint64_t nbytes,
+                 bool is_batch = false);
+  OffloadMessage(const OffloadMessage&) = delete;
+  OffloadMessage& operator=(const OffloadMessage&) = delete;
 
   virtual void start() = 0;                // sends it: there is room
   virtual void take(Answer&& answer) = 0;  // gives each request its outcome

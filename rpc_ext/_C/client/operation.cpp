@@ -6,19 +6,19 @@
 
 namespace rpc_ext::offload::client {
 
-Operation::Operation(std::size_t count, bool has_values, py::object complete, py::object join)
+OffloadOperation::OffloadOperation(std::size_t count, bool has_values, py::object complete, py::object join)
     : left_(count),
       written_(count, '\0'),
       values_(has_values ? count : 0, py::none()),
       complete_(std::move(complete)),
       join_(std::move(join)) {}
 
-void Operation::set_digest(std::size_t index, std::uint64_t digest) {
+void OffloadOperation::set_digest(std::size_t index, std::uint64_t digest) {
   digests_.resize(written_.size());
   digests_[index] = digest;
 }
 
-void Operation::end(std::size_t index, const py::object& value, const py::object& error) {
+void OffloadOperation::end(std::size_t index, const py::object& value, const py::object& error) {
   if (error.is_none()) {
     written_[index] = '\1';
     if (!values_.empty()) values_[index] = value;

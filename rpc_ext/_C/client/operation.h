@@ -13,12 +13,12 @@
 
 namespace rpc_ext::offload::client {
 
-class Operation final {
+class OffloadOperation final {
  public:
   // `complete(values, digests, written, error, index)` is called once, when all of `count` keys are done: `values` is a
   // list, `digests` a list of numbers, `written` has a byte for each key, and `error` is that of the first key that
   // failed, or None. `join(index, future)` is called for a value that is on its way to a device.
-  Operation(std::size_t count, bool has_values, py::object complete, py::object join);
+  OffloadOperation(std::size_t count, bool has_values, py::object complete, py::object join);
 
   void end(std::size_t index, const py::object& value, const py::object& error);
   void join(std::size_t index, const py::object& future) {
@@ -37,6 +37,6 @@ class Operation final {
   py::object complete_, join_;
 };
 
-using OperationPtr = std::shared_ptr<Operation>;
+using OperationPtr = std::shared_ptr<OffloadOperation>;
 
 }  // namespace rpc_ext::offload::client

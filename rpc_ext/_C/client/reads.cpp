@@ -45,10 +45,10 @@ void expect_received(const Window& window, const std::string& key, std::uint64_t
 std::vector<MessagePtr> fetches(const WindowPtr& window, const std::vector<PartOf>& parts);
 
 // Reads tensors.
-class ReadBatch final : public Message {
+class ReadBatch final : public OffloadMessage {
  public:
   ReadBatch(WindowPtr window, std::vector<RequestPtr> requests, std::uint64_t nbytes, bool is_batch)
-      : Message(std::move(window), Verb::get, std::move(requests), nbytes, is_batch) {}
+      : OffloadMessage(std::move(window), Verb::get, std::move(requests), nbytes, is_batch) {}
 
   void start() override { send_entries(); }
 
@@ -82,10 +82,10 @@ class ReadBatch final : public Message {
 };
 
 // Fetches parts of tensors that earlier requests have found.
-class FetchParts final : public Message {
+class FetchParts final : public OffloadMessage {
  public:
   FetchParts(WindowPtr window, std::vector<PartOf> parts, std::uint64_t nbytes)
-      : Message(std::move(window), Verb::fetch, {}, nbytes), parts_(std::move(parts)) {
+      : OffloadMessage(std::move(window), Verb::fetch, {}, nbytes), parts_(std::move(parts)) {
     set_requests();
   }
 
@@ -93,9 +93,9 @@ class FetchParts final : public Message {
     std::erase_if(parts_, [](const PartOf& part) { return part.first->is_done(); });
     set_requests();
     if (!expects_answer()) return;
-    std::vector<Entry> entries;
+    std::vector<KeyEntry> entries;
     for (const auto& [request, part] : parts_) {
-      Entry& entry = entries.emplace_back();
+      KeyEntry& entry = entries.emplace_back();
       entry.sequence = request->sequence;
       entry.part = part;
     }
@@ -207,7 +207,7 @@ MessagePtr ReadRequest::batch(const WindowPtr& window, std::vector<RequestPtr> r
 
 void ReadRequest::drop() {
   if (!filling_.try_lock()) {
-    const WithoutGil released;
+    const GilRelease released;
     filling_.lock();
   }
   is_dropped_ = true;
@@ -223,7 +223,7 @@ bool ReadRequest::fill(std::uint64_t nbytes, Fill fill) {
     if (!is_dropped_) fill();
     return !is_dropped_;
   }
-  const WithoutGil released;
+  const GilRelease released;
   const std::lock_guard lock(filling_);
   if (!is_dropped_) fill();
   return !is_dropped_;

@@ -33,9 +33,10 @@ class SendingHere {
 bool is_interrupt(const py::object& error) { return PyObject_IsInstance(error.ptr(), PyExc_Exception) == 0; }
 
 // Tells the service that the client gave up a request.
-class Abandon final : public Message {
+class Abandon final : public OffloadMessage {
  public:
-  Abandon(WindowPtr window, const RequestPtr& request) : Message(std::move(window), Verb::abandon, {request}, 0) {}
+  Abandon(WindowPtr window, const RequestPtr& request)
+      : OffloadMessage(std::move(window), Verb::abandon, {request}, 0) {}
 
   // The request itself is done.
   void start() override { window->send(*this, {requests.front()->entry()}, no_data()); }
@@ -205,7 +206,7 @@ MessagePtr Window::form_batch(std::size_t verb) {
   return first.batch(shared_from_this(), std::move(requests));
 }
 
-void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor& data) {
+void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const at::Tensor& data) {
   const double now = rpc_ext::now();
   double timeout = seconds_;
   if (seconds_ > 0 && !message.requests.empty()) {
@@ -214,7 +215,7 @@ void Window::send(Message& message, std::vector<Entry> entries, const at::Tensor
     timeout = std::max(last - now, kShortest);
   }
   while (!ages_.empty() && ages_.front()->is_done()) take_oldest();
-  Request request;
+  OffloadRequest request;
   request.verb = message.verb;
   request.token = token;
   request.sent = now;
@@ -253,7 +254,7 @@ void Window::mark_sent(const std::vector<RequestPtr>& requests) {
   }
 }
 
-void Window::release(Message& message) {
+void Window::release(OffloadMessage& message) {
   if (message.has_room) {
     message.has_room = false;
     in_flight_ -= message.nbytes;

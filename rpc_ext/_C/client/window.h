@@ -2,7 +2,7 @@
 //
 //     submit ──► held until the request before it on its key was sent ──► ready ──► batch ──┐
 //                (and its bytes are on the host)                 └──► a large tensor's parts ┴─► outgoing
-//     outgoing ──► as many bytes in flight as the service allows ──► Message::start ──► channel
+//     outgoing ──► as many bytes in flight as the service allows ──► OffloadMessage::start ──► channel
 //
 // The service orders the operations on a key, so a request does not wait for the answer to the one before it. Small
 // requests travel many at a time: those that become ready while a batch of their kind is in flight go with the next
@@ -52,9 +52,10 @@ class Window final : public std::enable_shared_from_this<Window> {
   py::object go_on();
 
   // Sends a message that has been given room. Where RPC has none, it is sent again after a pause.
-  void send(Message& message, std::vector<Entry> entries, const at::Tensor& data);
+  void send(OffloadMessage& message, std::vector<KeyEntry> entries, const at::Tensor& data);
   void mark_sent(const std::vector<RequestPtr>& requests);  // releases those that follow them
-  void release(Message& message);  // gives back the room of a message that is over, once, and sends the next ones
+  void release(
+      OffloadMessage& message);  // gives back the room of a message that is over, once, and sends the next ones
 
   // Gives a request its outcome; false if it has one. `answered`: the service has answered it, so that it cannot arrive
   // there any more.

@@ -22,10 +22,10 @@ std::uint64_t size_of_part(std::uint64_t nbytes, std::uint32_t part) {
 }
 
 // Small tensors, copied side by side into one buffer.
-class WriteBatch final : public Message {
+class WriteBatch final : public OffloadMessage {
  public:
   WriteBatch(WindowPtr window, std::vector<RequestPtr> requests, std::uint64_t nbytes)
-      : Message(std::move(window), Verb::put, std::move(requests), nbytes, true) {}
+      : OffloadMessage(std::move(window), Verb::put, std::move(requests), nbytes, true) {}
 
   void start() override {
     if (data_.defined()) return send();
@@ -47,12 +47,12 @@ class WriteBatch final : public Message {
 
   void answered(std::string_view body, const std::vector<at::Tensor>& tensors) override {
     data_.reset();
-    Message::answered(body, tensors);
+    OffloadMessage::answered(body, tensors);
   }
 
   void failed(const py::object& error) override {
     data_.reset();
-    Message::failed(error);
+    OffloadMessage::failed(error);
   }
 
   void take(Answer&& answer) override { end_all(answer); }
@@ -98,7 +98,7 @@ class WriteBatch final : public Message {
     if (end <= kQuick) {
       copy_all();
     } else {
-      const WithoutGil released;
+      const GilRelease released;
       copy_all();
     }
     parts.clear();
@@ -123,7 +123,7 @@ class WriteBatch final : public Message {
 
   void send() {
     window->mark_sent(requests);
-    std::vector<Entry> entries;
+    std::vector<KeyEntry> entries;
     for (const RequestPtr& request : requests) {
       const Place& place = places_.at(request.get());
       entries.push_back(write_of(request).put(0, place.at, place.length, place.digest));
@@ -136,10 +136,10 @@ class WriteBatch final : public Message {
 };
 
 // A tensor that travels alone, or one part of it.
-class WritePart final : public Message {
+class WritePart final : public OffloadMessage {
  public:
   WritePart(WindowPtr window, WriteRequestPtr request, std::uint32_t part)
-      : Message(std::move(window), Verb::put, {request}, size_of_part(request->nbytes, part)),
+      : OffloadMessage(std::move(window), Verb::put, {request}, size_of_part(request->nbytes, part)),
         request_(std::move(request)),
         part_(part) {}
 
@@ -166,7 +166,7 @@ class WritePart final : public Message {
   }
 
   void failed(const py::object& error) override {
-    Message::failed(error);
+    OffloadMessage::failed(error);
     if (request_->nbytes > kPart) window->abandon(request_);
   }
 
@@ -191,10 +191,10 @@ class WritePart final : public Message {
   std::uint64_t digest_ = 0;
 };
 
-class DeleteBatch final : public Message {
+class DeleteBatch final : public OffloadMessage {
  public:
   DeleteBatch(WindowPtr window, std::vector<RequestPtr> requests)
-      : Message(std::move(window), Verb::erase, std::move(requests), 0, true) {}
+      : OffloadMessage(std::move(window), Verb::erase, std::move(requests), 0, true) {}
 
   void start() override { send_entries(); }
   void take(Answer&& answer) override { end_all(answer); }
@@ -255,8 +255,8 @@ void WriteRequest::release() {
   call(source.attr("release"));
 }
 
-Entry WriteRequest::put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const {
-  Entry entry = KeyRequest::entry();
+KeyEntry WriteRequest::put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const {
+  KeyEntry entry = KeyRequest::entry();
   entry.dtype = dtype;
   entry.sizes = sizes;
   entry.nbytes = nbytes;

@@ -28,7 +28,7 @@ class WriteRequest final : public KeyRequest {
   void release();  // of the tensor: it was copied, or is not needed any more
 
   // Returns the entry of a part whose bytes are at a place of the message's data.
-  Entry put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const;
+  KeyEntry put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const;
 
   std::shared_ptr<WriteRequest> shared() { return std::static_pointer_cast<WriteRequest>(shared_from_this()); }
 

@@ -50,7 +50,7 @@ class OutsidePython {
 
  private:
   const bool was_;
-  const WithoutGil released_;
+  const GilRelease released_;
 };
 
 template <class... Arguments>
@@ -77,7 +77,7 @@ Begin begin_of(py::function function, StorePtr store) {
 std::shared_ptr<Service> make_service(const py::capsule& store, std::uint64_t window, py::function slow) {
   return std::make_shared<Service>(
       store_from(store), window,
-      [held = std::make_shared<Held>(std::move(slow))](const Request& request, const Service::ReplyPtr& reply) {
+      [held = std::make_shared<Held>(std::move(slow))](const OffloadRequest& request, const Service::ReplyPtr& reply) {
         const Gil gil;
         if (gil) held->get()(to_python(request), py::cast(reply));
       });
@@ -85,7 +85,7 @@ std::shared_ptr<Service> make_service(const py::capsule& store, std::uint64_t wi
 
 void handle(Service& self, const py::bytes& body, const std::vector<at::Tensor>& tensors,
             const Service::SessionPtr& session, const Service::ReplyPtr& reply) {
-  Request request = parse_request(std::string_view(body), tensors);
+  OffloadRequest request = parse_request(std::string_view(body), tensors);
   const OutsidePython released;
   self.handle(std::move(request), session, reply);
 }

@@ -24,7 +24,7 @@ py::object text_of(std::string_view text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
 }
 
-py::tuple tuple_of(Verb verb, const Entry& entry) {
+py::tuple tuple_of(Verb verb, const KeyEntry& entry) {
   if (verb == Verb::fetch) return py::make_tuple(entry.sequence, entry.part);
   if (verb != Verb::put) return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key);
   return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key, entry.dtype,
@@ -32,8 +32,8 @@ py::tuple tuple_of(Verb verb, const Entry& entry) {
                         entry.digest);
 }
 
-Entry entry_from(Verb verb, const py::tuple& of) {
-  Entry entry;
+KeyEntry entry_from(Verb verb, const py::tuple& of) {
+  KeyEntry entry;
   entry.sequence = of[0].cast<std::uint64_t>();
   if (verb == Verb::fetch) {
     entry.part = of[1].cast<std::uint32_t>();
@@ -93,9 +93,9 @@ py::tuple to_python(const Problem& problem) {
                         problem.offset, problem.wanted, problem.got);
 }
 
-py::tuple to_python(const Request& request) {
+py::tuple to_python(const OffloadRequest& request) {
   py::list entries;
-  for (const Entry& entry : request.entries) entries.append(tuple_of(request.verb, entry));
+  for (const KeyEntry& entry : request.entries) entries.append(tuple_of(request.verb, entry));
   return py::make_tuple(static_cast<int>(request.verb), py::bytes(request.token), request.sent, request.oldest,
                         request.service, entries, request.data);
 }
@@ -111,7 +111,7 @@ Problem problem_from(const py::tuple& of) {
 
 py::tuple pack_request_of(int verb, const std::string& token, double sent, std::uint64_t oldest,
                           const std::string& service, const py::sequence& entries, const at::Tensor& data) {
-  Request request;
+  OffloadRequest request;
   request.verb = verb_from(verb);
   request.token = token;
   request.token.resize(kToken);

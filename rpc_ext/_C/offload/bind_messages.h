@@ -9,7 +9,7 @@
 namespace rpc_ext::offload {
 
 py::tuple to_python(const Problem& problem);
-py::tuple to_python(const Request& request);
+py::tuple to_python(const OffloadRequest& request);
 
 void bind_messages(py::module_& m);
 

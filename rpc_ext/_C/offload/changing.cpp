@@ -5,7 +5,7 @@
 
 namespace rpc_ext::offload {
 
-Changing::Changing(std::shared_ptr<Service> service, Service::SessionPtr session, Request&& request,
+Changing::Changing(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,
                    Service::ReplyPtr reply, Service::Counted counted)
     : service_(std::move(service)),
       session_(std::move(session)),
@@ -16,14 +16,14 @@ Changing::Changing(std::shared_ptr<Service> service, Service::SessionPtr session
 
 void Changing::begin() {
   for (std::size_t i = 0; i < request_.entries.size(); ++i) {
-    const Entry& entry = request_.entries[i];
+    const KeyEntry& entry = request_.entries[i];
     if (session_->order->arrive(entry.key, entry.after, [self = shared_from_this(), i] { self->enter(i); })) enter(i);
   }
 }
 
 // Takes a place in the key's queue.
 void Changing::enter(std::size_t i) {
-  const Entry& entry = request_.entries[i];
+  const KeyEntry& entry = request_.entries[i];
   bool has_turn = false;
   if (session_->order->note_change(entry.key, entry.sequence, entry.expires)) {
     has_turn = session_->space->queues.enter(entry.key, true, [self = shared_from_this(), i] { self->take_turn(i); });
@@ -45,12 +45,12 @@ void Changing::take_turn(std::size_t i) {
 }
 
 void Changing::write(std::size_t i) {
-  const Entry& entry = request_.entries[i];
+  const KeyEntry& entry = request_.entries[i];
   if (auto problem = session_->space->take(entry.nbytes)) return leave(i, std::move(problem));
   const auto* const data = static_cast<const std::byte*>(request_.data.const_data_ptr());
   const std::byte* const from = entry.length == 0 ? nullptr : data + entry.at;
   session_->space->write(entry, from, [self = shared_from_this(), i](const Problem* problem) {
-    const Entry& entry = self->request_.entries[i];
+    const KeyEntry& entry = self->request_.entries[i];
     std::optional<Problem> told;
     if (problem != nullptr && problem->kind == Problem::Kind::checksum) {
       told = bytes_differ(entry.key, entry.length);

@@ -15,8 +15,8 @@ namespace rpc_ext::offload {
 // Lock: mutex_ guards the errors and the count of what is left; nothing is taken under it.
 class Changing final : public std::enable_shared_from_this<Changing> {
  public:
-  Changing(std::shared_ptr<Service> service, Service::SessionPtr session, Request&& request, Service::ReplyPtr reply,
-           Service::Counted counted);
+  Changing(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,
+           Service::ReplyPtr reply, Service::Counted counted);
 
   void begin();
 
@@ -30,7 +30,7 @@ class Changing final : public std::enable_shared_from_this<Changing> {
 
   const std::shared_ptr<Service> service_;
   const Service::SessionPtr session_;
-  Request request_;
+  OffloadRequest request_;
   const Service::ReplyPtr reply_;
   const Service::Counted counted_;
   std::mutex mutex_;

@@ -79,7 +79,7 @@ void Namespace::settle(const std::string& key, std::uint64_t nbytes, bool has_su
 
 // ---- the store
 
-void Namespace::write(const Entry& entry, const std::byte* from, Done done) {
+void Namespace::write(const KeyEntry& entry, const std::byte* from, Done done) {
   auto ended = [self = shared_from_this(), key = entry.key, nbytes = entry.nbytes, order = next_order(),
                 done = std::move(done)](const Problem* problem) {
     self->settle(key, nbytes, problem == nullptr, order);

@@ -15,12 +15,12 @@
 
 #include "offload/order.h"
 #include "offload/wire.h"
-#include "storage/store_access.h"
+#include "store/store_access.h"
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::FoundTensor;
-using cudafuture::storage::StoreAccess;
+using cudafuture::store::FoundTensor;
+using cudafuture::store::StoreAccess;
 using StorePtr = std::shared_ptr<StoreAccess>;
 
 // Lock: mutex_ guards what follows it; nothing is taken under it.
@@ -50,7 +50,7 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
   // ---- the store; `done` as of StoreAccess
   std::optional<FoundTensor> find(const std::string& key) const { return store_->find(name_of(key)); }
   // Writes a tensor for which quota was taken. The caller keeps its bytes and the entry.
-  void write(const Entry& entry, const std::byte* from, Done done);
+  void write(const KeyEntry& entry, const std::byte* from, Done done);
   void erase(const std::string& key, Done done);  // not_found where there is no such key
   void clear();                                   // deletes all keys for good, also those that are being written
 

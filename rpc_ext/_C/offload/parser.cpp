@@ -49,9 +49,9 @@ bool has_bytes(const std::vector<std::int64_t>& sizes, std::size_t item, std::ui
   return product == nbytes;
 }
 
-class Reader {
+class WireReader {
  public:
-  explicit Reader(std::string_view body) : body_(body) {}
+  explicit WireReader(std::string_view body) : body_(body) {}
 
   template <class Number>
   Number number() {
@@ -130,8 +130,8 @@ class Reader {
   std::size_t at_ = 0;
 };
 
-Entry parse_operation(Reader& reader) {
-  Entry entry;
+KeyEntry parse_operation(WireReader& reader) {
+  KeyEntry entry;
   entry.sequence = reader.number<std::uint64_t>();
   entry.after = reader.number<std::uint64_t>();
   entry.expires = reader.number<double>();
@@ -144,8 +144,8 @@ Entry parse_operation(Reader& reader) {
   return entry;
 }
 
-Entry parse_put(Reader& reader) {
-  Entry entry = parse_operation(reader);
+KeyEntry parse_put(WireReader& reader) {
+  KeyEntry entry = parse_operation(reader);
   reader.tensor(entry);
   entry.part = reader.place(entry);
   const std::uint64_t begin = std::uint64_t{entry.part} * kPart;
@@ -156,10 +156,10 @@ Entry parse_put(Reader& reader) {
   return entry;
 }
 
-Entry parse_entry(Verb verb, Reader& reader) {
+KeyEntry parse_entry(Verb verb, WireReader& reader) {
   if (verb == Verb::put) return parse_put(reader);
   if (verb != Verb::fetch) return parse_operation(reader);
-  Entry entry;
+  KeyEntry entry;
   entry.sequence = reader.number<std::uint64_t>();
   entry.part = reader.number<std::uint32_t>();
   return entry;
@@ -179,14 +179,14 @@ void expect_places(const Entries& entries, std::size_t available) {
   }
 }
 
-void expect_each_key_once(const std::vector<Entry>& entries) {
+void expect_each_key_once(const std::vector<KeyEntry>& entries) {
   std::unordered_set<std::string_view> keys;
-  for (const Entry& entry : entries) {
+  for (const KeyEntry& entry : entries) {
     if (!keys.insert(entry.key).second) refuse("a request has each key once");
   }
 }
 
-Problem parse_problem(Reader& reader) {
+Problem parse_problem(WireReader& reader) {
   Problem problem;
   const auto kind = reader.number<std::uint8_t>();
   if (kind < 1 || kind > static_cast<std::uint8_t>(Problem::Kind::other))
@@ -201,7 +201,7 @@ Problem parse_problem(Reader& reader) {
   return problem;
 }
 
-struct Head {
+struct RequestHead {
   std::uint8_t version, verb;
   std::string_view token;
   double sent;
@@ -210,8 +210,8 @@ struct Head {
   std::string_view service;
 };
 
-Head parse_head(Reader& reader) {
-  Head head;
+RequestHead parse_head(WireReader& reader) {
+  RequestHead head;
   head.version = reader.number<std::uint8_t>();
   head.verb = reader.number<std::uint8_t>();
   head.token = reader.text(kToken);
@@ -225,20 +225,20 @@ Head parse_head(Reader& reader) {
 }  // namespace
 
 std::string_view service_of(std::string_view body) {
-  Reader reader(body);
+  WireReader reader(body);
   return parse_head(reader).service;
 }
 
-Request parse_request(std::string_view body, const std::vector<at::Tensor>& tensors) {
-  Reader reader(body);
-  const Head head = parse_head(reader);
+OffloadRequest parse_request(std::string_view body, const std::vector<at::Tensor>& tensors) {
+  WireReader reader(body);
+  const RequestHead head = parse_head(reader);
   const bool is_verb = head.verb >= 1 && head.verb <= static_cast<std::uint8_t>(Verb::abandon);
   if (head.version != kVersion || !is_verb || head.count < 1 || head.count > kMostEntries) {
     refuse("version " + std::to_string(head.version) + ", verb " + std::to_string(head.verb) + ", " +
            std::to_string(head.count) + " entries: there is no such request");
   }
   if (!std::isfinite(head.sent)) refuse(std::to_string(head.sent) + " is not a time");
-  Request request;
+  OffloadRequest request;
   request.verb = static_cast<Verb>(head.verb);
   request.token = head.token;
   request.sent = head.sent;
@@ -255,14 +255,14 @@ Request parse_request(std::string_view body, const std::vector<at::Tensor>& tens
     return request;
   }
   expect_places(request.entries, request.data.nbytes());
-  for (const Entry& entry : request.entries) {
+  for (const KeyEntry& entry : request.entries) {
     if (entry.is_part() && request.entries.size() > 1) refuse("a part of a tensor travels alone");
   }
   return request;
 }
 
 Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors) {
-  Reader reader(body);
+  WireReader reader(body);
   const auto version = reader.number<std::uint8_t>();
   const auto found = reader.number<std::uint16_t>();
   const auto errors = reader.number<std::uint16_t>();

@@ -17,7 +17,7 @@ namespace rpc_ext::offload {
 // The name of the service that a request is for.
 std::string_view service_of(std::string_view body);
 
-Request parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
+OffloadRequest parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
 Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors);
 
 }  // namespace rpc_ext::offload

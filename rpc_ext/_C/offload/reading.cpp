@@ -13,7 +13,7 @@ std::uint64_t next_line(std::uint64_t end) { return (end + kLine - 1) / kLine * 
 
 }  // namespace
 
-Reading::Reading(std::shared_ptr<Service> service, Service::SessionPtr session, Request&& request,
+Reading::Reading(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,
                  Service::ReplyPtr reply)
     : service_(std::move(service)),
       session_(std::move(session)),
@@ -25,13 +25,13 @@ Reading::Reading(std::shared_ptr<Service> service, Service::SessionPtr session, 
 void Reading::begin() {
   if (request_.verb == Verb::fetch) return place_kept();
   for (std::size_t i = 0; i < request_.entries.size(); ++i) {
-    const Entry& entry = request_.entries[i];
+    const KeyEntry& entry = request_.entries[i];
     if (session_->order->arrive(entry.key, entry.after, [self = shared_from_this(), i] { self->enter(i); })) enter(i);
   }
 }
 
 void Reading::enter(std::size_t i) {
-  const Entry& entry = request_.entries[i];
+  const KeyEntry& entry = request_.entries[i];
   const bool has_turn =
       session_->space->queues.enter(entry.key, false, [self = shared_from_this(), i] { self->look_up(i); });
   if (has_turn) look_up(i);
@@ -40,7 +40,7 @@ void Reading::enter(std::size_t i) {
 
 // Takes the snapshot of a key that has its turn. With the last one the bytes are read.
 void Reading::look_up(std::size_t i) {
-  const Entry& entry = request_.entries[i];
+  const KeyEntry& entry = request_.entries[i];
   std::optional<Problem> problem;
   if (service_->store().is_closed()) {
     problem = Problem{.kind = Problem::Kind::invalid_state, .message = "the store is closed"};
@@ -63,7 +63,7 @@ void Reading::place_found() {
   double expires = 0;
   bool has_deadline = true;
   for (std::size_t i = 0; i < found_.size(); ++i) {
-    const Entry& entry = request_.entries[i];
+    const KeyEntry& entry = request_.entries[i];
     expires = std::max(expires, entry.expires);
     has_deadline = has_deadline && entry.expires != 0;
     if (!found_[i]) continue;
@@ -81,7 +81,7 @@ void Reading::place_found() {
 // Places the parts of kept tensors.
 void Reading::place_kept() {
   for (std::size_t i = 0; i < request_.entries.size(); ++i) {
-    const Entry& entry = request_.entries[i];
+    const KeyEntry& entry = request_.entries[i];
     auto kept = session_->take(entry.sequence, entry.part);
     if (!kept) {
       errors_.emplace_back(i, Problem{.kind = Problem::Kind::invalid_state,
@@ -118,7 +118,7 @@ void Reading::take_buffer(double expires) {
 }
 
 void Reading::read() {
-  std::vector<cudafuture::storage::PartRead> parts;
+  std::vector<cudafuture::store::PartRead> parts;
   auto* const data = static_cast<std::byte*>(data_.mutable_data_ptr());
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];

@@ -26,7 +26,8 @@ namespace rpc_ext::offload {
 // Lock: mutex_ guards the errors and the count of what is left; nothing is taken under it.
 class Reading final : public std::enable_shared_from_this<Reading> {
  public:
-  Reading(std::shared_ptr<Service> service, Service::SessionPtr session, Request&& request, Service::ReplyPtr reply);
+  Reading(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,
+          Service::ReplyPtr reply);
 
   void begin();
 
@@ -58,7 +59,7 @@ class Reading final : public std::enable_shared_from_this<Reading> {
 
   const std::shared_ptr<Service> service_;
   const Service::SessionPtr session_;
-  const Request request_;
+  const OffloadRequest request_;
   const Service::ReplyPtr reply_;
   std::mutex mutex_;
   Errors errors_;

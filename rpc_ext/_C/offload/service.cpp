@@ -41,7 +41,7 @@ Service::SessionPtr Service::find(const std::string& token) const {
 
 // ---- requests
 
-void Service::handle(Request&& request, const SessionPtr& session, const ReplyPtr& reply) {
+void Service::handle(OffloadRequest&& request, const SessionPtr& session, const ReplyPtr& reply) {
   session->heard = now();
   session->order->note_arrival(request.sent, request.oldest);
   if (request.verb == Verb::abandon || (request.verb == Verb::put && request.entries.front().is_part())) {
@@ -132,7 +132,7 @@ void MessageRoute::remove(const std::string& name) {
 bool MessageRoute::handle(std::string_view body, const std::vector<at::Tensor>& tensors,
                           const std::shared_ptr<Reply>& reply) {
   std::shared_ptr<Service> service;
-  Request request;
+  OffloadRequest request;
   try {
     {
       const std::lock_guard lock(mutex_);

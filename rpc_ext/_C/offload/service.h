@@ -41,7 +41,7 @@ class Service final : public std::enable_shared_from_this<Service> {
   using SessionPtr = std::shared_ptr<Session>;
 
   // The requests that go to Python: parts of large tensors, and operations that a client gave up.
-  using Slow = std::function<void(const Request&, const ReplyPtr&)>;
+  using Slow = std::function<void(const OffloadRequest&, const ReplyPtr&)>;
 
   // `window`: bytes that each client may have in flight.
   Service(StorePtr store, std::uint64_t window, Slow slow)
@@ -56,7 +56,7 @@ class Service final : public std::enable_shared_from_this<Service> {
   SessionPtr find(const std::string& token) const;  // null: there is none
 
   // Handles a request, and answers it now or later.
-  void handle(Request&& request, const SessionPtr& session, const ReplyPtr& reply);
+  void handle(OffloadRequest&& request, const SessionPtr& session, const ReplyPtr& reply);
 
   // ---- counts
   struct Counted {

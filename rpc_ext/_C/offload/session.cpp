@@ -27,7 +27,7 @@ Session::Session(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder>
 
 // ---- kept reads
 
-void Session::keep(const Entry& entry, const FoundTensor& tensor, bool has_first) {
+void Session::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first) {
   std::vector<bool> is_left(parts_of(tensor.nbytes), true);
   if (has_first) is_left[0] = false;
   const std::size_t left = is_left.size() - (has_first ? 1 : 0);

@@ -17,11 +17,11 @@
 #include "offload/namespace.h"
 #include "offload/order.h"
 #include "offload/wire.h"
-#include "storage/store_access.h"
+#include "store/store_access.h"
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::PoolAccess;
+using cudafuture::store::PoolAccess;
 
 // Lock: mutex_ guards the kept reads and the requests for buffers; the order's is taken under it.
 class Session final : public std::enable_shared_from_this<Session> {
@@ -42,7 +42,7 @@ class Session final : public std::enable_shared_from_this<Session> {
 
   // ---- the tensors that the client fetches: a read takes one snapshot, whatever others write meanwhile
   // Keeps a tensor until its parts are fetched, or the deadline of the read is over.
-  void keep(const Entry& entry, const FoundTensor& tensor, bool has_first);
+  void keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first);
   struct Kept {
     FoundTensor tensor;
     std::string key;

@@ -93,9 +93,9 @@ at::Tensor bytes_of(std::size_t size) {
 
 at::Tensor no_data() { return bytes_of(0); }
 
-Packed pack_request(const Request& request) {
+Packed pack_request(const OffloadRequest& request) {
   std::size_t expected = 64 + request.service.size() + std::min(request.data.nbytes(), kInline);
-  for (const Entry& entry : request.entries) expected += 64 + entry.key.size() + 8 * entry.sizes.size();
+  for (const KeyEntry& entry : request.entries) expected += 64 + entry.key.size() + 8 * entry.sizes.size();
   Writer writer(expected);
   writer.number(kVersion);
   writer.number(static_cast<std::uint8_t>(request.verb));
@@ -105,7 +105,7 @@ Packed pack_request(const Request& request) {
   writer.number(static_cast<std::uint16_t>(request.entries.size()));
   writer.number(static_cast<std::uint8_t>(request.service.size()));
   writer.text(request.service);
-  for (const Entry& entry : request.entries) {
+  for (const KeyEntry& entry : request.entries) {
     writer.number(entry.sequence);
     if (request.verb == Verb::fetch) {
       writer.number(entry.part);

@@ -22,11 +22,11 @@
 #include <utility>
 #include <vector>
 
-#include "storage/store_access.h"
+#include "store/store_access.h"
 
 namespace rpc_ext::offload {
 
-using cudafuture::storage::Problem;
+using cudafuture::store::Problem;
 
 inline constexpr std::size_t kPart = 16 << 20;     // bytes of the data of one message; larger tensors travel in parts
 inline constexpr std::size_t kPack = 4 << 20;      // most bytes of small tensors in one message
@@ -46,7 +46,7 @@ enum class Verb : std::uint8_t { put = 1, get, erase, fetch, abandon };
 const std::vector<c10::ScalarType>& dtypes();
 
 // One operation of a request. Every verb but FETCH has what comes first; FETCH has the sequence and the part.
-struct Entry {
+struct KeyEntry {
   std::uint64_t sequence = 0;  // number of the client's operation
   std::uint64_t after = 0;     // number of the operation on the same key that takes effect before this one; 0: none
   double expires = 0;          // on the client's monotonic clock; 0: never
@@ -63,13 +63,13 @@ struct Entry {
   bool is_part() const noexcept { return nbytes > kPart; }
 };
 
-struct Request {
+struct OffloadRequest {
   Verb verb = Verb::get;
   std::string token;
   double sent = 0;           // on the client's monotonic clock
   std::uint64_t oldest = 0;  // the lowest sequence number of an operation that is not done at the client
   std::string service;
-  std::vector<Entry> entries;
+  std::vector<KeyEntry> entries;
   at::Tensor data;
 };
 
@@ -103,7 +103,7 @@ std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
 at::Tensor bytes_of(std::size_t size);  // not initialized
 at::Tensor no_data();
 
-Packed pack_request(const Request& request);
+Packed pack_request(const OffloadRequest& request);
 
 // `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
 Packed pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,

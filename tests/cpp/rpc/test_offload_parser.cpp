@@ -18,8 +18,8 @@ namespace {
 
 constexpr int changed_messages = 20'000;
 
-offload::Entry entry_of(std::uint64_t sequence, const std::string& key, std::uint32_t at) {
-  offload::Entry entry;
+offload::KeyEntry entry_of(std::uint64_t sequence, const std::string& key, std::uint32_t at) {
+  offload::KeyEntry entry;
   entry.sequence = sequence;
   entry.key = key;
   entry.dtype = c10::ScalarType::Float;
@@ -30,7 +30,7 @@ offload::Entry entry_of(std::uint64_t sequence, const std::string& key, std::uin
 }
 
 std::vector<char> request_of(Verb verb) {
-  offload::Request request;
+  offload::OffloadRequest request;
   request.verb = verb;
   request.token.assign(offload::kToken, 't');
   request.service = "offload";
@@ -62,7 +62,7 @@ std::string_view text(const std::vector<char>& bytes) { return {bytes.data(), by
 TEST_SUITE_BEGIN("offload parser");
 
 TEST_CASE("a request comes out as it was") {
-  const offload::Request request = offload::parse_request(text(request_of(Verb::put)), {});
+  const offload::OffloadRequest request = offload::parse_request(text(request_of(Verb::put)), {});
   CHECK(request.verb == Verb::put);
   CHECK(request.service == "offload");
   REQUIRE(request.entries.size() == 2);
@@ -79,8 +79,8 @@ TEST_CASE("the entries of a changed request lie in its data") {
       std::vector<char> bytes = whole;
       change(bytes, random);
       try {
-        const offload::Request request = offload::parse_request(text(bytes), {});
-        for (const offload::Entry& entry : request.entries) {
+        const offload::OffloadRequest request = offload::parse_request(text(bytes), {});
+        for (const offload::KeyEntry& entry : request.entries) {
           if (entry.length != 0) CHECK(entry.at + std::uint64_t{entry.length} <= request.data.nbytes());
         }
       } catch (const std::invalid_argument&) {

@@ -14,7 +14,7 @@
 #include "seal.h"
 
 using rpc_ext::Admitted;
-using rpc_ext::Direction;
+using rpc_ext::MessageDirection;
 using rpc_ext::Part;
 using rpc_ext::Parts;
 using rpc_ext::Refused;
@@ -54,7 +54,7 @@ struct Message {
 };
 
 std::string sealed(Sealer& by, const Message& message = {}, bool with_contents = false, int receiver = 2,
-                   Direction direction = Direction::request) {
+                   MessageDirection direction = MessageDirection::request) {
   const auto view = message.view();
   return by.seal(direction, receiver, 7, view.parts(), with_contents);
 }
@@ -99,7 +99,7 @@ TEST_CASE("a seal has the bytes that are documented") {
         "cf525043020101000100000002000000020000000000000007000000000000003d2fd5ca3d2ec8aa"
         "e53808017a1b22a5f3cb81887c5bcca14b8117d6372e8c8f7a962243551b54c687f9a9a64e3f81d0");
   message.targets[1] = 0;
-  CHECK(hex(sealed(pair.one, message, false, 2, Direction::reply)) ==
+  CHECK(hex(sealed(pair.one, message, false, 2, MessageDirection::reply)) ==
         "cf525043020200000100000002000000010000000000000007000000000000007a1738635c315b32"
         "e72ea770f065fb4823ed4db6296da840075a2a0e95a1c5fe3dedf7b66f0c22b9753f8900d3db2bc0");
 }
@@ -182,11 +182,11 @@ TEST_CASE("requests and replies are counted apart, and each is known for what it
   Pair pair;
   const auto view = Message{}.view();
   const std::string request = sealed(pair.one);
-  const std::string reply = sealed(pair.one, {}, false, 2, Direction::reply);
+  const std::string reply = sealed(pair.one, {}, false, 2, MessageDirection::reply);
   const Admitted first = pair.two.admit(request, view.parts());
   const Admitted second = pair.two.admit(reply, view.parts());
-  CHECK(first.direction == Direction::request);
-  CHECK(second.direction == Direction::reply);
+  CHECK(first.direction == MessageDirection::request);
+  CHECK(second.direction == MessageDirection::reply);
   CHECK(first.counter == 1);
   CHECK(second.counter == 1);
   CHECK(second.number == 7);

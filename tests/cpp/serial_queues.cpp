@@ -1,0 +1,25 @@
+#include "serial_queues.h"
+
+#include <deque>
+#include <utility>
+
+namespace cudafuture::fake {
+
+SerialQueue& new_serial_queue(std::string name) {
+  static auto* const all = new std::deque<SerialQueue>;
+  return all->emplace_back(std::move(name));
+}
+
+void settle(Executor& line) {
+  Signal reached;
+  completed()->attach(call_inside([&](Future&) { reached.send(); }, &line));
+  reached.wait();
+}
+
+void wait_outside(const Signal& signal) {
+  void* const state = foreign_runtime().step_out();
+  signal.wait();
+  foreign_runtime().step_in(state);
+}
+
+}  // namespace cudafuture::fake
