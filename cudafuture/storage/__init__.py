@@ -2,10 +2,7 @@
 
 from cudafuture._C import Snapshot
 from cudafuture.storage._digests import Digest, digest, digests
-from cudafuture.storage.async_file_writer import AsyncFileWriter
-from cudafuture.storage.backends import get_backends, probe_backend
 from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
-from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
@@ -16,11 +13,9 @@ from cudafuture.storage.sharded_offloader import ShardedOffloader
 from cudafuture.storage.store import Entry, OffloaderStatistics, Store
 
 __all__ = [
-    "AsyncFileWriter",
     "Buffer",
     "BufferPool",
     "Digest",
-    "DiskOffloader",
     "Engine",
     "EngineStatistics",
     "Entry",
@@ -37,6 +32,4 @@ __all__ = [
     "digest",
     "digests",
     "empty",
-    "get_backends",
-    "probe_backend",
 ]

@@ -21,7 +21,7 @@ CUDAFUTURE = (
     ("future",),
     ("combine", "trace"),
     ("distributed", "storage", "prefetch", "pipeline", "data"),
-    ("swap",),
+    ("swap", "tensornvme"),
     ("testing",),
     ("cli",),
 )
