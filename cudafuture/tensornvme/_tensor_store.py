@@ -14,7 +14,7 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import CUDAFutureError
-from cudafuture.storage.offloader import Offloader
+from cudafuture.store.offloader import Offloader
 from cudafuture.tensornvme._completions import Operation
 from cudafuture.tensornvme._tensor_memory import Place, TensorMemory
 

@@ -80,7 +80,7 @@ class Store(Protocol):
 
     ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them.
 
-    >>> from cudafuture.storage import Offloader
+    >>> from cudafuture.store import Offloader
     >>> def weights(store: Store) -> list[str]:
     ...     return [key for key in store.keys() if key.endswith("weight")]
     >>> weights(Offloader("states"))
