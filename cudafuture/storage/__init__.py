@@ -1,12 +1,15 @@
 """I/O without the GIL in its path: files whose reads and writes are futures, their engine, buffers and digests."""
 
 from cudafuture.storage._digests import Digest, digest, digests
+from cudafuture.storage.backends import BACKENDS, Backend
 from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
 
 __all__ = [
+    "BACKENDS",
+    "Backend",
     "Buffer",
     "BufferPool",
     "Digest",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.storage.engine import BackendName, Engine, default_engine
 from cudafuture.storage.file import File
 
 __all__ = ["get_backends", "probe_backend"]
 
-_ENGINES: dict[str, Literal["io_uring", "auto", "threads"]] = {"uring": "io_uring", "aio": "auto", "pthread": "threads"}
+_ENGINES: dict[str, BackendName] = {"uring": "io_uring", "aio": "auto", "pthread": "threads"}
 _MOST_THREADS = 1024
 
 
