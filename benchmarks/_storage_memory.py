@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _storage_peers import SHAPES
 from cudafuture import wait_all
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 
 
 def resident(what: str) -> int:

@@ -33,7 +33,7 @@ from _pairs import Measure, Variant, bare_worker, groups
 from _rows import Row, by_turns, control, run
 from _storage_peers import DeepSpeed, missing
 from cudafuture import wait_all
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 
 now = time.perf_counter_ns
 OTHER = "worker1"

@@ -55,7 +55,8 @@ from _storage_peers import (
     now,
 )
 from cudafuture import wait_all
-from cudafuture.storage import Offloader, default_engine, empty
+from cudafuture.storage import default_engine, empty
+from cudafuture.store import Offloader
 
 DIRECTIONS = ("write", "read")
 FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95, "65536x4KiB": 0.5}  # so much of fio's speed at least

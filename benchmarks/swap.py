@@ -28,7 +28,8 @@ import torch
 from _rows import Row, by_turns, control, run
 from _swap_peers import DeepSpeedSwapper, missing_deepspeed
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.storage import Offloader, empty
+from cudafuture.storage import empty
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 
 now = time.perf_counter_ns

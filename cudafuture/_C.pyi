@@ -297,7 +297,7 @@ class Checksum:
     def digest(self, seed: int = 0) -> int: ...
 
 class MultipartWrite:
-    """A native multipart write; `cudafuture.storage.MultipartWrite` is what to use."""
+    """A native multipart write; `cudafuture.store.MultipartWrite` is what to use."""
 
     def put(self, at: int, tensor: torch.Tensor, digest: int | None) -> CUDAFuture[int]: ...
     def commit(self, digest: int | None) -> CUDAFuture[int]: ...
@@ -306,7 +306,7 @@ class MultipartWrite:
     def nbytes(self) -> int: ...
 
 class Snapshot:
-    """The tensor that a key had at one time; see `cudafuture.storage.Offloader.snapshots`."""
+    """The tensor that a key had at one time; see `cudafuture.store.Offloader.snapshots`."""
 
     @property
     def key(self) -> str: ...
@@ -324,7 +324,7 @@ class Snapshot:
     def seed(self) -> int: ...
 
 class Store:
-    """A native store; `cudafuture.storage.Offloader` is what to use."""
+    """A native store; `cudafuture.store.Offloader` is what to use."""
 
     def begin_write(self, key: str, dtype: torch.dtype, shape: Sequence[int], priority: int) -> MultipartWrite: ...
     def snapshots(self, keys: list[str]) -> list[Snapshot | None]: ...

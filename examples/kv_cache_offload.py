@@ -44,7 +44,7 @@ from torch.nn import functional
 
 import rpc_ext
 from cudafuture import CUDAFuture, gather, wait_all
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from cudafuture import CUDAFuture
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 
 WIDTH = 128
 MIB = 1 << 20

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import cudafuture.distributed as cfd
 from _digits import Digits, layer_groups, make_model, same_on_every_rank
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 
 WANTED_ACCURACY = 0.95

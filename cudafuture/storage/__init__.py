@@ -1,42 +1,24 @@
-"""Tensor storage without the GIL in its path: files with futures (``File``), and stores by key (``Offloader``)."""
+"""I/O without the GIL in its path: files whose reads and writes are futures, their engine, buffers and digests."""
 
-from cudafuture._C import Snapshot
 from cudafuture.storage._digests import Digest, digest, digests
-from cudafuture.storage.async_file_writer import AsyncFileWriter
-from cudafuture.storage.backends import get_backends, probe_backend
+from cudafuture.storage.backends import BACKENDS, Backend
 from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
-from cudafuture.storage.disk_offloader import DiskOffloader
 from cudafuture.storage.engine import Engine, EngineStatistics, default_engine
 from cudafuture.storage.file import File
 from cudafuture.storage.gds import GDSFile
-from cudafuture.storage.multipart_write import MultipartWrite
-from cudafuture.storage.offloader import Offloader
-from cudafuture.storage.salvage import SalvagedStore
-from cudafuture.storage.sharded_offloader import ShardedOffloader
-from cudafuture.storage.store import Entry, OffloaderStatistics, Store
 
 __all__ = [
-    "AsyncFileWriter",
+    "BACKENDS",
+    "Backend",
     "Buffer",
     "BufferPool",
     "Digest",
-    "DiskOffloader",
     "Engine",
     "EngineStatistics",
-    "Entry",
     "File",
     "GDSFile",
-    "MultipartWrite",
-    "Offloader",
-    "OffloaderStatistics",
-    "SalvagedStore",
-    "ShardedOffloader",
-    "Snapshot",
-    "Store",
     "default_engine",
     "digest",
     "digests",
     "empty",
-    "get_backends",
-    "probe_backend",
 ]

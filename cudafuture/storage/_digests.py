@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cudafuture import _C
+from cudafuture import _C, _xxhash
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import _xxhash
 
 __all__ = ["Digest", "digest", "digests"]
 

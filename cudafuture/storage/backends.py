@@ -1,71 +1,66 @@
-"""TensorNVMe's backends by name, and the engines that implement them."""
+"""Table of the backends that move bytes between files and memory, ``BACKENDS``, and what each of them needs."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.errors import StorageError
+from cudafuture.storage.engine import PAGE, BackendName, Engine
 from cudafuture.storage.file import File
+from cudafuture.storage.gds import GDSFile, why_no_gds
 
-__all__ = ["get_backends", "probe_backend"]
-
-_ENGINES: dict[str, Literal["io_uring", "auto", "threads"]] = {"uring": "io_uring", "aio": "auto", "pthread": "threads"}
-_MOST_THREADS = 1024
+__all__ = ["BACKENDS", "Backend"]
 
 
-def get_backends() -> set[str]:
-    """Return the names that DiskOffloader and AsyncFileWriter accept as `backend`.
+@dataclass(frozen=True)
+class Backend:
+    """Row of the table of backends.
 
-    ``"uring"``: io_uring. ``"aio"``: the best available, io_uring or threads. ``"pthread"``: threads.
-
-    >>> sorted(get_backends())
-    ['aio', 'pthread', 'uring']
+    >>> import torch
+    >>> threads = next(backend for backend in BACKENDS if backend.name == "threads")
+    >>> threads.needs, threads.why_not()
+    ('nothing', None)
+    >>> with threads.open("numbers", "w+") as file:
+    ...     file.write(torch.arange(4)).wait()
+    32
     """
-    return set(_ENGINES)
+
+    name: str
+    needs: str
+    """what the machine and the installation must have"""
+    open: Callable[..., File]
+    """open a file, given its path and mode, and optionally ``direct``, as for ``File``"""
+    why_not: Callable[[], str | None]
+    """return the reason why the backend does not work here, or None if it works"""
 
 
-def probe_backend(backend: str) -> bool:
-    """Return True if a backend works here: it writes bytes to a temporary file and reads them back.
+def _of_engine(name: BackendName, needs: str) -> Backend:
+    """Return the row of a backend of ``Engine``. Each file that it opens has an engine of its own."""
 
-    ``"uring"`` does not work if the kernel or a sandbox forbids io_uring. Selecting it then uses threads.
+    def open_file(
+        path: str | os.PathLike[str],
+        mode: Literal["r", "r+", "w", "w+"] = "r",
+        *,
+        direct: Literal["auto"] | bool = "auto",
+    ) -> File:
+        return File(path, mode, engine=Engine(name), direct=direct)
 
-    >>> probe_backend("pthread"), probe_backend("tape")
-    (True, False)
-    """
-    if backend not in _ENGINES:
-        return False
-    written, read = torch.arange(64, device="cpu"), torch.zeros(64, dtype=torch.int64, device="cpu")
-    try:
-        with (
-            Engine(_ENGINES[backend], queue_depth=2, block_size=4096, threads=2) as engine,
-            tempfile.TemporaryDirectory() as folder,
-            File(Path(folder) / "probe", "w+", engine=engine) as file,
-        ):
-            file.write(written).wait()
-            file.read(read).wait()
-    except OSError:  # StorageError is an OSError
-        return False
-    return torch.equal(written, read)
+    def why_not() -> str | None:
+        try:
+            Engine(name, queue_depth=1, block_size=PAGE, threads=1).close()
+        except StorageError as e:
+            return str(e)
+        return None
+
+    return Backend(name, needs, open_file, why_not)
 
 
-def engine_of(backend: str, n_entries: int, given: Engine | None) -> tuple[Engine, bool]:
-    """Return the given engine, or the engine of a backend; and True if it is new, so that the caller must close it.
-
-    ``"uring"`` and ``"aio"`` share the engine of the process; ``"pthread"`` has its own `n_entries` threads.
-
-    Raises:
-        ValueError: the backend does not exist, or `n_entries` is less than 1.
-    """
-    if backend not in _ENGINES:
-        raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(sorted(_ENGINES))}")
-    if n_entries < 1:
-        raise ValueError(f"n_entries={n_entries} is less than 1: at least one operation must be allowed to be pending")
-    if given is not None:
-        return given, False
-    if backend == "pthread":
-        return Engine("threads", threads=min(n_entries, _MOST_THREADS)), True
-    return default_engine(), False
+BACKENDS: tuple[Backend, ...] = (
+    _of_engine("io_uring", needs="a kernel and a sandbox that permit io_uring, and a build with liburing"),
+    _of_engine("threads", needs="nothing"),
+    Backend("gds", needs="KvikIO and a CUDA device", open=GDSFile, why_not=why_no_gds),
+)
+"""The table: one row for each backend."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cudafuture import _C
 
@@ -19,7 +19,7 @@ PAGE = 4096
 _LARGEST_BLOCK = 1 << 30
 _MOST_MEMORY = 1 << 36
 
-BACKENDS = ("auto", "io_uring", "threads")
+BackendName = Literal["auto", "io_uring", "threads"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        backend: Literal["auto", "io_uring", "threads"] = "auto",
+        backend: BackendName = "auto",
         *,
         queue_depth: int = 32,
         block_size: int = 1 << 19,
@@ -77,8 +77,8 @@ class Engine:
         max_pending: int | None = None,
         _faults: Mapping[str, Any] | None = None,
     ) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(BACKENDS)}")
+        if backend not in get_args(BackendName):
+            raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(get_args(BackendName))}")
         _expect("queue_depth", queue_depth, 1, 4096)
         _expect("block_size", block_size, PAGE, _LARGEST_BLOCK)
         _expect("threads", threads, 1, 1024)

@@ -14,8 +14,8 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture._path import path_text
 from cudafuture.future import submit
-from cudafuture.storage._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
 
 __all__ = ["File"]

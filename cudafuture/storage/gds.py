@@ -21,6 +21,7 @@ from cudafuture.storage.file import File
 __all__ = ["GDSFile"]
 
 _DEVICES = {"cuda"}
+_NO_KVIKIO = "GPUDirect Storage needs KvikIO: pip install cudafuture[gds]"
 _AT_A_TIME = 8  # reads and writes; KvikIO splits each and has its own threads
 
 
@@ -50,7 +51,7 @@ class GDSFile(File):
         try:
             import kvikio
         except ImportError as e:
-            raise ImportError("GPUDirect Storage needs KvikIO: pip install cudafuture[gds]") from e
+            raise ImportError(_NO_KVIKIO) from e
         super().__init__(path, mode, engine=engine, direct=direct)
         self._handle: Any = kvikio.CuFile(self._path, "r" if mode == "r" else "r+")  # closed with its last user
         self._threads = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="cudafuture-gds")
@@ -107,6 +108,15 @@ class GDSFile(File):
         self._closed = True
         self._threads.shutdown(wait=False)
         super().close()
+
+
+def why_no_gds() -> str | None:
+    """Return the reason why no ``GDSFile`` can be opened here, or None."""
+    try:
+        import kvikio  # noqa: F401
+    except ImportError:
+        return _NO_KVIKIO
+    return None
 
 
 def _goes_directly(tensor: torch.Tensor) -> bool:

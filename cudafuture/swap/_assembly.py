@@ -12,7 +12,8 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
-from cudafuture.storage import File, Store
+from cudafuture.storage import File
+from cudafuture.store import Store
 from cudafuture.swap._unit import pages
 
 __all__ = ["Partition", "assembled", "partitions_of"]

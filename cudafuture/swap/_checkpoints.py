@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Offloader, Store
+from cudafuture.store import Offloader, Store
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
 from cudafuture.swap._pipeline import Pipeline
@@ -82,7 +82,7 @@ class Checkpoints(ABC):
             TypeError: an option or a value of a state has a type that ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
@@ -109,7 +109,7 @@ class Checkpoints(ABC):
             StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
                 options have not changed: load it again, or load another one.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
@@ -124,7 +124,7 @@ class Checkpoints(ABC):
     def checkpoints(self) -> list[str]:
         """Return the names of the checkpoints in the store, sorted.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
@@ -139,7 +139,7 @@ class Checkpoints(ABC):
         Raises:
             NotFoundError: the checkpoint does not exist.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))

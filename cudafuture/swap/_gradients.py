@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._counters import SwapCounters
 from cudafuture.swap._tracebacks import error_of
 

@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import Any
 
-from cudafuture.storage import Offloader, Store
+from cudafuture.store import Offloader, Store
 
 __all__ = ["Namespace"]
 

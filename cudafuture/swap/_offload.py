@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
 

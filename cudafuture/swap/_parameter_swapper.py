@@ -11,7 +11,7 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.errors import InvalidStateError, SwapError
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied

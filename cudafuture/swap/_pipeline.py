@@ -19,7 +19,8 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
-from cudafuture.storage import Buffer, Offloader, Store
+from cudafuture.storage import Buffer
+from cudafuture.store import Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
 from cudafuture.swap._interrupts import interrupts_deferred

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cudafuture.errors import SwapError
-from cudafuture.storage import Offloader, Store
+from cudafuture.store import Offloader, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._gradients import Gradients

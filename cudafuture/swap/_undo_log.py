@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, UndoPlace
 from cudafuture.swap._pipeline import Pipeline
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from cudafuture.errors import InvalidStateError, SwapError
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._counters import SwapCounters
 from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark

@@ -12,7 +12,7 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_swapper import ParameterSwapper

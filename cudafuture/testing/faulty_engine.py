@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from typing import Literal
 
-from cudafuture.storage import Engine
+from cudafuture.storage.engine import BackendName, Engine
 
 __all__ = ["FaultyEngine"]
 
@@ -41,7 +40,7 @@ class FaultyEngine(Engine):
 
     def __init__(
         self,
-        backend: Literal["auto", "io_uring", "threads"] = "auto",
+        backend: BackendName = "auto",
         *,
         at: Mapping[int, int] | None = None,
         seed: int = 0,

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Entry
+from cudafuture.store import Entry
 from rpc_ext import _C, session
 from rpc_ext import _channel as channel
 from rpc_ext._channel import Reply

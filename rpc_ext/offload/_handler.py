@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
-from cudafuture.storage import Entry, Offloader
+from cudafuture.store import Entry, Offloader
 from rpc_ext import _C
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _wire as wire

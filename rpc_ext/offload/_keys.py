@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import NotFoundError
-from cudafuture.storage import Entry
+from cudafuture.store import Entry
 from rpc_ext.calls import rpc_async, rpc_sync
 from rpc_ext.offload import _calls as calls
 from rpc_ext.offload._errors import named

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, StorageError, WorkerLostError
-from cudafuture.storage import BufferPool, Offloader
+from cudafuture.storage import BufferPool
+from cudafuture.store import Offloader
 from rpc_ext import _C, _timer
 from rpc_ext.offload._buffers import offload_thread
 from rpc_ext.offload._upload import Uploads

@@ -20,7 +20,7 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from rpc_ext import _C, _timer
 from rpc_ext.offload._buffers import offload_thread
 from rpc_ext.offload._errors import error_from

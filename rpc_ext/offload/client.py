@@ -27,7 +27,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage.store import expect_one_for_each, expected_digests
+from cudafuture.store.protocol import expect_one_for_each, expected_digests
 from rpc_ext import _C
 from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_sync

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Literal
 
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from rpc_ext.offload import _calls
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler

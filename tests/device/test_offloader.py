@@ -10,7 +10,8 @@ import torch
 
 from cudafuture import gather
 from cudafuture.errors import ChecksumError
-from cudafuture.storage import Engine, Offloader, digest
+from cudafuture.storage import Engine, digest
+from cudafuture.store import Offloader
 from device.harness import PRIORITIES, SIZE, Device
 
 PATIENCE = 60.0

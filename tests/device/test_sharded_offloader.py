@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, gather
-from cudafuture.storage import Engine, Offloader, ShardedOffloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader, ShardedOffloader
 from device.harness import PRIORITIES, SIZE, Device
 
 PATIENCE = 60.0

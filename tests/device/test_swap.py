@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from device.harness import Device
 from swap.training import OPTIMIZERS, Pair

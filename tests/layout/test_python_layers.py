@@ -13,15 +13,16 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
-    ("errors", "config", "_build_info", "_log"),
+    ("errors", "config", "_build_info", "_log", "_path"),
     ("_native", "_tensors"),
     ("_C",),
-    ("streams", "executors", "_await", "_work", "_staging"),
+    ("streams", "executors", "_await", "_work", "_staging", "_xxhash"),
     ("_transfer",),
     ("future",),
     ("combine", "trace"),
     ("distributed", "storage", "prefetch", "pipeline", "data"),
-    ("swap",),
+    ("store",),
+    ("swap", "tensornvme"),
     ("testing",),
     ("cli",),
 )

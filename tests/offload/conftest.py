@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cudafuture.storage import Offloader, ShardedOffloader, Store
+from cudafuture.store import Offloader, ShardedOffloader, Store
 from offload.server import SERVER, Server, server_process
 from rpc_ext import RemoteOffloader
 from unit.storing import KINDS, engine_on

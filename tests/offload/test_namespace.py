@@ -10,7 +10,8 @@ import torch
 
 from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
 from unit.storing import PATIENCE

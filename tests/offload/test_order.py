@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from rpc_ext import _C
 from soak import soak_count
 

@@ -16,7 +16,8 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, submit, wait_all
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError
-from cudafuture.storage import Entry, ShardedOffloader, Store, digest
+from cudafuture.storage import digest
+from cudafuture.store import Entry, ShardedOffloader, Store
 from rpc_ext import RemoteOffloader
 from soak import soak_count
 from unit.storing import LARGE, MIB, SMALL, numbered

@@ -10,7 +10,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError, QuotaError
-from cudafuture.storage import Engine, Offloader, digest
+from cudafuture.storage import Engine, digest
+from cudafuture.store import Offloader
 from rpc_ext import _C
 from rpc_ext.offload._session import prefix_of
 from rpc_ext.offload._upload import Uploads

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from soak import SOAK
 from swap.training import OPTIMIZERS, Pair, same
 from unit.child import Child
@@ -315,7 +316,8 @@ def test_a_step_and_a_checkpoint_are_killed(tmp_path: Path) -> None:
 
 TRAINS_FOR_EVER = """
 import sys, torch
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 parameters = [torch.nn.Parameter(torch.ones(200, 201)), torch.nn.Parameter(torch.ones(77))]
 store = Offloader(sys.argv[1], durable=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from soak import soak_count
 from swap.training import OPTIMIZERS, SIZES, Pair, same

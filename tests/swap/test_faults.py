@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cudafuture.errors import QuotaError, StorageError, SwapError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.testing import FaultyEngine
 from swap.training import OPTIMIZERS, Pair, same

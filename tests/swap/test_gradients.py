@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cudafuture.errors import SwapError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from swap.training import OPTIMIZERS, Pair, same
 

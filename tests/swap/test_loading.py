@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cudafuture.errors import InvalidStateError, NotFoundError, StorageError, SwapError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
 from swap.training import OPTIMIZERS, Pair, same

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cudafuture.errors import NotFoundError, SwapError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
 from soak import soak_count

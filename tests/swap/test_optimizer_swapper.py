@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from cudafuture.errors import InvalidStateError, StorageError, SwapError
-from cudafuture.storage import File, Offloader
+from cudafuture.storage import File
+from cudafuture.store import Offloader
 from cudafuture.swap import OptimizerSwapper, SwapStatistics
 from cudafuture.testing import FaultyEngine
 from swap.training import same

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cudafuture.storage import Store
+from cudafuture.store import Store
 from cudafuture.swap import OffloadedOptimizer, offload
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import reveal_type
 
-from cudafuture.storage import Offloader, ShardedOffloader, Store
+from cudafuture.store import Offloader, ShardedOffloader, Store
 from rpc_ext import RemoteOffloader
 
 

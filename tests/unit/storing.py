@@ -12,7 +12,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 
 PATIENCE = 60.0
 BACKENDS = ["io_uring", "threads"]

@@ -11,7 +11,8 @@ import torch
 
 from cudafuture import CUDAFuture, wait
 from cudafuture.errors import StorageError
-from cudafuture.storage import File, Offloader
+from cudafuture.storage import File
+from cudafuture.store import Offloader
 from cudafuture.testing import FaultyEngine
 from unit.storing import PATIENCE, contents, expect
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, copy, submit
-from cudafuture.storage import Engine, File, Offloader, ShardedOffloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader, ShardedOffloader
 
 
 @pytest.fixture

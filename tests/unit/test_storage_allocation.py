@@ -37,7 +37,8 @@ int posix_fallocate(int file, off_t offset, off_t size) {
 
 WHILE_IT_TAKES_LONG = """
 import os, sys, threading, torch
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 backend, durable, folder = sys.argv[1:]
 with Engine(backend) as engine, Offloader(folder, engine=engine, durable=durable == "True") as store:
     store.write("first", torch.ones(1000)).wait()
@@ -60,7 +61,8 @@ with Engine(backend) as engine, Offloader(folder, engine=engine, durable=durable
 BEYOND_A_SLAB = """
 import sys, torch
 from cudafuture import wait_all
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 backend, durable, folder = sys.argv[1:]
 with Engine(backend) as engine:
     for number in range(20):

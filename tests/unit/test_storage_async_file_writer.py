@@ -15,7 +15,8 @@ import torch
 
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
-from cudafuture.storage import AsyncFileWriter, Engine
+from cudafuture.storage import Engine
+from cudafuture.tensornvme import AsyncFileWriter
 from unit.child import Child
 from unit.offloading import PATIENCE, failing, held_engine, in_a_thread
 from unit.storing import opened
@@ -280,7 +281,7 @@ def test_a_writer_that_is_dropped_ends_what_it_was_given(path: Path, caplog: pyt
     assert not caplog.records
     writer = AsyncFileWriter(path, engine=failing(io_error=1.0))
     writer.write(b"bytes")
-    with caplog.at_level(logging.ERROR, "cudafuture.storage"):
+    with caplog.at_level(logging.ERROR, "cudafuture.tensornvme"):
         del writer
         gc.collect()
     assert "was freed before a call raised its error" in caplog.text
@@ -315,7 +316,7 @@ def test_a_write_that_is_cancelled_is_missed(path: Path) -> None:
 
 AT_EXIT = """
 import sys, torch
-from cudafuture.storage import AsyncFileWriter
+from cudafuture.tensornvme import AsyncFileWriter
 writer = AsyncFileWriter(sys.argv[1], n_entries=64)
 for i in range(50):
     writer.write_tensor(torch.full((8192,), i, dtype=torch.uint8))
@@ -332,7 +333,7 @@ def test_the_end_of_the_process_loses_nothing(path: Path) -> None:
 IN_A_FORK = """
 import os, sys, torch
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import AsyncFileWriter
+from cudafuture.tensornvme import AsyncFileWriter
 writer = AsyncFileWriter(sys.argv[1])
 writer.write(b"parent")
 child = os.fork()

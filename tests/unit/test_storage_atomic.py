@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError
-from cudafuture.storage import Engine, Offloader, digest
+from cudafuture.storage import Engine, digest
+from cudafuture.store import Offloader
 from unit.storing import PATIENCE, contents, error_number, expect
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -11,7 +11,8 @@ import torch
 
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, Offloader, offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader, offloader
 from soak import soak_count
 from unit.child import Child
 from unit.storing import PATIENCE, SMALL, numbered
@@ -51,7 +52,8 @@ def test_a_closed_store_leaves_its_journal_to_the_next_one(tmp_path: Path) -> No
 INTERRUPT = """
 import os, signal, sys, threading
 import torch
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.setswitchinterval(1000)
 folder, way = sys.argv[1:]

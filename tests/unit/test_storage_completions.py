@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, gather, wait_all
-from cudafuture.storage import DiskOffloader, Engine
-from cudafuture.storage._completions import Operation
-from cudafuture.storage._tensor_store import Read
+from cudafuture.storage import Engine
+from cudafuture.tensornvme import DiskOffloader
+from cudafuture.tensornvme._completions import Operation
+from cudafuture.tensornvme._tensor_store import Read
 from unit.offloading import PATIENCE, equal, held_engine, in_a_thread, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from unit.storing import MIB, PATIENCE, contents, expect, flip, slabs
 
 PAGE = 4096

@@ -14,7 +14,8 @@ import torch
 import xxhash
 
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError
-from cudafuture.storage import Digest, Engine, Offloader, digest, digests
+from cudafuture.storage import Digest, Engine, digest, digests
+from cudafuture.store import Offloader
 from unit.child import Child
 from unit.storing import LARGE, PATIENCE, contents, get, numbered
 

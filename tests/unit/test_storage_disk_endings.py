@@ -15,8 +15,9 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.errors import StorageError
-from cudafuture.storage import DiskOffloader, Engine, get_backends, probe_backend
-from cudafuture.storage._completions import Operation
+from cudafuture.storage import Engine
+from cudafuture.tensornvme import DiskOffloader, get_backends, probe_backend
+from cudafuture.tensornvme._completions import Operation
 from unit.child import Child
 from unit.offloading import PATIENCE, equal, failing, held_engine, numbered, size
 
@@ -96,7 +97,7 @@ def test_closing_and_dropping_an_offloader_tell_of_errors(tmp_path: Path, caplog
     assert error is not None
     assert error.__traceback__ is None  # whose frames would keep the offloader
     CUDAFuture.completed(None).then(lambda _: None, executor=executors.callback_thread).wait(timeout=PATIENCE)
-    with caplog.at_level(logging.ERROR, "cudafuture.storage"):
+    with caplog.at_level(logging.ERROR, "cudafuture.tensornvme"):
         del offloader
         gc.collect()
     assert "was freed before a call raised its error" in caplog.text
@@ -200,7 +201,7 @@ def test_backends() -> None:
 
 AT_EXIT = """
 import sys, torch
-from cudafuture.storage import DiskOffloader
+from cudafuture.tensornvme import DiskOffloader
 offloader = DiskOffloader(sys.argv[1])
 tensors = [torch.ones(100_000) for _ in range(20)]
 for tensor in tensors:
@@ -218,7 +219,7 @@ def test_nothing_is_left_when_the_process_has_ended(tmp_path: Path) -> None:
 IN_A_FORK = """
 import os, sys, torch
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import DiskOffloader
+from cudafuture.tensornvme import DiskOffloader
 offloader = DiskOffloader(sys.argv[1])
 x = torch.arange(4)
 offloader.sync_write(x)
@@ -248,7 +249,8 @@ def test_a_forked_child_is_refused_and_removes_nothing(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, torch
-from cudafuture.storage import DiskOffloader, Engine
+from cudafuture.storage import Engine
+from cudafuture.tensornvme import DiskOffloader
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
 sys.setswitchinterval(1000)
 engine = Engine("threads", threads=2, _faults={"held": True})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.storage import DiskOffloader
+from cudafuture.tensornvme import DiskOffloader
 from unit.offloading import PATIENCE, equal, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -13,7 +13,8 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 from unit.offloading import held_engine
 from unit.storing import opened
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.storage import Engine, Offloader, _home
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader, _home
 from unit.storing import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -23,7 +23,8 @@ import torch
 
 from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import NotFoundError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from soak import soak_count
 from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, engine_on, expect

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, error_number, flip, get, slabs
 
@@ -267,7 +268,7 @@ def test_a_store_closes_while_threads_map(engine: Engine, tmp_path: Path) -> Non
 MAPS_AND_CLOSES = """
 import sys, threading, torch
 from cudafuture.errors import InvalidStateError, StorageError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 for number in range(100):
     store = Offloader(sys.argv[1])
     store.write("key", torch.ones(1 << 16)).wait()

@@ -15,7 +15,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError, StorageError
-from cudafuture.storage import Engine, MultipartWrite, Offloader, digest
+from cudafuture.storage import Engine, digest
+from cudafuture.store import MultipartWrite, Offloader
 from unit.child import Child
 from unit.storing import MIB, PATIENCE, contents, error_number, expect, get, held, slabs
 
@@ -438,7 +439,7 @@ def test_a_committed_write_survives_reopening(engine: Engine, tmp_path: Path) ->
 
 KILLED = """
 import sys, torch
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 store = Offloader(sys.argv[1], durable=True)
 store.write("old", torch.ones(1000)).wait()
 committed, open_one = (store.begin_write(key, torch.uint8, [100_000]) for key in ("committed", "open"))
@@ -462,7 +463,7 @@ def test_a_killed_process_leaves_no_open_write(engine: Engine, tmp_path: Path) -
 FORKED = """
 import os, sys, torch
 from cudafuture.errors import InvalidStateError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 store = Offloader(sys.argv[1])
 write = store.begin_write("x", torch.uint8, [10])
 store.write("y", torch.ones(3)).wait()

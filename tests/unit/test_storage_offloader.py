@@ -10,7 +10,8 @@ import torch
 
 from cudafuture import gather, wait
 from cudafuture.errors import NotFoundError, QuotaError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from unit.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

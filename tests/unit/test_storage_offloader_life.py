@@ -14,7 +14,8 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 from unit.storing import LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -193,7 +194,7 @@ def test_a_process_that_exits_finishes_what_it_was_asked_for(tmp_path: Path, dur
     code = """if True:
         import sys
         import torch
-        from cudafuture.storage import Offloader
+        from cudafuture.store import Offloader
         store = Offloader(sys.argv[1], durable=sys.argv[2] == "True")
         writes = [store.write(f"{i}", torch.full((1000,), float(i))) for i in range(2000)]
         """

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cudafuture import CUDAFuture, wait
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from soak import soak_count
 
 PATIENCE = 60.0

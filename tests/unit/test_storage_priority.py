@@ -11,7 +11,8 @@ import torch
 
 from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 from unit.storing import PATIENCE
 
 BLOCK = 4096

@@ -15,7 +15,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from soak import soak_count
 from unit.child import Child
 from unit.storing import PATIENCE, contents, expect
@@ -125,7 +126,8 @@ import json, os, sys
 import torch
 from cudafuture import InvalidStateError
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 folder, number = sys.argv[1], int(sys.argv[2])
 say("here")
 while True: exec(json.loads(hear()))
@@ -260,7 +262,7 @@ FORK = """
 import json, os, sys, torch
 from cudafuture import CUDAFuture, InvalidStateError
 from cudafuture.errors import StorageError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 folder, durable = sys.argv[1], sys.argv[2] == "True"
 store = Offloader(folder, durable=durable)
 store.writev({"large": torch.arange(1_000_000), "small": torch.arange(10)}).wait()

@@ -17,7 +17,8 @@ import torch
 
 from cudafuture import wait_all
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 from soak import soak_count
 from unit import mounts
 from unit.child import Child
@@ -329,7 +330,8 @@ def test_of_a_disk_that_may_only_be_read_a_durable_store_is_read(
 WITHOUT_RIGHTS = """
 import os, sys
 from cudafuture.errors import StorageError
-from cudafuture.storage import File, Offloader
+from cudafuture.storage import File
+from cudafuture.store import Offloader
 os.chdir(sys.argv[1])
 if os.getuid() == 0: os.setuid(65534)
 makers = {
@@ -391,7 +393,7 @@ def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected:
 
 OPEN_AS_NOBODY = """
 import os, sys
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 os.setuid(65534)
 with Offloader(sys.argv[1], durable=True) as store:
     say(f"{store.read_only} {store.keys()}")
@@ -403,7 +405,8 @@ with Offloader(sys.argv[1], durable=True) as store:
 WITHOUT_DESCRIPTORS = """
 import contextlib, os, resource, sys, torch
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 backend, durable, folder = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 

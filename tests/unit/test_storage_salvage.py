@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, NotFoundError, StorageError
-from cudafuture.storage import Engine, Offloader
+from cudafuture.storage import Engine
+from cudafuture.store import Offloader
 from unit.child import Child
 from unit.shims import compile_shim
 from unit.storing import MIB, PATIENCE, contents, error_number, expect, flip, get, slabs
@@ -162,7 +163,8 @@ int fdatasync(int fd) {
 
 WRITE_TWICE_IN_ONE_BATCH = """
 import os, sys, torch
-from cudafuture.storage import Engine, File, Offloader
+from cudafuture.storage import Engine, File
+from cudafuture.store import Offloader
 engine = Engine("threads", threads=1, queue_depth=1, _faults={"held": True})
 store = Offloader(sys.argv[1], engine=engine, durable=True)
 os.mkfifo(os.environ["FIFO"])
@@ -243,7 +245,7 @@ ssize_t pread(int fd, void* bytes, size_t size, off_t at) { return pread64(fd, b
 READ_WHAT_IS_LEFT = """
 import sys
 from cudafuture.errors import StorageError
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 try:
     Offloader(sys.argv[1], durable=True, read_only=True)
 except StorageError as e:

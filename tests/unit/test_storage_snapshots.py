@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, InvalidStateError
-from cudafuture.storage import Digest, Engine, Offloader, Snapshot, digest
+from cudafuture.storage import Digest, Engine, digest
+from cudafuture.store import Offloader, Snapshot
 from unit.storing import MIB, PATIENCE, contents, error_number, flip, get, held, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -46,7 +46,7 @@ SCRIPT = """
 import os, sys, torch
 from pathlib import Path
 from cudafuture import CUDAFuture
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 folder, what = sys.argv[1:]
 fails = Path(os.environ["FAILS"])
 
@@ -110,7 +110,7 @@ def test_a_sync_that_has_failed_is_never_tried_again(
 FULL = """
 import os, sys, torch
 from pathlib import Path
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 fails = Path(os.environ["FAILS"])
 
 def outcome(future):
@@ -153,7 +153,7 @@ def test_a_slab_that_a_full_disk_does_not_sync_fails_its_writes_and_gets_no_more
 NO_ROOM = """
 import os, sys, torch
 from pathlib import Path
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 fails = Path(os.environ["FAILS"])
 
 def outcome(future):

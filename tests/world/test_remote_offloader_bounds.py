@@ -20,8 +20,9 @@ from cudafuture.errors import (
     QuotaError,
     StorageError,
 )
-from cudafuture.storage import Offloader, digest
+from cudafuture.storage import digest
 from cudafuture.storage.engine import PAGE
+from cudafuture.store import Offloader
 from offload import messages as wire
 from rpc_ext import rpc_sync
 from rpc_ext.offload import _calls as services

@@ -22,7 +22,7 @@ from cudafuture.errors import (
     NotFoundError,
     QuotaError,
 )
-from cudafuture.storage import Offloader
+from cudafuture.store import Offloader
 from offload import messages as wire
 from offload.messages import Fetch, Found, Part, data_of
 from rpc_ext import _C, OffloadService, RemoteOffloader, rpc_sync, serve_offload

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
-from cudafuture.storage import Offloader, ShardedOffloader
+from cudafuture.store import Offloader, ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_async, serve_offload
 from rpc_ext.offload._wire import PIECE
 from world.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 
 import rpc_ext
 from cudafuture.errors import SwapError, WorkerLostError
-from cudafuture.storage import ShardedOffloader
+from cudafuture.store import ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
 from soak import in_soak_alone
 from swap.training import OPTIMIZERS, Pair, same

@@ -36,7 +36,7 @@ constexpr const char* kSnapshotDoc = R"(The tensor that a key had at one time; s
 A snapshot keeps the tensor's bytes on the disk, and in the store's `capacity`, until it is dropped.
 
 >>> import torch
->>> from cudafuture.storage import Offloader
+>>> from cudafuture.store import Offloader
 >>> store = Offloader("states")
 >>> store.write("weight", torch.eye(3)).wait()
 36

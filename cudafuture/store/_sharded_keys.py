@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from cudafuture._C import CUDAFuture
-from cudafuture.storage import _shard
-from cudafuture.storage._inventory import Inventory
-from cudafuture.storage._shard import Share
-from cudafuture.storage.store import Entry, Store
+from cudafuture.store import _shard
+from cudafuture.store._inventory import Inventory
+from cudafuture.store._shard import Share
+from cudafuture.store.protocol import Entry, Store
 
 __all__ = ["ShardedKeys"]
 
@@ -37,7 +37,7 @@ class ShardedKeys:
         Raises:
             WorkerLostError: a shard is lost; the error names it.
 
-        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> from cudafuture.store import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).keys()
         []
         """
@@ -67,7 +67,7 @@ class ShardedKeys:
             WorkerLostError: its shard is lost.
 
         >>> import torch
-        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> from cudafuture.store import Offloader, ShardedOffloader
         >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
         >>> store.write("weight", torch.eye(3)).wait()
         36
@@ -83,7 +83,7 @@ class ShardedKeys:
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
         """Return a future of the entry of each key, None if the key does not exist.
 
-        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> from cudafuture.store import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
         [None]
         """
@@ -101,7 +101,7 @@ class ShardedKeys:
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, in the same order.
 
-        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> from cudafuture.store import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).list_keys().wait()
         []
         """
@@ -121,7 +121,7 @@ class ShardedKeys:
     def trim(self) -> int:
         """Remove the empty files of all shards; return their bytes.
 
-        >>> from cudafuture.storage import Offloader, ShardedOffloader
+        >>> from cudafuture.store import Offloader, ShardedOffloader
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()
         0
         """

@@ -14,16 +14,16 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import callback_thread
-from cudafuture.storage._completions import Completions, Operation
-from cudafuture.storage._tensor_store import Read, TensorStore, Write
-from cudafuture.storage.backends import engine_of
 from cudafuture.storage.engine import Engine
-from cudafuture.storage.offloader import Offloader
-from cudafuture.storage.store import OffloaderStatistics
+from cudafuture.store.offloader import Offloader
+from cudafuture.store.protocol import OffloaderStatistics
+from cudafuture.tensornvme._completions import Completions, Operation
+from cudafuture.tensornvme._tensor_store import Read, TensorStore, Write
+from cudafuture.tensornvme.backends import engine_of
 
 __all__ = ["DiskOffloader"]
 
-_logger = logging.getLogger("cudafuture.storage")
+_logger = logging.getLogger("cudafuture.tensornvme")
 
 Callback = Callable[[], object]
 

@@ -78,9 +78,10 @@ def expect_one_for_each(tensor: torch.Tensor | None, dtype: torch.dtype, keys: i
 class Store(Protocol):
     """Methods of a store of tensors by key, for type annotations.
 
-    ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them.
+    ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them. A class
+    of yours that has them is a store, too: docs/own-store.md states the contract.
 
-    >>> from cudafuture.storage import Offloader
+    >>> from cudafuture.store import Offloader
     >>> def weights(store: Store) -> list[str]:
     ...     return [key for key in store.keys() if key.endswith("weight")]
     >>> weights(Offloader("states"))

@@ -30,7 +30,7 @@ from cudafuture.storage.file import File
 
 __all__ = ["DurableHome", "EphemeralHome", "durable_home", "is_direct", "log_recovery"]
 
-_logger = logging.getLogger("cudafuture.storage")
+_logger = logging.getLogger("cudafuture.store")
 
 _PREFIX = "store-"
 _NEW = ".new-"

@@ -9,7 +9,7 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError, NotFoundError
-from cudafuture.storage.store import Entry
+from cudafuture.store.protocol import Entry
 
 __all__ = ["OffloaderKeys"]
 
@@ -24,7 +24,7 @@ class OffloaderKeys:
 
         The future completes when the deletion is durable. It fails with NotFoundError if the key does not exist.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("weight", torch.eye(3)).wait()
         36
@@ -37,7 +37,7 @@ class OffloaderKeys:
     def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
         """Delete many keys. If some do not exist, the future fails, but the others are deleted.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> Offloader("states").deletev([]).wait()
         """
         return self._native.erase(list(keys))
@@ -53,7 +53,7 @@ class OffloaderKeys:
         Links use no room of `capacity`, and the checksum stays valid. ``statistics().bytes`` counts the bytes of each
         key, ``used`` the bytes on disk.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("step 1/weight", torch.eye(2)).wait()
         16
@@ -93,7 +93,7 @@ class OffloaderKeys:
             InvalidStateError: the store is closed.
             ValueError: several tensors cannot be mapped next to each other.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("embedding", torch.arange(6.0).view(3, 2)).wait()
         24
@@ -108,7 +108,7 @@ class OffloaderKeys:
         Raises:
             InvalidStateError: the store is closed. The other methods that look up keys raise it too.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> Offloader("states").keys()
         []
         """
@@ -130,7 +130,7 @@ class OffloaderKeys:
         Raises:
             NotFoundError: the key does not exist.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("weight", torch.eye(3)).wait()
         36
@@ -146,7 +146,7 @@ class OffloaderKeys:
 
         In this store the future is complete at once; in a remote store it is not.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("weight", torch.eye(3)).wait()
         36
@@ -166,7 +166,7 @@ class OffloaderKeys:
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, which is complete at once; in a remote store it is not.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> Offloader("states").list_keys().wait()
         []
         """

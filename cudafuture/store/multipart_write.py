@@ -10,7 +10,7 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 
 if TYPE_CHECKING:
-    from cudafuture.storage._offloader_parts import OffloaderParts
+    from cudafuture.store._offloader_parts import OffloaderParts
 
 __all__ = ["MultipartWrite"]
 
@@ -22,7 +22,7 @@ class MultipartWrite:
     threads, and several may be in flight. A multipart write that is freed without ``commit`` is aborted, and so are
     those that are open when the store is closed.
 
-    >>> from cudafuture.storage import Offloader
+    >>> from cudafuture.store import Offloader
     >>> store = Offloader("states")
     >>> write = store.begin_write("weight", torch.float32, [50_000])
     >>> parts = [write.put(at, torch.ones(16384)[: 50_000 - at // 4]) for at in range(0, 200_000, 65536)]
@@ -59,7 +59,7 @@ class MultipartWrite:
             TypeError: `tensor` is not a tensor, or has no memory.
             InvalidStateError: the write was committed or aborted, or the store is closed.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> write = Offloader("states").begin_write("bias", torch.float32, [3])
         >>> write.put(0, torch.zeros(3)).wait()
         12
@@ -83,7 +83,7 @@ class MultipartWrite:
             InvalidStateError: the write was committed or aborted, or the store is closed.
             ValueError: the digest is not a number of 64 bits.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> Offloader("states").begin_write("nothing", torch.float32, [0]).commit().wait()
         0
         """
@@ -94,7 +94,7 @@ class MultipartWrite:
 
         It does nothing after ``commit`` or ``abort``, and never raises.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> write = store.begin_write("weight", torch.float32, [50_000])
         >>> write.abort()

@@ -13,13 +13,13 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from cudafuture.executors import callback_thread
-from cudafuture.storage import _shard
-from cudafuture.storage._inventory import Inventory, Verb
-from cudafuture.storage._rendezvous import Rendezvous
-from cudafuture.storage._shard import Failure, Share, blamed, named
-from cudafuture.storage._sharded_keys import ShardedKeys
-from cudafuture.storage.offloader import Offloader
-from cudafuture.storage.store import Store, expect_one_for_each, expected_digests
+from cudafuture.store import _shard
+from cudafuture.store._inventory import Inventory, Verb
+from cudafuture.store._rendezvous import Rendezvous
+from cudafuture.store._shard import Failure, Share, blamed, named
+from cudafuture.store._sharded_keys import ShardedKeys
+from cudafuture.store.offloader import Offloader
+from cudafuture.store.protocol import Store, expect_one_for_each, expected_digests
 
 __all__ = ["ShardedOffloader"]
 

@@ -14,13 +14,13 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import CUDAFutureError
-from cudafuture.storage._completions import Operation
-from cudafuture.storage._tensor_memory import Place, TensorMemory
-from cudafuture.storage.offloader import Offloader
+from cudafuture.store.offloader import Offloader
+from cudafuture.tensornvme._completions import Operation
+from cudafuture.tensornvme._tensor_memory import Place, TensorMemory
 
 __all__ = ["Read", "TensorStore", "Write"]
 
-_logger = logging.getLogger("cudafuture.storage")
+_logger = logging.getLogger("cudafuture.tensornvme")
 
 Name = tuple[bool, tuple[Place, ...]]
 """A flag that is True for a list, and the memory of its tensors."""

@@ -8,7 +8,7 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture, Snapshot
-from cudafuture.storage.multipart_write import MultipartWrite
+from cudafuture.store.multipart_write import MultipartWrite
 
 __all__ = ["OffloaderParts"]
 
@@ -35,7 +35,7 @@ class OffloaderParts:
             InvalidStateError: the store is closed.
             ValueError, TypeError: the key, dtype or shape is not valid.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> write = store.begin_write("weight", torch.float32, [2, 16384])
         >>> second, first = write.put(65536, torch.ones(16384)), write.put(0, torch.zeros(16384))
@@ -54,7 +54,7 @@ class OffloaderParts:
         Raises:
             InvalidStateError: the store is closed.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("weight", torch.zeros(3)).wait()
         12
@@ -89,7 +89,7 @@ class OffloaderParts:
             TypeError: a part is not such a tuple.
             InvalidStateError: the store is closed.
 
-        >>> from cudafuture.storage import Offloader
+        >>> from cudafuture.store import Offloader
         >>> store = Offloader("states")
         >>> store.write("weight", torch.arange(3, dtype=torch.uint8)).wait()
         3

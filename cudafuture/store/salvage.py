@@ -6,7 +6,7 @@ import os
 
 from cudafuture.errors import StorageError
 from cudafuture.storage.engine import Engine
-from cudafuture.storage.offloader import Offloader
+from cudafuture.store.offloader import Offloader
 
 __all__ = ["SalvagedStore"]
 

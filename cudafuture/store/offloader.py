@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from cudafuture import _C
+from cudafuture import _C, _xxhash
 from cudafuture._C import CUDAFuture
-from cudafuture.storage import _xxhash
-from cudafuture.storage._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
-from cudafuture.storage._offloader_keys import OffloaderKeys
-from cudafuture.storage._offloader_parts import OffloaderParts
-from cudafuture.storage._path import path_text
+from cudafuture._path import path_text
 from cudafuture.storage.engine import Engine, default_engine
-from cudafuture.storage.store import OffloaderStatistics, expected_digests
+from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
+from cudafuture.store._offloader_keys import OffloaderKeys
+from cudafuture.store._offloader_parts import OffloaderParts
+from cudafuture.store.protocol import OffloaderStatistics, expected_digests
 
 if TYPE_CHECKING:
-    from cudafuture.storage.salvage import SalvagedStore
+    from cudafuture.store.salvage import SalvagedStore
 
 __all__ = ["Offloader"]
 
@@ -143,7 +142,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         ...     print(found.keys(), found.lost)
         [] {}
         """
-        from cudafuture.storage.salvage import SalvagedStore
+        from cudafuture.store.salvage import SalvagedStore
 
         return SalvagedStore(dir, engine=engine)
 

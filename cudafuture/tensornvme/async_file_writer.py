@@ -20,15 +20,15 @@ from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete, copy_between, earlier_work, is_on_device, streams_after, twin, used_on
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import default_executor
-from cudafuture.storage._completions import raise_first
-from cudafuture.storage.backends import engine_of
 from cudafuture.storage.engine import Engine
 from cudafuture.storage.file import File
 from cudafuture.streams import use_streams
+from cudafuture.tensornvme._completions import raise_first
+from cudafuture.tensornvme.backends import engine_of
 
 __all__ = ["AsyncFileWriter"]
 
-_logger = logging.getLogger("cudafuture.storage")
+_logger = logging.getLogger("cudafuture.tensornvme")
 _HOST = torch.device("cpu")
 
 

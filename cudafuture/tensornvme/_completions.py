@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cudafuture._C import CUDAFuture
-from cudafuture.storage._tensor_memory import TensorMemory
 from cudafuture.streams import pool_stream, use_streams
+from cudafuture.tensornvme._tensor_memory import TensorMemory
 
 __all__ = ["DEEPEST", "Completions", "Operation", "raise_first"]
 

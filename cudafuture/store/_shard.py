@@ -10,7 +10,7 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from cudafuture.executors import callback_thread
-from cudafuture.storage.store import Store
+from cudafuture.store.protocol import Store
 
 __all__ = [
     "Failure",
