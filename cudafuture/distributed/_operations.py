@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from cudafuture.distributed._backends import unwrapped
 from cudafuture.distributed._companion import kind_of
@@ -67,7 +68,20 @@ def _all_reduce_coalesced(tensors: list[torch.Tensor], op: Any, group: Any, asyn
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    return group.allreduce_coalesced([torch.view_as_real(t) if t.is_complex() else t for t in tensors], options)
+    return group.allreduce_coalesced(_as_real(tensors), options)
+
+
+def _all_gather_coalesced(
+    outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Any, async_op: bool
+) -> Any:
+    """Call the group: torch's own function returns a future of torch, and no Work."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return group.allgather_coalesced([_as_real(tensors) for tensors in outputs], _as_real(inputs), options)
+
+
+def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 _NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
@@ -122,6 +136,7 @@ ALL_GATHER = Operation(
     has_same_tensors=False,
     gloo_copies_cuda=True,
 )
+ALL_GATHER_COALESCED = Operation("all_gather_coalesced", _all_gather_coalesced, "wr", layout=Layout.ANY_OVER_GLOO)
 ALL_GATHER_INTO_TENSOR = Operation("all_gather_into_tensor", _all_gather_single, "wr")
 GATHER = Operation(
     "gather",

@@ -31,6 +31,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.distributed._issue import begin, keep_until_ready, nothing
 from cudafuture.distributed._operations import (
     ALL_GATHER,
+    ALL_GATHER_COALESCED,
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -49,6 +50,7 @@ from cudafuture.distributed._twins import each
 
 __all__ = [
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_reduce",
     "all_reduce_coalesced",
@@ -136,11 +138,16 @@ def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -
     """
     if isinstance(tensors, Tensor):
         tensors = [tensors]
-    dist.distributed_c10d._check_tensor_list(tensors, "tensors")
-    dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
+    _check_same_dtype(tensors, "tensors")
     if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):
         raise ValueError(f"all_reduce_coalesced does not support {op} on complex tensors")
     return _issue(ALL_REDUCE_COALESCED, group, (tensors,), op=op)
+
+
+def _check_same_dtype(tensors: Any, name: str) -> None:
+    """Raise TypeError or ValueError, as torch does, unless `tensors` is a list of tensors of one dtype."""
+    dist.distributed_c10d._check_tensor_list(tensors, name)
+    dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
 
 
 def broadcast(
@@ -176,6 +183,25 @@ def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDA
     [tensor([1., 1.])]
     """
     return _issue(ALL_GATHER, group, (tensor_list, tensor))
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[_Tensors], input_tensor_list: _Tensors, group: Any = None
+) -> CUDAFuture[list[_Tensors]]:
+    """Gather the `input_tensor_list` of every rank, in one message; the value is `output_tensor_lists`.
+
+    The tensors of a list have one dtype and any shapes, the same on every rank. `output_tensor_lists` has one list for
+    each rank, in the order of ranks. NCCL does not have this collective.
+
+    >>> all_gather_coalesced([[torch.empty(1), torch.empty(2)]], [torch.zeros(1), torch.ones(2)]).wait()
+    [[tensor([0.]), tensor([1., 1.])]]
+    """
+    _check_same_dtype(input_tensor_list, "input_tensor_list")
+    if not isinstance(output_tensor_lists, list):
+        raise TypeError(f"output_tensor_lists must be a list of lists of tensors, not {type(output_tensor_lists)}")
+    for tensors in output_tensor_lists:
+        _check_same_dtype(tensors, "output_tensor_lists")
+    return _issue(ALL_GATHER_COALESCED, group, (output_tensor_lists, input_tensor_list))
 
 
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> CUDAFuture[Tensor]:
