@@ -10,6 +10,7 @@ the same callbacks in the same order on every rank therefore pairs its data corr
 
 from cudafuture.distributed.collectives import (
     all_gather,
+    all_gather_coalesced,
     all_gather_into_tensor,
     all_reduce,
     all_reduce_coalesced,
@@ -40,6 +41,7 @@ __all__ = [
     "ProcessGroup",
     "Received",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",

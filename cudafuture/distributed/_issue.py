@@ -3,8 +3,8 @@
 ::
 
     collectives.broadcast(t, src=0)
-        begin("broadcast", group, (t,))       finds the issuer and the sequence number
-        Issue.run(call, value)                call(process group) -> Work -> CUDAFuture[value]
+        begin(BROADCAST, group, (t,))         finds the issuer and the sequence number
+        Issue.run(function, value, (t,))      function(t, group=...) -> Work -> CUDAFuture[value]
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
+from cudafuture.distributed._operations import Layout, Operation
 from cudafuture.distributed._twins import each
 from cudafuture.errors import CollectiveError
 
-__all__ = ["Issue", "begin", "begin_beside", "begin_in_line", "nothing"]
+__all__ = [
+    "Issue",
+    "begin",
+    "begin_beside",
+    "begin_in_line",
+    "keep_until_ready",
+    "nothing",
+]
 
 T = TypeVar("T")
 _world = dist.distributed_c10d._world
@@ -37,7 +45,7 @@ _compares_order = config.debug_order
 class Issue(NamedTuple):
     """One operation that this rank issues. `begin` creates it: a call of the class costs more than the rest of it."""
 
-    operation: str
+    operation: Operation
     group: Group
     issuer: Issuer
     sequence: int
@@ -69,9 +77,9 @@ class Issue(NamedTuple):
                 f"not all give tensors of the same shape and dtype. Gloo reported: {_gloo.failures[-1]}"
             )
         error = CollectiveError(
-            f"{self.operation} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
+            f"{self.operation.name} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
             f"{tensors}: {why}",
-            operation=self.operation,
+            operation=self.operation.name,
             group=group.name,
             rank=group.rank,
             sequence=self.sequence,
@@ -83,42 +91,50 @@ class Issue(NamedTuple):
     def run(
         self,
         process_group: dist.ProcessGroup,
-        call: Callable[..., Any],
+        function: Callable[..., Any],
         value: T,
         tensors: tuple[Any, ...] = (),
         roles: str = "",
     ) -> _Future[T]:
-        """Issue the operation: `call` gets the group to issue on, and `tensors`, and returns a Work.
+        """Issue the operation: call `function` with `tensors` and ``group=``; it returns a Work.
 
-        The future completes with `value`. `roles` has one letter for each tensor or list of tensors: "r" for read, "w"
-        for written, "x" for both. For tensors that go through the host, `call` gets their staging buffers.
+        The future completes with `value`. `roles` are those of :class:`Operation`. For tensors that go through the
+        host, `function` gets their staging buffers.
         """
         if self.group.is_broken:
             return self.refused(RuntimeError("the group's Gloo thread has ended; create a new group"))
         if self.detour == _staged.STAGED:
-            future = _staged.run(self, process_group, call, value, tensors, roles)
+            future = _staged.run(self, process_group, function, value, tensors, roles)
             return self.shown(process_group, future)
         try:
-            work = call(self.issuer.process_group or process_group, *tensors)
+            work = function(*tensors, group=self.issuer.process_group or process_group)
         except BaseException as e:
             return self.refused(e)
         return self.follow(process_group, work, value)
 
-    def rank(
-        self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, *default: int
-    ) -> int:
-        """Return `rank_in`; if that raises, undo the count, since nothing was issued."""
+    def choose_root(
+        self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, options: dict[str, Any]
+    ) -> bool:
+        """Put the root, a rank in the group, into the options for torch; return True if this rank is the root.
+
+        Raises:
+            ValueError: no such rank. The count is undone, since nothing was issued.
+        """
+        operation = self.operation
+        assert operation.root is not None
         try:
-            return rank_in(process_group, rank, group_rank, name, *default)
+            root = rank_in(process_group, rank, group_rank, operation.root, operation.default_root)
         except BaseException:
             self.issuer.issued -= 1
             raise
+        options[f"group_{operation.root}"] = root
+        return root == process_group.rank()
 
     def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
         """Return the future of the issued Work."""
         group = self.group
         future: _Future[T] = _C.collective(
-            work, value, self.operation, group.callbacks, self, group.timeout, group.backends
+            work, value, self.operation.name, group.callbacks, self, group.timeout, group.backends
         )
         return self.shown(process_group, future) if _compares_order else future
 
@@ -132,20 +148,18 @@ class Issue(NamedTuple):
         if not isinstance(cause, RuntimeError):
             self.issuer.issued -= 1
             raise cause
-        future: _Future[Any] = _C.issued(self.operation, self.group.callbacks, self)
+        future: _Future[Any] = _C.issued(self.operation.name, self.group.callbacks, self)
         future.set_exception(self.error(cause))
         return future
 
-    def run_in_line(
-        self, process_group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object], value: T
-    ) -> _Future[T]:
-        """Issue an operation that blocks: `call` runs on a library thread, after those that were issued before it."""
+    def run_in_line(self, process_group: dist.ProcessGroup, function: Callable[..., object], value: T) -> _Future[T]:
+        """Issue an operation that blocks: call `function` on a library thread, after those issued before it."""
         group = self.group
 
         def call_on_side_group(queue: str) -> None:
             side_group = group.companion(process_group, queue).process_group
             assert side_group is not None
-            call(side_group)
+            function(group=side_group)
 
         return self._run_behind(group.objects, call_on_side_group, value)
 
@@ -166,7 +180,7 @@ class Issue(NamedTuple):
     def _run_behind(self, queue: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
         """Run `call`, which blocks and takes the name of its serial queue, after the operations in that queue."""
         group = self.group
-        future: _Future[T] = _C.issued(self.operation, group.callbacks, self)
+        future: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)
 
         def run() -> None:
             try:
@@ -188,7 +202,7 @@ class Issue(NamedTuple):
             if error is not None and not future.done():  # for example, no thread was left, or the process is exiting
                 future.set_exception(self.error(error))
 
-        _C.submit(run, queue, 0, self.operation).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
+        _C.submit(run, queue, 0, self.operation.name).add_done_callback(fail_if_not_run, executor=_C.inline_executor)
         return future
 
 
@@ -196,7 +210,7 @@ _Future = _C.CUDAFuture
 
 
 def begin(
-    operation: str, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
+    operation: Operation, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
 ) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation on `group`; return None if this rank is not in it.
 
@@ -233,7 +247,7 @@ def begin(
         detour = _staged.detour_of(state, process_group, operation, tensors)
         over_nccl = state.has_nccl and _is_over_nccl(state, tensors, on_device)
     if over_nccl:
-        state.wait_for_issue_order(operation, lane)
+        state.wait_for_issue_order(operation.name, lane)
         issuer = state.program
     elif lane is None:
         issuer = state.program
@@ -244,7 +258,7 @@ def begin(
     return _new(Issue, (operation, state, issuer, sequence, facts, detour)), process_group
 
 
-def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
+def begin_in_line(operation: Operation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation that runs in its own serial queue (`Issue.run_in_line`), on a side group."""
     begun = begin_beside(operation, group, ())
     if begun is not None:
@@ -252,7 +266,7 @@ def begin_in_line(operation: str, group: Any) -> tuple[Issue, dist.ProcessGroup]
     return begun
 
 
-def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
+def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation that is matched by its peer and its tag, and needs no order."""
     _C.refuse_after_fork()
     process_group = resolve(group)
@@ -262,7 +276,7 @@ def begin_beside(operation: str, group: Any, tensors: tuple[Any, ...]) -> tuple[
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     detour = _staged.detour_of(state, process_group, operation, tensors)
     if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
-        state.wait_for_issue_order(operation, _C.issuing_serial_queue(state.callbacks))
+        state.wait_for_issue_order(operation.name, _C.issuing_serial_queue(state.callbacks))
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, detour), process_group
@@ -286,13 +300,7 @@ def nothing() -> _Future[Any]:
     return _C.CUDAFuture.completed(None)
 
 
-# They work on memory, element by element: any layout without gaps works that is the same on every rank.
-_ELEMENTWISE = {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"}
-# Gloo reads and writes their tensors through its own contiguous copies: any layout works, and ranks may differ.
-_COPIED_BY_GLOO = {"all_gather", "gather"}
-
-
-def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> Any:
+def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup) -> Any:
     """Return shape and dtype of each tensor; None for other arguments, which torch rejects.
 
     Raises:
@@ -302,7 +310,7 @@ def _facts(tensors: Any, operation: str, process_group: dist.ProcessGroup) -> An
         is_plain = tensors.layout is not torch.strided or tensors.is_contiguous()
         if not (is_plain or _is_fit(tensors, operation, process_group)):
             raise ValueError(
-                f"{operation}() needs contiguous tensors, but one of shape {list(tensors.shape)} has the strides "
+                f"{operation.name}() needs contiguous tensors, but one of shape {list(tensors.shape)} has the strides "
                 f"{list(tensors.stride())}; give it tensor.contiguous(), and copy the result back"
             )
         return tensors.shape, tensors.dtype
@@ -325,11 +333,11 @@ def _drop(tensors: object, future: object) -> None:
     """Do nothing: the references end with the call."""
 
 
-def _is_fit(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> bool:
+def _is_fit(tensor: torch.Tensor, operation: Operation, process_group: dist.ProcessGroup) -> bool:
     """Return True if the operation is correct for a tensor that is not contiguous."""
-    if operation in _COPIED_BY_GLOO:
+    if operation.layout is Layout.ANY_OVER_GLOO:
         return _staged.is_over_gloo(process_group, tensor.device)
-    return operation in _ELEMENTWISE and are_dense(tensor)
+    return operation.layout is Layout.DENSE and are_dense(tensor)
 
 
 def _flat(facts: Iterable[Any]) -> Iterable[tuple[torch.Size, torch.dtype]]:

@@ -31,15 +31,13 @@ T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds between two checks of the store
 _PACKAGE = str(Path(__file__).parent.parent)
-# One operation of these may have different tensors on each rank.
-_UNEVEN = {"gather", "scatter", "all_to_all", "all_to_all_single", "all_gather", "reduce_scatter", "barrier"}
 
 
 def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessGroup) -> _C.CUDAFuture[T]:
     """Return a future with the outcome of `future`, once every rank has shown that it issued the same operation."""
-    if issue.operation in ("send", "recv", "batch_isend_irecv"):
+    if issue.operation.is_matched_by_peer:
         return future
-    result: _C.CUDAFuture[T] = _C.issued(issue.operation, issue.group.callbacks, issue)
+    result: _C.CUDAFuture[T] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
     entry = _Entry(issue, future, result)
     try:
         _Comparison.of(issue.issuer, process_group).add(entry)
@@ -56,7 +54,8 @@ class _Entry:
         self.future = future
         self.result = result
         self.unseen = {r for r in range(issue.group.size) if r != issue.group.rank}
-        shown = issue.operation if issue.operation in _UNEVEN else f"{issue.operation} {issue.signature}"
+        operation = issue.operation
+        shown = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
         if issue.detour is not None:
             shown += " on a device"
         self.shown = {"what": shown.strip(), "where": _call_site()}
@@ -71,7 +70,7 @@ class _Entry:
             f"{f' in serial queue {issue.issuer.lane!r}' if issue.issuer.lane else ''}, first as #{issue.sequence}:\n"
             f"  rank {issue.group.rank}: {self.shown['what']} at {self.shown['where']}\n"
             f"  rank {rank}: {other['what']} at {other['where']}",
-            operation=issue.operation,
+            operation=issue.operation.name,
             group=issue.group.name,
             rank=issue.group.rank,
             sequence=issue.sequence,

@@ -25,6 +25,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete
 from cudafuture.distributed._companion import kind_of
 from cudafuture.distributed._group import Group
+from cudafuture.distributed._operations import Operation
 from cudafuture.distributed._twins import Twins, are_on_host, each, record
 
 if TYPE_CHECKING:
@@ -35,13 +36,13 @@ __all__ = ["STAGED", "detour_of", "is_over_gloo", "run", "run_recv", "run_send"]
 T = TypeVar("T")
 Call = Callable[..., Any]
 _HOST = torch.device("cpu")
-# torch's Gloo stages these itself for CUDA. It does not check the device in send and recv.
-_GLOO_ON_CUDA = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single"}
 
 STAGED = "staged"  # through the host, by this library
 
 
-def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, tensors: tuple[Any, ...]) -> str | None:
+def detour_of(
+    group: Group, process_group: dist.ProcessGroup, operation: Operation, tensors: tuple[Any, ...]
+) -> str | None:
     """Return STAGED if the backend cannot carry the devices of these tensors, else None.
 
     Raises:
@@ -55,27 +56,28 @@ def detour_of(group: Group, process_group: dist.ProcessGroup, operation: str, te
         return None
     if len(kinds) > 1:
         raise ValueError(
-            f"{operation}() was given tensors on {' and '.join(sorted(kinds))}: all must be on devices of one type"
+            f"{operation.name}() was given tensors on {' and '.join(sorted(kinds))}: all must be on devices of one type"
         )
     return STAGED
 
 
-def _detour_of_kind(group: Group, process_group: dist.ProcessGroup, operation: str, kind: str) -> str | None:
+def _detour_of_kind(group: Group, process_group: dist.ProcessGroup, operation: Operation, kind: str) -> str | None:
     if kind == "cpu":
         return None
-    key = operation, kind
+    key = operation.name, kind
     if key not in group.detours:
         group.detours[key] = _find_detour(process_group, operation, kind)
     return group.detours[key]
 
 
-def _find_detour(process_group: dist.ProcessGroup, operation: str, kind: str) -> str | None:
+def _find_detour(process_group: dist.ProcessGroup, operation: Operation, kind: str) -> str | None:
     backend = kind_of(process_group, torch.device(kind))
     if kind == "meta" or (backend is None and kind_of(process_group, _HOST) is None):
         return None  # no backend can carry it: torch raises
     if backend is not None and backend != "gloo":
         return None
-    return None if backend == "gloo" and kind == "cuda" and operation in _GLOO_ON_CUDA else STAGED
+    # torch's Gloo does not check the device in send and recv.
+    return None if backend == "gloo" and kind == "cuda" and operation.gloo_copies_cuda else STAGED
 
 
 def is_over_gloo(process_group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -86,37 +88,41 @@ def is_over_gloo(process_group: dist.ProcessGroup, device: torch.device) -> bool
 def run(
     issue: Issue,
     process_group: dist.ProcessGroup,
-    call: Call,
+    function: Call,
     value: T,
     tensors: tuple[Any, ...],
     roles: str,
 ) -> CUDAFuture[T]:
-    """Issue a collective that goes through the host: `call` gets a group, and staging buffers of `tensors`.
+    """Issue a collective that goes through the host: `function` gets staging buffers of `tensors`, and a group.
 
     The future completes with `value`.
     """
-    return _Operation(issue, process_group, lambda _: value).start(call, tensors, roles, issue.group.staged)
+    return _StagedOperation(issue, process_group, lambda _: value).start(function, tensors, roles, issue.group.staged)
 
 
-def run_send(issue: Issue, process_group: dist.ProcessGroup, call: Call, tensor: torch.Tensor) -> CUDAFuture[None]:
+def run_send(issue: Issue, process_group: dist.ProcessGroup, function: Call, tensor: torch.Tensor) -> CUDAFuture[None]:
     """Issue a send after those that wait for their copies: the peer matches them by order only."""
-    return _Operation[None](issue, process_group, lambda _: None).start(call, (tensor,), "r", issue.group.sends)
+    return _StagedOperation[None](issue, process_group, lambda _: None).start(
+        function, (tensor,), "r", issue.group.sends
+    )
 
 
 def run_recv(
-    issue: Issue, process_group: dist.ProcessGroup, call: Call, value: Callable[[Any], T], tensor: torch.Tensor
+    issue: Issue, process_group: dist.ProcessGroup, function: Call, value: Callable[[Any], T], tensor: torch.Tensor
 ) -> CUDAFuture[T]:
     """Issue a recv at once, since no copy precedes it. `value` creates the value from the Work."""
-    return _Operation(issue, process_group, value).start(call, (tensor,), "w", None)
+    return _StagedOperation(issue, process_group, value).start(function, (tensor,), "w", None)
 
 
-class _Operation(Generic[T]):
+class _StagedOperation(Generic[T]):
     """One operation that goes through the host."""
 
     def __init__(self, issue: Issue, process_group: dist.ProcessGroup, value: Callable[[Any], T]) -> None:
         self.issue, self.process_group, self.value = issue, process_group, value
 
-    def start(self, call: Call, tensors: tuple[Any, ...], roles: str, line: _C.HostExecutor | None) -> CUDAFuture[T]:
+    def start(
+        self, function: Call, tensors: tuple[Any, ...], roles: str, line: _C.HostExecutor | None
+    ) -> CUDAFuture[T]:
         """Copy to the host, and take a place in the queue `line`, or issue at once without a queue."""
         self.line = line
         group = self.issue.group
@@ -124,14 +130,14 @@ class _Operation(Generic[T]):
         try:
             self.twins = Twins(tensors, roles)
             is_alone = False
-            self.issue_on = record(self.process_group, call, self.twins.arguments)
+            self.issue_on = record(self.process_group, function, self.twins.arguments)
             is_alone = True
             fetched = self.twins.fetch()
         except BaseException as e:
             if is_alone and line is not None and isinstance(e, RuntimeError):
                 self.issue.issuer.lost = e
             return self.issue.refused(e)
-        self.future: CUDAFuture[T] = _C.issued(self.issue.operation, group.callbacks, self.issue)
+        self.future: CUDAFuture[T] = _C.issued(self.issue.operation.name, group.callbacks, self.issue)
         if line is None:
             self.begin(fetched)
             return self.future
@@ -147,7 +153,7 @@ class _Operation(Generic[T]):
         try:
             self.require_step(fetched)
             self.work = self.issue_on(self.communicator())
-            host = _C.collective(self.work, None, issue.operation, group.callbacks, issue, group.timeout)
+            host = _C.collective(self.work, None, issue.operation.name, group.callbacks, issue, group.timeout)
         except BaseException as e:
             self.future.set_exception(issue.error(e))
         else:

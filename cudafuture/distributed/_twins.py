@@ -129,13 +129,13 @@ class _Recorder:
         return note
 
 
-def record(process_group: dist.ProcessGroup, call: Call, arguments: list[Any]) -> Call:
+def record(process_group: dist.ProcessGroup, function: Call, arguments: list[Any]) -> Call:
     """Call torch's function on a stand-in group, and return a function that issues the same call on a given group.
 
     Errors of torch's function are raised here; nothing was issued then.
     """
     recorder = _Recorder(process_group)
-    call(recorder, *arguments)
+    function(*arguments, group=recorder)
     ((method, given, keywords),) = recorder.calls
 
     def issue(group: dist.ProcessGroup) -> Any:

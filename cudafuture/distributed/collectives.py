@@ -28,11 +28,29 @@ import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._backends import unwrapped
 from cudafuture.distributed._issue import begin, keep_until_ready, nothing
+from cudafuture.distributed._operations import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+    SCATTER,
+    Operation,
+)
+from cudafuture.distributed._twins import each
 
 __all__ = [
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_reduce",
     "all_reduce_coalesced",
@@ -51,15 +69,37 @@ Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
 _SUM: Any = dist.ReduceOp.SUM
 
-# torch 2.13 has new names for these two, and warns about the old ones.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
+def _issue(
+    operation: Operation,
+    group: Any,
+    tensors: tuple[Any, ...],
+    rank: int | None = None,
+    group_rank: int | None = None,
+    *,
+    on_device: bool | None = None,
+    **options: Any,
+) -> CUDAFuture[Any]:
+    """Issue the collective of a row of the table.
 
-def _on(function: Any, group: Any, *tensors: Any, **options: Any) -> Any:
-    """Call one of torch's functions on a group."""
-    return function(*tensors, group=group, async_op=True, **options)
+    Args:
+        operation: the row.
+        group: as in the public functions.
+        tensors: the arguments that have a role in the row.
+        rank, group_rank: the root, if the row has one: a global rank, or a rank in the group.
+        on_device: True if a collective without tensors runs on a device; None: if the group has no host backend.
+        options: the other arguments of torch's function.
+    """
+    begun = begin(operation, group, tensors, on_device)
+    if begun is None:
+        return nothing()
+    issue, process_group = begun
+    is_root = operation.root is None or issue.choose_root(process_group, rank, group_rank, options)
+    has_output = is_root or operation.root == "src"
+    value = tensors[operation.output] if has_output and operation.output is not None else None
+    roles = operation.roles if is_root else operation.roles_elsewhere or operation.roles
+    future = issue.run(process_group, partial(operation.function, async_op=True, **options), value, tensors, roles)
+    return keep_until_ready(future, *each(tensors)) if operation.releases_input and not is_root else future
 
 
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -68,13 +108,14 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[
     >>> all_reduce(torch.ones(2)).wait()
     tensor([1., 1.])
     """
-    issued = begin("all_reduce", group, (tensor,))
+    issued = begin(ALL_REDUCE, group, (tensor,))
     if issued is None:
         return nothing()
     issue, pg = issued
     plain = op is _SUM and isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
     if not plain or issue.detour is not None or issue.group.is_broken:
-        return issue.run(pg, partial(_on, dist.all_reduce, op=op), tensor, (tensor,), "x")
+        function = partial(ALL_REDUCE.function, op=op, async_op=True)
+        return issue.run(pg, function, tensor, (tensor,), ALL_REDUCE.roles)
     # torch's own function checks and converts for longer than the rest of this path takes. Each Python call is slow too
     # in a process that has just slept, so this path does not call run().
     try:
@@ -97,22 +138,16 @@ def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -
     """
     if isinstance(tensors, Tensor):
         tensors = [tensors]
-    dist.distributed_c10d._check_tensor_list(tensors, "tensors")
-    dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
+    _check_same_dtype(tensors, "tensors")
     if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):
         raise ValueError(f"all_reduce_coalesced does not support {op} on complex tensors")
-    issued = begin("all_reduce_coalesced", group, (tensors,))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = op
-    options.asyncOp = True
+    return _issue(ALL_REDUCE_COALESCED, group, (tensors,), op=op)
 
-    def call(g: Any, tensors: _Tensors) -> Any:
-        return g.allreduce_coalesced([torch.view_as_real(t) if t.is_complex() else t for t in tensors], options)
 
-    return issue.run(pg, call, tensors, (tensors,), "x")
+def _check_same_dtype(tensors: Any, name: str) -> None:
+    """Raise TypeError or ValueError, as torch does, unless `tensors` is a list of tensors of one dtype."""
+    dist.distributed_c10d._check_tensor_list(tensors, name)
+    dist.distributed_c10d._ensure_all_tensors_same_dtype(tensors)
 
 
 def broadcast(
@@ -125,13 +160,7 @@ def broadcast(
     >>> broadcast(torch.arange(3), src=0).wait()
     tensor([0, 1, 2])
     """
-    issued = begin("broadcast", group, (tensor,))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, src, group_src, "src")
-    role = "r" if root == pg.rank() else "w"
-    return issue.run(pg, partial(_on, dist.broadcast, group_src=root), tensor, (tensor,), role)
+    return _issue(BROADCAST, group, (tensor,), src, group_src)
 
 
 def reduce(
@@ -144,13 +173,7 @@ def reduce(
     >>> reduce(torch.ones(2), dst=0).wait()
     tensor([1., 1.])
     """
-    issued = begin("reduce", group, (tensor,))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, dst, group_dst, "dst")
-    value, role = (tensor, "x") if root == pg.rank() else (None, "r")
-    return issue.run(pg, partial(_on, dist.reduce, op=op, group_dst=root), value, (tensor,), role)
+    return _issue(REDUCE, group, (tensor,), dst, group_dst, op=op)
 
 
 def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDAFuture[_Tensors]:
@@ -159,11 +182,26 @@ def all_gather(tensor_list: _Tensors, tensor: Tensor, group: Any = None) -> CUDA
     >>> all_gather([torch.empty(2)], torch.ones(2)).wait()
     [tensor([1., 1.])]
     """
-    issued = begin("all_gather", group, (tensor_list, tensor))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    return issue.run(pg, partial(_on, dist.all_gather), tensor_list, (tensor_list, tensor), "wr")
+    return _issue(ALL_GATHER, group, (tensor_list, tensor))
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[_Tensors], input_tensor_list: _Tensors, group: Any = None
+) -> CUDAFuture[list[_Tensors]]:
+    """Gather the `input_tensor_list` of every rank, in one message; the value is `output_tensor_lists`.
+
+    The tensors of a list have one dtype and any shapes, the same on every rank. `output_tensor_lists` has one list for
+    each rank, in the order of ranks. NCCL does not have this collective.
+
+    >>> all_gather_coalesced([[torch.empty(1), torch.empty(2)]], [torch.zeros(1), torch.ones(2)]).wait()
+    [[tensor([0.]), tensor([1., 1.])]]
+    """
+    _check_same_dtype(input_tensor_list, "input_tensor_list")
+    if not isinstance(output_tensor_lists, list):
+        raise TypeError(f"output_tensor_lists must be a list of lists of tensors, not {type(output_tensor_lists)}")
+    for tensors in output_tensor_lists:
+        _check_same_dtype(tensors, "output_tensor_lists")
+    return _issue(ALL_GATHER_COALESCED, group, (output_tensor_lists, input_tensor_list))
 
 
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> CUDAFuture[Tensor]:
@@ -172,11 +210,7 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: A
     >>> all_gather_into_tensor(torch.empty(2), torch.ones(2)).wait()
     tensor([1., 1.])
     """
-    issued = begin("all_gather_into_tensor", group, (output_tensor, input_tensor))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    return issue.run(pg, partial(_on, _all_gather_single), output_tensor, (output_tensor, input_tensor), "wr")
+    return _issue(ALL_GATHER_INTO_TENSOR, group, (output_tensor, input_tensor))
 
 
 def gather(
@@ -191,14 +225,7 @@ def gather(
     >>> gather(torch.ones(2), [torch.empty(2)], dst=0).wait()
     [tensor([1., 1.])]
     """
-    issued = begin("gather", group, (tensor, gather_list))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, dst, group_dst, "dst", 0)
-    value = gather_list if root == pg.rank() else None
-    gathered = issue.run(pg, partial(_on, dist.gather, group_dst=root), value, (tensor, gather_list), "rw")
-    return gathered if value is not None else keep_until_ready(gathered, tensor)
+    return _issue(GATHER, group, (tensor, gather_list), dst, group_dst)
 
 
 def scatter(
@@ -213,12 +240,7 @@ def scatter(
     >>> scatter(torch.empty(2), [torch.ones(2)], src=0).wait()
     tensor([1., 1.])
     """
-    issued = begin("scatter", group, (tensor, scatter_list))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, src, group_src, "src", 0)
-    return issue.run(pg, partial(_on, dist.scatter, group_src=root), tensor, (tensor, scatter_list), "wr")
+    return _issue(SCATTER, group, (tensor, scatter_list), src, group_src)
 
 
 def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -227,11 +249,7 @@ def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: 
     >>> reduce_scatter(torch.empty(2), [torch.ones(2)]).wait()
     tensor([1., 1.])
     """
-    issued = begin("reduce_scatter", group, (output, input_list))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    return issue.run(pg, partial(_on, dist.reduce_scatter, op=op), output, (output, input_list), "wr")
+    return _issue(REDUCE_SCATTER, group, (output, input_list), op=op)
 
 
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -240,11 +258,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: 
     >>> reduce_scatter_tensor(torch.empty(2), torch.ones(2)).wait()
     tensor([1., 1.])
     """
-    issued = begin("reduce_scatter_tensor", group, (output, input))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    return issue.run(pg, partial(_on, _reduce_scatter_single, op=op), output, (output, input), "wr")
+    return _issue(REDUCE_SCATTER_TENSOR, group, (output, input), op=op)
 
 
 def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:
@@ -253,27 +267,7 @@ def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group:
     >>> all_to_all([torch.empty(2)], [torch.ones(2)]).wait()
     [tensor([1., 1.])]
     """
-    issued = begin("all_to_all", group, (output_tensor_list, input_tensor_list))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    lists = (output_tensor_list, input_tensor_list)
-    return issue.run(pg, partial(_on, _all_to_all), output_tensor_list, lists, "wr")
-
-
-def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
-    """Call torch's function, but refuse dtypes that NCCL does not have before torch does.
-
-    If torch raises, NCCL launches no later collective of the thread, and their futures succeed with unchanged
-    tensors: torch seems to leave the group call open that it began (ncclGroupStart).
-    """
-    both = [tensors for tensors in (outputs, inputs) if isinstance(tensors, (list, tuple))]
-    for tensor in (tensor for tensors in both for tensor in tensors):
-        if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.dtype in _NOT_OF_NCCL:
-            backend = unwrapped(group._get_backend(tensor.device))
-            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
-                raise RuntimeError(f"NCCL has no type for {tensor.dtype}; send the bytes, as tensor.view(torch.uint8)")
-    return dist.all_to_all(outputs, inputs, group=group, **options)
+    return _issue(ALL_TO_ALL, group, (output_tensor_list, input_tensor_list))
 
 
 def all_to_all_single(
@@ -290,12 +284,8 @@ def all_to_all_single(
     >>> all_to_all_single(torch.empty(3), torch.ones(3), [3], [3]).wait()
     tensor([1., 1., 1.])
     """
-    issued = begin("all_to_all_single", group, (output, input))
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-    return issue.run(pg, partial(_on, dist.all_to_all_single, **sizes), output, (output, input), "wr")
+    sizes: Any = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+    return _issue(ALL_TO_ALL_SINGLE, group, (output, input), **sizes)
 
 
 def barrier(
@@ -305,9 +295,6 @@ def barrier(
 
     >>> barrier().wait()
     """
-    issued = begin("barrier", group, (), on_device=None if device_ids is None else True)
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    more = {} if timeout is None else {"timeout": timeout}
-    return issue.run(pg, lambda g: dist.barrier(g, async_op=True, device_ids=device_ids, **more), None)
+    on_device = None if device_ids is None else True
+    more: Any = {} if timeout is None else {"timeout": timeout}
+    return _issue(BARRIER, group, (), on_device=on_device, device_ids=device_ids, **more)

@@ -17,15 +17,24 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._companion import kind_of, timeout_of
+from cudafuture.distributed._companion import timeout_of
 from cudafuture.distributed._issue import begin_in_line, nothing
 from cudafuture.distributed._monitored_barrier import Deadline
+from cudafuture.distributed._operations import (
+    ALL_GATHER_OBJECT,
+    BROADCAST_OBJECT_LIST,
+    GATHER_OBJECT,
+    MONITORED_BARRIER,
+    SCATTER_OBJECT_LIST,
+    Operation,
+)
 
 __all__ = [
     "all_gather_object",
@@ -34,6 +43,25 @@ __all__ = [
     "monitored_barrier",
     "scatter_object_list",
 ]
+
+
+def _issue(
+    operation: Operation,
+    group: Any,
+    arguments: tuple[Any, ...],
+    rank: int | None = None,
+    group_rank: int | None = None,
+    **options: Any,
+) -> CUDAFuture[Any]:
+    """Issue the object collective of a row of the table, with the given root and options for torch's function."""
+    begun = begin_in_line(operation, group)
+    if begun is None:
+        return nothing()
+    issue, process_group = begun
+    is_root = operation.root is None or issue.choose_root(process_group, rank, group_rank, options)
+    has_output = is_root or operation.root == "src"
+    value = arguments[operation.output] if has_output and operation.output is not None else None
+    return issue.run_in_line(process_group, partial(operation.function, *arguments, **options), value)
 
 
 def _safely(weights_only: bool) -> dict[str, Any]:
@@ -53,12 +81,7 @@ def all_gather_object(
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
-    safely = _safely(weights_only)
-    issued = begin_in_line("all_gather_object", group)
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    return issue.run_in_line(pg, lambda g: dist.all_gather_object(object_list, obj, g, **safely), object_list)
+    return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), **_safely(weights_only))
 
 
 def broadcast_object_list(
@@ -77,18 +100,7 @@ def broadcast_object_list(
     ['settings', 3]
     """
     safely = _safely(weights_only)
-    issued = begin_in_line("broadcast_object_list", group)
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, src, group_src, "src", 0)
-
-    def broadcast(g: dist.ProcessGroup) -> None:
-        carries = device is not None and kind_of(g, device) is not None
-        here = device if carries else None
-        dist.broadcast_object_list(object_list, group=g, device=here, group_src=root, **safely)
-
-    return issue.run_in_line(pg, broadcast, object_list)
+    return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), src, group_src, device=device, **safely)
 
 
 def scatter_object_list(
@@ -104,16 +116,8 @@ def scatter_object_list(
     >>> scatter_object_list([None], [{"shard": 0}], src=0).wait()
     [{'shard': 0}]
     """
-    safely = _safely(weights_only)
-    issued = begin_in_line("scatter_object_list", group)
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, src, group_src, "src", 0)
     lists = (scatter_object_output_list, scatter_object_input_list)
-    return issue.run_in_line(
-        pg, lambda g: dist.scatter_object_list(*lists, group=g, group_src=root, **safely), scatter_object_output_list
-    )
+    return _issue(SCATTER_OBJECT_LIST, group, lists, src, group_src, **_safely(weights_only))
 
 
 def gather_object(
@@ -129,16 +133,8 @@ def gather_object(
     >>> gather_object({"loss": 0.5}, [None], dst=0).wait()
     [{'loss': 0.5}]
     """
-    safely = _safely(weights_only)
-    issued = begin_in_line("gather_object", group)
-    if issued is None:
-        return nothing()
-    issue, pg = issued
-    root = issue.rank(pg, dst, group_dst, "dst", 0)
-    value = object_gather_list if root == pg.rank() else None
-    return issue.run_in_line(
-        pg, lambda g: dist.gather_object(obj, object_gather_list, group=g, group_dst=root, **safely), value
-    )
+    arguments = (obj, object_gather_list)
+    return _issue(GATHER_OBJECT, group, arguments, dst, group_dst, **_safely(weights_only))
 
 
 def monitored_barrier(
@@ -158,7 +154,7 @@ def monitored_barrier(
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
-    issued = begin_in_line("monitored_barrier", group)
+    issued = begin_in_line(MONITORED_BARRIER, group)
     if issued is None:
         return nothing()
     issue, pg = issued

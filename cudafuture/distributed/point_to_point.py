@@ -19,6 +19,7 @@ from cudafuture.combine import gather
 from cudafuture.distributed import _staged
 from cudafuture.distributed._group import rank_in
 from cudafuture.distributed._issue import Issue, begin_beside, keep_until_ready, nothing
+from cudafuture.distributed._operations import BATCH_ISEND_IRECV, RECV, SEND
 
 __all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -50,7 +51,7 @@ def send(
     tensor([1., 1.])
     >>> sent.wait()
     """
-    issued = begin_beside("send", group, (tensor,))
+    issued = begin_beside(SEND, group, (tensor,))
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -75,7 +76,7 @@ def recv(
     >>> received.tensor, received.source == 1 - dist.get_rank()
     (tensor([1., 1.]), True)
     """
-    issued = begin_beside("recv", group, (tensor,))
+    issued = begin_beside(RECV, group, (tensor,))
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -106,7 +107,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if not ops:
         raise ValueError("batch_isend_irecv() takes at least one P2POp")
     dist.distributed_c10d._check_p2p_op_list(ops)
-    issued = begin_beside("batch_isend_irecv", ops[0].group, tuple(op.tensor for op in ops))
+    issued = begin_beside(BATCH_ISEND_IRECV, ops[0].group, tuple(op.tensor for op in ops))
     if issued is None:
         return nothing()
     issue, pg = issued
@@ -115,15 +116,15 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     values = [_value_of(op, pg) for op in ops]
     works: list[Any] = []
 
-    def call(_: dist.ProcessGroup) -> Any:
-        works.extend(dist.batch_isend_irecv(ops))
+    def issue_all(**_: Any) -> Any:  # each operation names the group itself
+        works.extend(BATCH_ISEND_IRECV.function(ops))
         return works[0]
 
     if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work for all operations
-        return keep_until_ready(issue.run(pg, call, values), *(op.tensor for op in ops))
+        return keep_until_ready(issue.run(pg, issue_all, values), *(op.tensor for op in ops))
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
-    first = issue.run(pg, call, values[0])
+    first = issue.run(pg, issue_all, values[0])
     if not works:  # refused
         return gather(first)
     others = [issue.follow(pg, w, v) for w, v in zip(works[1:], values[1:], strict=True)]
@@ -139,10 +140,10 @@ def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None,
 
 
 def _send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
-    call = partial(_on, dist.isend, tag=tag, group_dst=peer)
+    function = partial(SEND.function, tag=tag, group_dst=peer)
     if issue.detour is not None or _is_behind_others(issue, tensor):
-        return _staged.run_send(issue, group, call, tensor)
-    return issue.run(group, call, None, (tensor,))
+        return _staged.run_send(issue, group, function, tensor)
+    return issue.run(group, function, None, (tensor,))
 
 
 def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
@@ -151,20 +152,16 @@ def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
 
 
 def _recv(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[Received]:
-    call = partial(_on, dist.irecv, tag=tag, group_src=peer)
+    function = partial(RECV.function, tag=tag, group_src=peer)
     received = Received(tensor, dist.get_global_rank(group, peer))
     if issue.detour is not None:
-        return _staged.run_recv(issue, group, call, lambda _: received, tensor)
-    return issue.run(group, call, received, (tensor,))
+        return _staged.run_recv(issue, group, function, lambda _: received, tensor)
+    return issue.run(group, function, received, (tensor,))
 
 
 def _issue_alone(issue: Issue, group: dist.ProcessGroup, op: dist.P2POp) -> CUDAFuture[Any]:
     peer = _peer_in(group, None, op.group_peer, "peer")
     return (_send if op.op is dist.isend else _recv)(issue, group, op.tensor, peer, op.tag)
-
-
-def _on(function: Any, group: Any, tensor: torch.Tensor, **options: Any) -> Any:
-    return function(tensor, group=group, **options)
 
 
 def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
@@ -179,17 +176,17 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
     def received_by(work: Any) -> Received:
         return Received(tensor, dist.get_global_rank(group, work._source_rank()))
 
-    call = partial(_on, dist.irecv, tag=tag)
+    function = partial(RECV.function, tag=tag)
     if issue.detour is not None:
-        return _staged.run_recv(issue, group, call, received_by, tensor)
+        return _staged.run_recv(issue, group, function, received_by, tensor)
     work: Any = None
 
-    def keep_work(g: dist.ProcessGroup) -> Any:
+    def keep_work(group: dist.ProcessGroup) -> Any:
         nonlocal work
-        work = call(g, tensor)
+        work = function(tensor, group=group)
         return work
 
-    result: CUDAFuture[Received] = _C.issued(issue.operation, issue.group.callbacks, issue)
+    result: CUDAFuture[Received] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
 
     def finish(received: CUDAFuture[torch.Tensor]) -> None:
         try:

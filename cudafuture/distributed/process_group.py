@@ -173,6 +173,11 @@ class ProcessGroup:
     def all_gather(self, tensor_list: _Tensors, tensor: Tensor) -> CUDAFuture[_Tensors]:
         return collectives.all_gather(tensor_list, tensor, self.group)
 
+    def all_gather_coalesced(
+        self, output_tensor_lists: list[_Tensors], input_tensor_list: _Tensors
+    ) -> CUDAFuture[list[_Tensors]]:
+        return collectives.all_gather_coalesced(output_tensor_lists, input_tensor_list, self.group)
+
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> CUDAFuture[Tensor]:
         return collectives.all_gather_into_tensor(output_tensor, input_tensor, self.group)
 

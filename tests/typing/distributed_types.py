@@ -30,6 +30,7 @@ def reducing(t: Tensor, ts: list[Tensor], group: dist.ProcessGroup, pg: cfd.Proc
 def moving(t: Tensor, ts: list[Tensor]) -> None:
     reveal_type(cfd.broadcast(t, src=0))  # R: CUDAFuture[Tensor]
     reveal_type(cfd.all_gather(ts, t))  # R: CUDAFuture[list[Tensor]]
+    reveal_type(cfd.all_gather_coalesced([ts], ts))  # R: CUDAFuture[list[list[Tensor]]]
     reveal_type(cfd.all_gather_into_tensor(t, t))  # R: CUDAFuture[Tensor]
     reveal_type(cfd.gather(t, ts, dst=0))  # R: CUDAFuture[list[Tensor] | None]
     reveal_type(cfd.scatter(t, None, group_src=0))  # R: CUDAFuture[Tensor]
@@ -71,6 +72,7 @@ def methods(pg: cfd.ProcessGroup, t: Tensor, ts: list[Tensor], found: list[Any],
     assert_type(pg.broadcast(t, 0), CUDAFuture[Tensor])
     assert_type(pg.reduce(t, 0), CUDAFuture[Tensor | None])
     assert_type(pg.all_gather(ts, t), CUDAFuture[list[Tensor]])
+    assert_type(pg.all_gather_coalesced([ts], ts), CUDAFuture[list[list[Tensor]]])
     assert_type(pg.all_gather_into_tensor(t, t), CUDAFuture[Tensor])
     assert_type(pg.gather(t, ts), CUDAFuture[list[Tensor] | None])
     assert_type(pg.scatter(t, ts), CUDAFuture[Tensor])

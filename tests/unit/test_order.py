@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cudafuture import _C, CUDAFuture, executors
-from cudafuture.distributed import _order
+from cudafuture.distributed import _operations, _order
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -52,7 +52,7 @@ class Ranks:
     def issue(self, future: CUDAFuture[Any]) -> CUDAFuture[Any]:
         self.sequence += 1
         issue: Any = SimpleNamespace(
-            operation="all_reduce",
+            operation=_operations.ALL_REDUCE,
             group=self.group,
             issuer=self.issuer,
             sequence=self.sequence,

@@ -97,6 +97,12 @@ def all_gather(place: Place, dtype: torch.dtype) -> Case:
     return Case("all_gather", (ts, values(dtype, 5, place.rank)), ts, ts)
 
 
+def all_gather_coalesced(place: Place, dtype: torch.dtype) -> Case:
+    gathered = [[values(dtype, n, 100) for n in (1, 5, 3)] for _ in range(place.size)]
+    mine = [values(dtype, n, place.rank) for n in (1, 5, 3)]
+    return Case("all_gather_coalesced", (gathered, mine), [t for ts in gathered for t in ts], gathered)
+
+
 def all_gather_into_tensor(place: Place, dtype: torch.dtype) -> Case:
     t = values(dtype, 5 * place.size, 100)
     return Case("all_gather_into_tensor", (t, values(dtype, 5, place.rank)), [t], t)
@@ -152,6 +158,7 @@ REDUCING: tuple[Make, ...] = (all_reduce, all_reduce_coalesced, reduce, reduce_s
 MOVING: tuple[Make, ...] = (
     broadcast,
     all_gather,
+    all_gather_coalesced,
     all_gather_into_tensor,
     all_gather_stacked,
     gather,
@@ -259,9 +266,13 @@ def expect_gathered_layouts(name: str, device: str) -> None:
         mine = STRIDED["contiguous" if place.rank == 2 else read](source)
         theirs, there = ([STRIDED[written](torch.zeros(4, 2)) for _ in range(place.size)] for _ in range(2))
         ours = [_moved(t, device) for t in there]
+        future: CUDAFuture[Any]
         if name == "all_gather":
             dist.all_gather(theirs, mine)
-            future: CUDAFuture[Any] = cfd.all_gather(ours, _moved(mine, device))
+            future = cfd.all_gather(ours, _moved(mine, device))
+        elif name == "all_gather_coalesced":
+            dist.all_gather(theirs, mine)
+            future = cfd.all_gather_coalesced([[t] for t in ours], [_moved(mine, device)])
         else:
             dist.gather(mine, theirs if place.at_root else None, **place.root("dst"))
             future = cfd.gather(_moved(mine, device), ours if place.at_root else None, **place.root("dst"))

@@ -158,7 +158,7 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
 
 
 @pytest.mark.world(3)
-@pytest.mark.parametrize("name", ["all_gather", "gather"])
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_coalesced", "gather"])
 def test_tensors_of_any_layout_are_gathered(world: World, name: str) -> None:
     def run() -> None:
         expect_gathered_layouts(name, "cpu")
@@ -237,6 +237,8 @@ def wrong_for_many_tensors() -> list[tuple[Any, ...]]:
     return [
         *(("all_gather", out, t) for out in (long, fit[1:], t, [3] * size)),
         *(("all_gather", fit, wrong) for wrong in (3, [t], torch.ones(5), integers)),
+        *(("all_gather_coalesced", out, [t]) for out in ([[t]] * (size + 1), fit, t, [[t, t]] * size)),
+        *(("all_gather_coalesced", [[t]] * size, wrong) for wrong in (3, [3], [t, integers], [torch.ones(5)])),
         *(("all_gather_into_tensor", out, t) for out in (torch.ones(4 * size + 1), [whole], 3)),
         *(("all_gather_into_tensor", whole, wrong) for wrong in (3, [t], integers)),
         *(("reduce_scatter", t, parts) for parts in (long, fit[1:], t, [3] * size)),

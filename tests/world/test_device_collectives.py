@@ -189,7 +189,7 @@ def test_layouts_that_have_no_gaps_are_taken(ranks: World, name: str) -> None:
 
 
 @on_each_schedule
-@pytest.mark.parametrize("name", ["all_gather", "gather"])
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_coalesced", "gather"])
 def test_tensors_of_any_layout_are_gathered(three_ranks: World, name: str, schedule: str) -> None:
     def run() -> None:
         with simulated(schedule):

@@ -46,6 +46,7 @@ def every_operation(rank: int, size: int, lost: int) -> dict[str, Callable[[cfd.
         "broadcast": lambda g: g.broadcast(ones(4), lost),
         "reduce": lambda g: g.reduce(ones(4), 0),
         "all_gather": lambda g: g.all_gather(several(size), ones(4)),
+        "all_gather_coalesced": lambda g: g.all_gather_coalesced([several(2) for _ in range(size)], several(2)),
         "all_gather_into_tensor": lambda g: g.all_gather_into_tensor(ones(4 * size), ones(4)),
         "gather": lambda g: g.gather(ones(4), at_0, 0),
         "scatter": lambda g: g.scatter(ones(4), mine, lost),

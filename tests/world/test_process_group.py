@@ -60,7 +60,11 @@ def test_a_program_without_a_default_group_is_told_so(name: str) -> None:
     if dist.is_initialized():
         pytest.fail("something has left a process group behind")
     tensor = torch.ones(1)
-    given: dict[str, Any] = {"tensors": [tensor], "input_list": [tensor], "tensor_list": [tensor], "p2p_op_list": []}
+    given: dict[str, Any] = {
+        **{name: [tensor] for name in ("tensors", "input_list", "tensor_list", "input_tensor_list")},
+        "output_tensor_lists": [[tensor]],
+        "p2p_op_list": [],
+    }
     required = [p for p in inspect.signature(getattr(cfd, name)).parameters.values() if p.default is p.empty]
     with pytest.raises(ValueError, match=r"init|at least one P2POp"):
         getattr(cfd, name)(*[given.get(p.name, tensor) for p in required])
