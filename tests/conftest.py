@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import settings
 
-from soak import SOAK
+from support.soak import SOAK
 
 # The same examples in every run, so that a change is what makes a test fail; new ones each time under soak.
 settings.register_profile("repeatable", derandomize=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
-from device.harness import SIZE, Cuda
+from support.harness import SIZE, Cuda
 
 
 @pytest.fixture

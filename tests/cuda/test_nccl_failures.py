@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from soak import soak_count
+from support.soak import soak_count
 from world import nccl_ranks
 from world.nccl_ranks import GOES_ON, run_nccl
 

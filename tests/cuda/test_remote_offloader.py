@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rpc_ext
-from device.harness import Cuda
 from rpc_ext import RemoteOffloader, serve_offload
+from support.harness import Cuda
 from world.cuda_calls import LONG, begin, only, slow
 
 pytest.importorskip("xxhash")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
-from device.harness import Cuda
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
+from support.harness import Cuda
 from world import cuda_calls
 from world.cuda_calls import LONG, begin, only, slow
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
-from device.harness import Cuda
+from support.harness import Cuda
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture.testing import fakecuda
-from device.harness import Cuda, Device, Simulated, devices
+from support.harness import Cuda, Device, Simulated, devices
 
 
 def _parameters(*, with_host: bool) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from cudafuture import gather
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import Engine, Offloader, digest
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
 
 PATIENCE = 60.0
 SIZES = [0, 1, 1000, 16384, 32768, 65536, 300_001]

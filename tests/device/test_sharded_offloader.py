@@ -11,7 +11,7 @@ import torch
 
 from cudafuture import CUDAFuture, gather
 from cudafuture.storage import Engine, Offloader, ShardedOffloader
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
 
 PATIENCE = 60.0
 KEYS = [f"{i}" for i in range(6)]

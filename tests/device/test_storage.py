@@ -13,7 +13,7 @@ import torch
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
 from cudafuture.storage import BufferPool, Engine, File
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
 
 BLOCK = 4096
 PATIENCE = 60.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, TensorSearchError, _tensors, collect_all, collect_any, gather
-from device.harness import Device, Simulated
+from support.harness import Device, Simulated
 
 PATIENCE = 60
 

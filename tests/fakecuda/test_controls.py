@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture.testing import fakecuda
-from soak import soak_count
+from support.soak import soak_count
 
 SECONDS = 60.0  # much more than anything takes
 

@@ -31,8 +31,8 @@ import torch
 
 from cudafuture import _C, CUDAFuture
 from cudafuture.testing import fakecuda
-from device.harness import Cuda, Device
 from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
+from support.harness import Cuda, Device
 
 pytestmark = pytest.mark.usefixtures("race_detection", "lazy_schedule")
 

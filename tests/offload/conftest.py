@@ -12,7 +12,7 @@ import pytest
 from cudafuture.storage import Offloader, ShardedOffloader, Store
 from offload.server import SERVER, Server, server_process
 from rpc_ext import RemoteOffloader
-from unit.storing import KINDS, engine_on
+from support.storing import KINDS, engine_on
 
 # One pytest process runs all of these, so that one server process is started for the whole module.
 REMOTE = pytest.param("remote", marks=pytest.mark.xdist_group("offload-remote"))

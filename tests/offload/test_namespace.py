@@ -13,9 +13,9 @@ from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine, Offloader
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
-from unit.storing import PATIENCE
+from support.rpc_callees import ME, alone, wait_for
+from support.storing import PATIENCE
 from world.offload_seams import let_go_at_the_end, put_of, send
-from world.rpc_callees import ME, alone, wait_for
 
 
 @pytest.fixture(autouse=True)

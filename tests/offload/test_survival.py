@@ -11,9 +11,9 @@ import pytest
 from offload.history import History, Journal
 from offload.survival import NAMESPACE, SERVERS, SHARED_KEYS, Disturber, Plan, be_process, read_all
 from rpc_ext import RemoteOffloader, serve_offload
-from soak import SOAK
-from world.ranks import run_ranks
-from world.rpc_callees import ME, alone
+from support.ranks import run_ranks
+from support.rpc_callees import ME, alone
+from support.soak import SOAK
 
 CLIENTS = 8
 OPERATIONS = 10_000 if SOAK else 500

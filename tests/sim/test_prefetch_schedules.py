@@ -14,7 +14,7 @@ import torch
 
 from cudafuture import prefetch
 from cudafuture.testing import sim
-from soak import soak_count
+from support.soak import soak_count
 
 
 class Batches:

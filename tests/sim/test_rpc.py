@@ -15,10 +15,10 @@ import rpc_ext
 from cudafuture import _C
 from cudafuture.testing import sim
 from rpc_ext import remote, rpc_async, rpc_sync
-from soak import soak_count
-from world import device_calls
-from world.device_calls import LONG, calling, doubled, filled, only
-from world.simulated import SCHEDULES
+from support import device_calls
+from support.device_calls import LONG, calling, doubled, filled, only
+from support.simulated import SCHEDULES
+from support.soak import soak_count
 
 pytestmark = pytest.mark.xdist_group("rpc-sim")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture.storage import Engine, Offloader
-from unit.storing import BACKENDS, KINDS, engine_on
+from support.storing import BACKENDS, KINDS, engine_on
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

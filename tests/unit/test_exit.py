@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from soak import soak_count
-from unit.child import Child
+from support.child import Child
+from support.soak import soak_count
 from unit.endings import SCENARIOS, WAYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]

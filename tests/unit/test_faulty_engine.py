@@ -13,7 +13,7 @@ from cudafuture import CUDAFuture, wait
 from cudafuture.errors import StorageError
 from cudafuture.storage import File, Offloader
 from cudafuture.testing import FaultyEngine
-from unit.storing import PATIENCE, contents, expect
+from support.storing import PATIENCE, contents, expect
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

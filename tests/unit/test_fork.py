@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from soak import soak_count
-from unit.child import Child
+from support.child import Child
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fork"), pytest.mark.usefixtures("on_the_host")]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from soak import SOAK
+from support.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "licenses", "cmake", "cudafuture", "rpc_ext")

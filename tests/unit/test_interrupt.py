@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 
-from unit.child import Child
+from support.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("interrupt")]  # one process for all of them
 

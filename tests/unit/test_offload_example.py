@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unit.storing import held
+from support.storing import held
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_activations.py"
 

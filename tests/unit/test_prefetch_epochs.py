@@ -17,7 +17,7 @@ import torch
 
 from cudafuture import prefetch
 from cudafuture.prefetch import Prefetcher
-from interrupts import interrupt_at
+from support.interrupts import interrupt_at
 
 LONG = 60.0  # seconds, for what happens at once
 FOLDER = str(pathlib.Path(sys.modules[Prefetcher.__module__].__file__ or "").parent)

@@ -21,7 +21,7 @@ import pytest
 from cudafuture.errors import AuthenticationError
 from rpc_ext import _handshake
 from rpc_ext._handshake import Handshake
-from soak import soak_count
+from support.soak import soak_count
 from unit.memory_store import MemoryStore
 
 SECRET = b"a secret that nobody else knows"

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from unit.parity import ROOT, RPC_TESTS
+from support.parity import ROOT, RPC_TESTS
 
 # Patterns of names, and why no test of ours answers them.
 REASONS = {

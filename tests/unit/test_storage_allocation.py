@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unit.child import Child
+from support.child import Child
 from unit.shims import compile_shim
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_the_host")]

@@ -12,7 +12,7 @@ import torch
 
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import Engine, Offloader, digest
-from unit.storing import PATIENCE, contents, error_number, expect
+from support.storing import PATIENCE, contents, error_number, expect
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

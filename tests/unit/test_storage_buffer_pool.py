@@ -21,8 +21,8 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Buffer, BufferPool, Engine, File, empty
 from cudafuture.testing import sim
-from soak import soak_count
-from unit.storing import MIB, PATIENCE, contents, held
+from support.soak import soak_count
+from support.storing import MIB, PATIENCE, contents, held
 
 PAGE = 4096
 

@@ -12,9 +12,9 @@ import torch
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader, offloader
-from soak import soak_count
-from unit.child import Child
-from unit.storing import PATIENCE, SMALL, numbered
+from support.child import Child
+from support.soak import soak_count
+from support.storing import PATIENCE, SMALL, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

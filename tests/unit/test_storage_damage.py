@@ -12,7 +12,7 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import MIB, PATIENCE, contents, expect, flip, slabs
+from support.storing import MIB, PATIENCE, contents, expect, flip, slabs
 
 PAGE = 4096
 

@@ -15,8 +15,8 @@ import xxhash
 
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError
 from cudafuture.storage import Digest, Engine, Offloader, digest, digests
-from unit.child import Child
-from unit.storing import LARGE, PATIENCE, contents, get, numbered
+from support.child import Child
+from support.storing import LARGE, PATIENCE, contents, get, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -18,7 +18,7 @@ import torch
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather, wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, default_engine
-from unit.child import Child
+from support.child import Child
 
 PATIENCE = 60.0
 BLOCK = 4096

@@ -14,8 +14,8 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
+from support.storing import opened
 from unit.offloading import held_engine
-from unit.storing import opened
 
 PATIENCE = 60.0
 BLOCK = 1 << 14

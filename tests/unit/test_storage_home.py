@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudafuture.storage import Engine, Offloader, _home
-from unit.storing import PATIENCE
+from support.storing import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import MIB, PATIENCE, contents, expect, flip, opened, slabs
+from support.storing import MIB, PATIENCE, contents, expect, flip, opened, slabs
 
 PAGE = 4096
 

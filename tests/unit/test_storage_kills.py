@@ -24,9 +24,9 @@ import torch
 from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Engine, Offloader
-from soak import soak_count
-from unit.child import Child
-from unit.storing import MIB, PATIENCE, contents, engine_on, expect
+from support.child import Child
+from support.soak import soak_count
+from support.storing import MIB, PATIENCE, contents, engine_on, expect
 
 pytestmark = [pytest.mark.usefixtures("on_the_host"), pytest.mark.soak, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ import torch
 
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
-from unit.child import Child
-from unit.storing import MIB, PATIENCE, contents, error_number, flip, get, slabs
+from support.child import Child
+from support.storing import MIB, PATIENCE, contents, error_number, flip, get, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

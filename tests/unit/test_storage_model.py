@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File
-from soak import soak_count
+from support.soak import soak_count
 
 PATIENCE = 60.0
 SIZE = 1 << 17  # of the file

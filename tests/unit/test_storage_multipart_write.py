@@ -16,8 +16,8 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError, StorageError
 from cudafuture.storage import Engine, MultipartWrite, Offloader, digest
-from unit.child import Child
-from unit.storing import MIB, PATIENCE, contents, error_number, expect, get, held, slabs
+from support.child import Child
+from support.storing import MIB, PATIENCE, contents, error_number, expect, get, held, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -11,7 +11,7 @@ import torch
 from cudafuture import gather, wait
 from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.storage import Engine, Offloader
-from unit.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
+from support.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cudafuture import CUDAFuture, wait
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
-from soak import soak_count
+from support.soak import soak_count
 
 PATIENCE = 60.0
 KEYS = "abcdef"

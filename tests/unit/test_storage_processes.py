@@ -16,9 +16,9 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
-from soak import soak_count
-from unit.child import Child
-from unit.storing import PATIENCE, contents, expect
+from support.child import Child
+from support.soak import soak_count
+from support.storing import PATIENCE, contents, expect
 
 THREADS = 16
 

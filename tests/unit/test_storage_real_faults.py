@@ -18,10 +18,10 @@ import torch
 from cudafuture import wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
-from soak import soak_count
-from unit import mounts
-from unit.child import Child
-from unit.storing import MIB, PATIENCE, contents, error_number, expect, held
+from support import mounts
+from support.child import Child
+from support.soak import soak_count
+from support.storing import MIB, PATIENCE, contents, error_number, expect, held
 
 DISK = 64 * MIB
 LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal

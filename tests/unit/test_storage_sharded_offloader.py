@@ -14,7 +14,7 @@ import torch
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError, StorageError, WorkerLostError
 from cudafuture.storage import Entry, Offloader, ShardedOffloader
-from unit.storing import PATIENCE, held, numbered
+from support.storing import PATIENCE, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from soak import soak_count
-from unit.child import Child
+from support.child import Child
+from support.soak import soak_count
 
 # In a process of its own: a crash would take the other tests with it.
 SCRIPT = """

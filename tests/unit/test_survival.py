@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cudafuture import AllFailedError, CUDAFuture, InvalidStateError, collect_all, collect_any, executors, gather
-from soak import soak_count
-from unit.child import Child
+from support.child import Child
+from support.soak import soak_count
 
 pytestmark = pytest.mark.soak
 

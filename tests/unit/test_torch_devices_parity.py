@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, DeviceMismatchError
-from unit.parity import answers
+from support.parity import answers
 
 
 @answers("test_cuda_future_device_as_str", "test_cuda_future_device_as_device")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, collect_all, gather, wait_all
-from unit.parity import CANNOT_PICKLE, answered, answers, explained, torch_tests
+from support.parity import CANNOT_PICKLE, answered, answers, explained, torch_tests
 
 Seen = list[Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rpc_ext
-from world.rpc_callees import ME, Gate, alone, wait_for
+from support.rpc_callees import ME, Gate, alone, wait_for
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import rpc_ext
 from cudafuture import CUDAFuture, gather
-from device.harness import Cuda
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
+from support.harness import Cuda
 
 LONG = 60.0  # seconds; much more than anything takes
 SIZE = 1 << 20

@@ -17,7 +17,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
-from world.ranks import run_ranks
+from support.ranks import run_ranks
 
 LONG = 60.0  # seconds; much more than anything takes
 SECONDS = 3.0  # the timeout of groups that lose a rank

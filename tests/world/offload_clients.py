@@ -25,8 +25,8 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, QuotaError, WorkerLostError
 from offload.history import Journal, Version, now
 from rpc_ext import OffloadService, RemoteOffloader, rpc_sync, serve_offload
+from support.rpc_workers import LONG, SECRET
 from world.offload_history import KEYS, MIB, SIZES, content_of, size_of, version_of
-from world.rpc_workers import LONG, SECRET
 
 SERVERS = ("server0", "server1")
 CAPACITY = 512 * MIB  # of a namespace

@@ -18,7 +18,7 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError
 from rpc_ext import rpc_async, rpc_sync
-from world.rpc_workers import begin, hold, release, same
+from support.rpc_workers import begin, hold, release, same
 
 ME = "caller"
 keep: list[Any] = []  # what lives until Python takes modules apart

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import cudafuture.distributed as cfd
 from cudafuture.testing import World
-from world.comparison import (
+from support.comparison import (
     ALL,
     COMMON,
     DTYPES,

@@ -20,9 +20,9 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.distributed import CollectiveError, Received, _issue
 from cudafuture.testing import World
-from world.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, expect_gathered_layouts
-from world.ranks import run_ranks, short_group
-from world.simulated import SCHEDULES, onto, simulated
+from support.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, expect_gathered_layouts
+from support.ranks import run_ranks, short_group
+from support.simulated import SCHEDULES, onto, simulated
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("device-world")]
 
@@ -153,7 +153,7 @@ def test_every_function_gives_what_it_gives_on_the_host(three_ranks: World, sche
 
 def test_reductions_other_than_the_sum(ranks: World) -> None:
     def run() -> None:
-        from world.comparison import REDUCING
+        from support.comparison import REDUCING
 
         with simulated("lazy"):
             for op in dist.ReduceOp.RedOpType.__members__.values():

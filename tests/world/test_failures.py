@@ -17,7 +17,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
-from world.ranks import run_ranks, short_group
+from support.ranks import run_ranks, short_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failures")]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
-from world.ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

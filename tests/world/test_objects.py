@@ -15,7 +15,7 @@ import torch.distributed as dist
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, gather
 from cudafuture.testing import World
-from world.comparison import TIMEOUT, Place
+from support.comparison import TIMEOUT, Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

@@ -16,7 +16,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.testing import World
-from soak import soak_count
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

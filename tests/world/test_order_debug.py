@@ -16,7 +16,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError, _issue
 from cudafuture.testing import World, torchrun
-from world.ranks import run_ranks, short_group
+from support.ranks import run_ranks, short_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failures")]
 

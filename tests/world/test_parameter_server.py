@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cudafuture.testing import Finished, torchrun
-from soak import in_soak_alone
+from support.soak import in_soak_alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, gather
 from cudafuture.testing import World
-from soak import soak_count
-from world.comparison import DTYPES, TIMEOUT, bits, values
+from support.comparison import DTYPES, TIMEOUT, bits, values
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
-from world.comparison import ALL, COMMON, TIMEOUT, Place, by_ours, compare, expect_common
+from support.comparison import ALL, COMMON, TIMEOUT, Place, by_ours, compare, expect_common
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

@@ -27,9 +27,9 @@ from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
-from soak import soak_count
+from support.rpc_callees import ME, PATIENCE, alone
+from support.soak import soak_count
 from world.offload_seams import HandledInPython, change_of, expect_idle, put_of, send, send_body
-from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 

@@ -20,8 +20,8 @@ from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
+from support.rpc_callees import ME, PATIENCE, alone
 from world.offload_seams import Kept, handler_of, spoil
-from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
@@ -241,7 +241,7 @@ def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> Non
 
 EXHAUSTED = """
 import sys, torch, rpc_ext
-from world.rpc_callees import ME, PATIENCE, alone
+from support.rpc_callees import ME, PATIENCE, alone
 
 size = 1 << 20
 tensor = torch.full((size,), 7, dtype=torch.uint8)

@@ -20,8 +20,8 @@ from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload import _source as source
 from rpc_ext.offload import _target as target
 from rpc_ext.offload._wire import PIECE
-from world.device_calls import LONG, calling, filled, only
-from world.simulated import SCHEDULES
+from support.device_calls import LONG, calling, filled, only
+from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-devices")]
 

@@ -18,11 +18,11 @@ from cudafuture.errors import ChecksumError, InvalidStateError, StorageError
 from cudafuture.storage import Engine
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
-from soak import soak_count
-from unit import mounts
-from unit.storing import contents, flip, slabs
+from support import mounts
+from support.rpc_callees import ME, PATIENCE, alone
+from support.soak import soak_count
+from support.storing import contents, flip, slabs
 from world.offload_history import KEYS, MIB, content_of, version_of
-from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

@@ -17,8 +17,8 @@ from cudafuture.storage import digest
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
+from support.rpc_callees import ME, PATIENCE, alone
 from world.offload_seams import Kept, expect_idle, held, let_go_at_the_end
-from world.rpc_callees import ME, PATIENCE, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

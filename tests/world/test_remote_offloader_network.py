@@ -19,12 +19,12 @@ import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from rpc_ext import OffloadService, RemoteOffloader, serve_offload
-from soak import in_soak_alone
-from unit.child import Child
-from world.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
+from support.child import Child
+from support.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
+from support.ranks import run_ranks
+from support.rpc_workers import LONG, NAMES, SECRET, SHORT, begin
+from support.soak import in_soak_alone
 from world.offload_history import content_of, version_of
-from world.ranks import run_ranks
-from world.rpc_workers import LONG, NAMES, SECRET, SHORT, begin
 
 T = TypeVar("T")
 

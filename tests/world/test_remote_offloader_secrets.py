@@ -21,11 +21,11 @@ from offload import messages as wire
 from rpc_ext import OffloadService, RemoteOffloader, _codec, _listeners, serve_offload
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import PIECE
-from world.attacker import SEAL_SIZE, Stranger, key_of
-from world.middleman import FROM, TO, joined, relayed
+from support.attacker import SEAL_SIZE, Stranger, key_of
+from support.middleman import FROM, TO, joined, relayed
+from support.rpc_callees import PATIENCE, working
 from world.offload_history import content_of, version_of
 from world.offload_seams import change_of, put_of
-from world.rpc_callees import PATIENCE, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
 

@@ -30,11 +30,11 @@ from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
+from support.ranks import run_ranks
+from support.rpc_callees import ME, PATIENCE, alone, wait_for
+from support.rpc_workers import begin
 from world.offload_history import content_of
 from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
-from world.ranks import run_ranks
-from world.rpc_callees import ME, PATIENCE, alone, wait_for
-from world.rpc_workers import begin
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 

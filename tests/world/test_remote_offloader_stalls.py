@@ -16,9 +16,9 @@ from cudafuture.errors import NotFoundError
 from cudafuture.testing import World
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext.offload._wire import LONGEST_KEY
-from soak import soak_count
+from support.rpc_callees import PATIENCE, working
+from support.soak import soak_count
 from world.offload_seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
-from world.rpc_callees import PATIENCE, working
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
 

@@ -18,9 +18,9 @@ from rpc_ext import rpc_sync
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
-from world.ranks import run_ranks
-from world.rpc_callees import wait_for
-from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
+from support.ranks import run_ranks
+from support.rpc_callees import wait_for
+from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-survival")]
 

@@ -19,8 +19,8 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, wait_all
 from cudafuture.testing import World
 from rpc_ext import async_execution, remote, rpc_async, rpc_sync
 from rpc_ext import session as rpc_session
-from unit.parity import answers
-from world.rpc_callees import (
+from support.parity import answers
+from support.rpc_callees import (
     ME,
     PATIENCE,
     Adder,

@@ -24,10 +24,10 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import _listeners, rpc_async, rpc_sync
-from soak import soak_count
-from world import attacker
-from world.attacker import Bomb, Stranger, key_of, logged
-from world.rpc_callees import add, same, working
+from support import attacker
+from support.attacker import Bomb, Stranger, key_of, logged
+from support.rpc_callees import add, same, working
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-authentication")]
 

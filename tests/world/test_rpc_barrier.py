@@ -11,8 +11,8 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import barrier
-from soak import soak_count
-from world.rpc_callees import PATIENCE, alone, working
+from support.rpc_callees import PATIENCE, alone, working
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-barrier")]
 

@@ -17,8 +17,7 @@ import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
-from soak import soak_count
-from world.rpc_callees import (
+from support.rpc_callees import (
     ME,
     PATIENCE,
     Adder,
@@ -32,6 +31,7 @@ from world.rpc_callees import (
     waits,
     working,
 )
+from support.soak import soak_count
 
 pytestmark = pytest.mark.xdist_group("rpc-batch")
 

@@ -23,8 +23,8 @@ import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError
 from rpc_ext import _engine, _listeners, _options, _shutdown, rpc_async, rpc_sync
 from rpc_ext._handshake import Handshake
-from world.ranks import run_ranks
-from world.rpc_workers import LONG, NAMES, SECRET, begin, hold, same
+from support.ranks import run_ranks
+from support.rpc_workers import LONG, NAMES, SECRET, begin, hold, same
 
 pytestmark = pytest.mark.xdist_group("rpc-beginning")
 

@@ -21,8 +21,8 @@ import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, executors, submit, wait_all
 from cudafuture.errors import CallsFailedError
 from rpc_ext import broadcast_call, map_call, remote, rpc_async, rpc_sync
-from unit.parity import answers
-from world.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, raises, same, waits
+from support.parity import answers
+from support.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, raises, same, waits
 
 pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-calls")]
 

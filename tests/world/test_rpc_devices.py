@@ -15,9 +15,9 @@ from cudafuture import _C
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
 from rpc_ext import remote, rpc_async, rpc_sync
-from world import device_calls
-from world.device_calls import LONG, SIZE, calling, doubled, echoed, filled, made, only, where
-from world.simulated import SCHEDULES
+from support import device_calls
+from support.device_calls import LONG, SIZE, calling, doubled, echoed, filled, made, only, where
+from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-device-world")]
 

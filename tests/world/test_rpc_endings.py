@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from soak import in_soak_alone
-from unit.child import Child
+from support.child import Child
+from support.rpc_workers import LONG
+from support.soak import in_soak_alone
 from world.rpc_endings import SCENARIOS, SLOW, WAYS
-from world.rpc_workers import LONG
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-endings")]
 
@@ -54,7 +54,7 @@ def test_a_process_ends_amid_everything_by(endings: Child, tmp_path: Path, way: 
 
 ENDS_FIRST = """
 import sys
-from world.rpc_workers import *
+from support.rpc_workers import *
 begin(int(sys.argv[1]), 2, sys.argv[2])
 me, peer = int(sys.argv[1]), 1 - int(sys.argv[1])
 futures = [rpc_ext.rpc_async(peer, hold) for _ in range(20)]
@@ -80,7 +80,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_calls_to_it(tmp_path: Path)
 
 FORKS = """
 import os, sys
-from world.rpc_workers import *
+from support.rpc_workers import *
 from cudafuture import InvalidStateError
 begin(0, 1, sys.argv[1])
 pending = rpc_ext.rpc_async(0, hold)
@@ -110,7 +110,7 @@ def test_a_forked_child_calls_nobody_and_ends(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, time
-from world.rpc_workers import *
+from support.rpc_workers import *
 signal.signal(signal.SIGINT, signal.default_int_handler)
 store = sys.argv[1]
 session = begin(0, 1, store, max_in_flight=3)

@@ -23,8 +23,8 @@ from cudafuture.errors import (
     WorkerLostError,
 )
 from rpc_ext import async_execution, rpc_async, rpc_sync
-from unit.parity import answers
-from world.rpc_callees import ME, PATIENCE, alone, forwarded, raises, same
+from support.parity import answers
+from support.rpc_callees import ME, PATIENCE, alone, forwarded, raises, same
 
 pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
 

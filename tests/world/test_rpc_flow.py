@@ -16,8 +16,8 @@ import rpc_ext
 from cudafuture import InvalidStateError, wait_all
 from cudafuture.errors import CallsFailedError
 from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
-from soak import soak_count
-from world.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
+from support.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
+from support.soak import soak_count
 
 pytestmark = pytest.mark.xdist_group("rpc-flow")
 

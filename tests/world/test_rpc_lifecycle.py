@@ -21,10 +21,9 @@ from cudafuture import CUDAFuture, InvalidStateError, collect_all
 from cudafuture.errors import WorkerLostError
 from cudafuture.testing import torchrun
 from rpc_ext import rpc_async, rpc_sync
-from soak import soak_count
-from world.ranks import run_ranks
-from world.rpc_callees import alone, wait_for
-from world.rpc_workers import (
+from support.ranks import run_ranks
+from support.rpc_callees import alone, wait_for
+from support.rpc_workers import (
     LONG,
     NAMES,
     SECRET,
@@ -37,6 +36,7 @@ from world.rpc_workers import (
     same,
     wait_for_release,
 )
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-lifecycle")]
 

@@ -20,10 +20,10 @@ import rpc_ext
 from cudafuture.errors import AuthenticationError, WorkerLostError
 from cudafuture.testing import World
 from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
-from soak import SOAK, soak_count
-from world.attacker import MAGIC, SEAL_SIZE, Stranger
-from world.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
-from world.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
+from support.attacker import MAGIC, SEAL_SIZE, Stranger
+from support.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
+from support.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
+from support.soak import SOAK, soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]
 

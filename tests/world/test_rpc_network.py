@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import pytest
 
-from unit.child import Child
-from world.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
-from world.rpc_workers import LONG
+from support.child import Child
+from support.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
+from support.rpc_workers import LONG
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ WORKER = (
     BE_A_HOST
     + """
 import sys, torch
-from world.rpc_workers import *
+from support.rpc_workers import *
 from rpc_ext import rpc_async, rpc_sync
 
 rank = int(sys.argv[1])

@@ -19,8 +19,8 @@ import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError, executors, wait_all
 from cudafuture.testing import World
 from rpc_ext import RRef, async_execution, batch, remote, rpc_async, rpc_sync
-from unit.parity import answers
-from world.rpc_callees import (
+from support.parity import answers
+from support.rpc_callees import (
     ME,
     PATIENCE,
     Adder,

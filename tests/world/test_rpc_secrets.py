@@ -19,9 +19,9 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import _listeners, rpc_sync
-from soak import soak_count
-from world import attacker
-from world.rpc_callees import ME, add, alone, raises, rank_of_callee, same, working
+from support import attacker
+from support.rpc_callees import ME, add, alone, raises, rank_of_callee, same, working
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-secrets")]
 

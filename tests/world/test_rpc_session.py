@@ -17,7 +17,7 @@ import rpc_ext
 from cudafuture import InvalidStateError
 from rpc_ext import _agent, _engine, rpc_sync
 from rpc_ext import session as rpc_session
-from world.rpc_callees import ME, alone, raises, same
+from support.rpc_callees import ME, alone, raises, same
 
 pytestmark = pytest.mark.xdist_group("rpc-session")
 

@@ -15,8 +15,8 @@ import pytest
 import rpc_ext
 from cudafuture.errors import CallsFailedError
 from rpc_ext import rpc_async, rpc_sync
-from world.ranks import run_ranks
-from world.rpc_workers import (
+from support.ranks import run_ranks
+from support.rpc_workers import (
     LONG,
     SHORT,
     be_lost,

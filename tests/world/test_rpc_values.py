@@ -13,9 +13,9 @@ import torch
 import rpc_ext
 from cudafuture.errors import RemoteError
 from rpc_ext import rpc_async, rpc_sync
-from unit.parity import answers
-from world.comparison import DTYPES, bits, values
-from world.rpc_callees import ME, Adder, add, alone, same
+from support.comparison import DTYPES, bits, values
+from support.parity import answers
+from support.rpc_callees import ME, Adder, add, alone, same
 
 pytestmark = pytest.mark.xdist_group("rpc-values")
 

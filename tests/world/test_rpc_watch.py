@@ -17,9 +17,9 @@ import rpc_ext
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload, watch
-from world.ranks import run_ranks
-from world.rpc_callees import alone, wait_for
-from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
+from support.ranks import run_ranks
+from support.rpc_callees import alone, wait_for
+from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 BRIEF = 0.5  # seconds that a silent worker is waited for
 

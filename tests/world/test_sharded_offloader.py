@@ -17,8 +17,8 @@ from cudafuture.errors import WorkerLostError
 from cudafuture.storage import Offloader, ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_async, serve_offload
 from rpc_ext.offload._wire import PIECE
-from world.ranks import run_ranks
-from world.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
+from support.ranks import run_ranks
+from support.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded-offloader")]
 

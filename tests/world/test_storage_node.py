@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cudafuture.testing import Finished, torchrun
-from soak import in_soak_alone
+from support.soak import in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

@@ -13,10 +13,10 @@ import rpc_ext
 from cudafuture.errors import SwapError, WorkerLostError
 from cudafuture.storage import ShardedOffloader
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
-from soak import in_soak_alone
-from swap.training import OPTIMIZERS, Pair, same
-from world.ranks import run_ranks
-from world.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
+from support.ranks import run_ranks
+from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
+from support.soak import in_soak_alone
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("swap-remote")]
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cudafuture.swap import OffloadedOptimizer, offload
-from soak import in_soak_alone
-from world.ranks import run_ranks
+from support.ranks import run_ranks
+from support.soak import in_soak_alone
 
 SHAPES = ((301, 100), (70_001,), (1, 5))  # in which one rank of three has other sizes than the others, or nothing
 STEPS = 3

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import rpc
 
 from cudafuture import CUDAFuture, InvalidStateError, collect_all, gather, wait_all
-from unit.parity import CANNOT_PICKLE, answers
+from support.parity import CANNOT_PICKLE, answers
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,7 +16,7 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.testing import Finished, torchrun
-from soak import in_soak_alone
+from support.soak import in_soak_alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

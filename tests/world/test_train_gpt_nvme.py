@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from soak import in_soak_alone
+from support.soak import in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from soak import in_soak_alone
+from support.soak import in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 

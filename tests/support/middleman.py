@@ -17,7 +17,7 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import rpc_ext
 from rpc_ext import _agent
-from world.attacker import MAGIC
+from support.attacker import MAGIC
 
 TO, FROM = 1, 2
 SECRET = "a secret that nobody else knows"

@@ -18,7 +18,7 @@ import rpc_ext
 from cudafuture import CUDAFuture, copy, gather, submit
 from cudafuture.testing import sim
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
-from world.simulated import simulated
+from support.simulated import simulated
 
 LONG = 40.0  # seconds; much more than anything takes
 SIZE = 64
