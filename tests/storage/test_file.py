@@ -14,8 +14,8 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
+from storage.offloading import held_engine
 from support.storing import opened
-from unit.offloading import held_engine
 
 PATIENCE = 60.0
 BLOCK = 1 << 14

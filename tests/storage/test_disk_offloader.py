@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudafuture.storage import DiskOffloader
-from unit.offloading import PATIENCE, equal, numbered, size
+from storage.offloading import PATIENCE, equal, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

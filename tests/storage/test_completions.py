@@ -15,7 +15,7 @@ from cudafuture import CUDAFuture, executors, gather, wait_all
 from cudafuture.storage import DiskOffloader, Engine
 from cudafuture.storage._completions import Operation
 from cudafuture.storage._tensor_store import Read
-from unit.offloading import PATIENCE, equal, held_engine, in_a_thread, numbered, size
+from storage.offloading import PATIENCE, equal, held_engine, in_a_thread, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -350,7 +350,7 @@ def test_tensors_on_devices_are_ordered_by_their_streams(tmp_path: Path) -> None
     for tensor in tensors:
 
         def double_then_offload() -> None:
-            tensor.mul_(2)  # noqa: B023 (see test_storage_disk_offloader)
+            tensor.mul_(2)  # noqa: B023 (see test_disk_offloader)
             offloader.async_write(tensor)  # noqa: B023
 
         offloader.async_read(tensor, double_then_offload)

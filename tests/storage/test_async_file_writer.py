@@ -16,9 +16,9 @@ import torch
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import AsyncFileWriter, Engine
+from storage.offloading import PATIENCE, failing, held_engine, in_a_thread
 from support.child import Child
 from support.storing import opened
-from unit.offloading import PATIENCE, failing, held_engine, in_a_thread
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from storage.shims import compile_shim
 from support.child import Child
-from unit.shims import compile_shim
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_the_host")]
 

@@ -17,8 +17,8 @@ from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.errors import StorageError
 from cudafuture.storage import DiskOffloader, Engine, get_backends, probe_backend
 from cudafuture.storage._completions import Operation
+from storage.offloading import PATIENCE, equal, failing, held_engine, numbered, size
 from support.child import Child
-from unit.offloading import PATIENCE, equal, failing, held_engine, numbered, size
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -158,7 +158,7 @@ WORK: dict[str, Callable[..., None]] = {
 
 SCRIPT = """
 import sys
-from unit.test_storage_kills import serve
+from storage.test_kills import serve
 serve(hear, say)
 """
 

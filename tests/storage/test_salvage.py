@@ -13,9 +13,9 @@ import torch
 
 from cudafuture.errors import ChecksumError, NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
+from storage.shims import compile_shim
 from support.child import Child
 from support.storing import MIB, PATIENCE, contents, error_number, expect, flip, get, slabs
-from unit.shims import compile_shim
 
 HEADERS = 8192  # bytes of a journal before its batches
 
