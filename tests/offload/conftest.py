@@ -1,4 +1,4 @@
-"""Fixtures of the offload tests: the server process, and a store of each kind."""
+"""Fixtures of the offload tests: a server process, a service of this worker, and a store of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from cudafuture.storage import Offloader, ShardedOffloader, Store
 from offload.server import SERVER, Server, server_process
 from rpc_ext import RemoteOffloader
+from support.rpc_fixtures import gate, remote, service, worker
 from support.storing import KINDS, engine_on
+
+__all__ = ["any_store", "gate", "kind", "remote", "server", "service", "store", "worker"]
 
 # One pytest process runs all of these, so that one server process is started for the whole module.
 REMOTE = pytest.param("remote", marks=pytest.mark.xdist_group("offload-remote"))

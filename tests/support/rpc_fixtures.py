@@ -1,4 +1,4 @@
-"""What the tests of remote calls share."""
+"""Fixtures that the tests of RPC and of remote offload share: a worker that calls itself, and its offload service."""
 
 from __future__ import annotations
 

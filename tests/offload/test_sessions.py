@@ -24,7 +24,9 @@ from cudafuture.errors import (
 )
 from cudafuture.storage import Offloader
 from offload import messages as wire
+from offload.contents import content_of
 from offload.messages import Fetch, Found, Part, data_of
+from offload.seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
 from rpc_ext import _C, OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
@@ -33,8 +35,6 @@ from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
 from support.ranks import run_ranks
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
 from support.rpc_workers import begin
-from world.offload_history import content_of
-from world.offload_seams import HandledInPython, Kept, Lost, change_of, put_of, send, spoil
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 

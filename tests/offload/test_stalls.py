@@ -14,11 +14,11 @@ import torch.distributed as dist
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import NotFoundError
 from cudafuture.testing import World
+from offload.seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext.offload._wire import LONGEST_KEY
 from support.rpc_callees import PATIENCE, working
 from support.soak import soak_count
-from world.offload_seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
 

@@ -18,13 +18,13 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
+from offload.contents import content_of, version_of
 from rpc_ext import OffloadService, RemoteOffloader, serve_offload
 from support.child import Child
 from support.namespaces import BE_A_HOST, Cable, Relay, skip_unless_possible, skip_without_tun
 from support.ranks import run_ranks
 from support.rpc_workers import LONG, NAMES, SECRET, SHORT, begin
 from support.soak import in_soak_alone
-from world.offload_history import content_of, version_of
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ WORKER = (
     BE_A_HOST
     + """
 import sys
-from world.test_remote_offloader_network import be_worker
+from offload.test_network import be_worker
 be_worker(hear, say, *sys.argv[1:])
 """
 )

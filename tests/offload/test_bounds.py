@@ -23,13 +23,13 @@ from cudafuture.errors import (
 from cudafuture.storage import Offloader, digest
 from cudafuture.storage.engine import PAGE
 from offload import messages as wire
+from offload.seams import change_of, held, in_time, let_go_at_the_end, put_of, send
 from rpc_ext import rpc_sync
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
-from world.offload_seams import change_of, held, in_time, let_go_at_the_end, put_of, send
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

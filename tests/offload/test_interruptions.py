@@ -17,6 +17,7 @@ import rpc_ext
 from cudafuture import CUDAFuture, collect_all, gather, wait_all
 from cudafuture.errors import InvalidStateError
 from offload import messages as wire
+from offload.seams import HandledInPython, Kept, expect_idle, handler_of, set_timeout
 from rpc_ext import OffloadService, RemoteOffloader, _timer, rpc_async, serve_offload
 from rpc_ext import session as sessions
 from rpc_ext._channel import Channel, Reply
@@ -25,7 +26,6 @@ from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import PIECE
 from support.rpc_callees import ME, PATIENCE, Gate, alone, pending, wait_for
-from world.offload_seams import HandledInPython, Kept, expect_idle, handler_of, set_timeout
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

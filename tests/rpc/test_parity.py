@@ -15,7 +15,7 @@ REASONS = {
     ),
     r"test_async_record_function_\w+|test_disable_gil_profiling": "of torch's profiler, too",
     r"test_device_map\w*|test_devices_option\w*|test_cuda_future\w*|test_custom_stream\w*|test_device_mismatch": (
-        "of devices: test_rpc_devices.py, and tests/sim and tests/cuda"
+        "of devices: test_device_calls.py and test_simulated_devices.py, and tests/cuda"
     ),
     r"test_(owner_)?rref_\w*synchronization\w*|test_rref_with_unpickleable_attributes|\w+_with_cuda_future": (
         "of devices, too"
@@ -23,7 +23,7 @@ REASONS = {
     r"test_dynamic_\w+": "workers do not come and go while others stay",
     r"test_rpc_barrier\w*|test_all_gather\w*|test_wait_all_workers\w*": "of private functions of torch",
     r"test_(re)?init\w*|test_shutdown_\w+|test_local_shutdown\w*|test_graceful_shutdown\w*|test_deadlock": (
-        "of the beginning and the end: test_rpc_lifecycle.py and test_rpc_survival.py"
+        "of the beginning and the end: test_lifecycle.py and test_survival.py"
     ),
     r"test_duplicate_name\w*|test_invalid_names|test_pg_init_no_rpc_init|test_get_worker_infos|test_worker_info_\w+": (
         "of the beginning, too"
@@ -51,8 +51,8 @@ def torch_tests() -> set[str]:
 
 def answered() -> set[str]:
     names: set[str] = set()
-    for pattern in ("test_rpc_*.py", "test_torch*parity.py"):
-        for file in (ROOT / "tests").rglob(pattern):
+    for pattern in ("rpc/test_*.py", "*/test_torch*parity.py"):
+        for file in (ROOT / "tests").glob(pattern):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answers":
                     names.update(ast.literal_eval(name) for name in node.args)

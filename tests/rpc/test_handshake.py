@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 
 from cudafuture.errors import AuthenticationError
+from rpc.memory_store import MemoryStore
 from rpc_ext import _handshake
 from rpc_ext._handshake import Handshake
 from support.soak import soak_count
-from unit.memory_store import MemoryStore
 
 SECRET = b"a secret that nobody else knows"
 ANOTHER = b"a secret that somebody else knows"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from offload.clients import MEMORY, SERVERS, Plan, be_one_of_all
+from offload.contents import MIB
 from offload.history import History
 from support.ranks import run_ranks
 from support.soak import SOAK, soak_count
-from world.offload_clients import MEMORY, SERVERS, Plan, be_one_of_all
-from world.offload_history import MIB
 
 CLIENTS, VICTIMS, OPERATIONS = 8, 4, 10_000
 FLAT = 32 * MIB  # bytes of a server's memory: two requests of the largest, all that a heap full of holes may cost

@@ -19,6 +19,7 @@ from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateEr
 from cudafuture.storage import Engine
 from cudafuture.storage.engine import PAGE
 from offload import messages as wire
+from offload.seams import HandledInPython, change_of, expect_idle, put_of, send, send_body
 from rpc_ext import _C, rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
@@ -29,7 +30,6 @@ from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from support.rpc_callees import ME, PATIENCE, alone
 from support.soak import soak_count
-from world.offload_seams import HandledInPython, change_of, expect_idle, put_of, send, send_body
 
 pytestmark = pytest.mark.xdist_group("remote-offloader")
 

@@ -16,13 +16,13 @@ import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, InvalidStateError, StorageError
 from cudafuture.storage import Engine
+from offload.contents import KEYS, MIB, content_of, version_of
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from support import mounts
 from support.rpc_callees import ME, PATIENCE, alone
 from support.soak import soak_count
 from support.storing import contents, flip, slabs
-from world.offload_history import KEYS, MIB, content_of, version_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
+from rpc.memory_store import MemoryStore
 from rpc_ext import _rendezvous
 from rpc_ext._rendezvous import agree
-from unit.memory_store import MemoryStore
 
 PATIENCE = 60.0
 SHORT = 0.05  # seconds, where it has to come to that

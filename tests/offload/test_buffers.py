@@ -16,12 +16,12 @@ import torch
 from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import ChecksumError, NotFoundError
 from cudafuture.storage import Engine
+from offload.seams import Kept, handler_of, spoil
 from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
 from support.rpc_callees import ME, PATIENCE, alone
-from world.offload_seams import Kept, handler_of, spoil
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

@@ -18,14 +18,14 @@ import rpc_ext
 from cudafuture.errors import AuthenticationError, ChecksumError
 from cudafuture.testing import World
 from offload import messages as wire
+from offload.contents import content_of, version_of
+from offload.seams import change_of, put_of
 from rpc_ext import OffloadService, RemoteOffloader, _codec, _listeners, serve_offload
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import PIECE
 from support.attacker import SEAL_SIZE, Stranger, key_of
 from support.middleman import FROM, TO, joined, relayed
 from support.rpc_callees import PATIENCE, working
-from world.offload_history import content_of, version_of
-from world.offload_seams import change_of, put_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
 

@@ -17,12 +17,12 @@ import rpc_ext
 from cudafuture import CUDAFuture, collect_all, wait_all
 from cudafuture.storage import Engine
 from offload import messages as wire
+from offload.seams import let_go_at_the_end, put_of, send
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
-from world.offload_seams import let_go_at_the_end, put_of, send
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

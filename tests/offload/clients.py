@@ -23,10 +23,10 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, QuotaError, WorkerLostError
+from offload.contents import KEYS, MIB, SIZES, content_of, size_of, version_of
 from offload.history import Journal, Version, now
 from rpc_ext import OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from support.rpc_workers import LONG, SECRET
-from world.offload_history import KEYS, MIB, SIZES, content_of, size_of, version_of
 
 SERVERS = ("server0", "server1")
 CAPACITY = 512 * MIB  # of a namespace

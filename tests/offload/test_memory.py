@@ -14,11 +14,11 @@ import rpc_ext
 from cudafuture import wait_all
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import digest
+from offload.seams import Kept, expect_idle, held, let_go_at_the_end
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from support.rpc_callees import ME, PATIENCE, alone
-from world.offload_seams import Kept, expect_idle, held, let_go_at_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

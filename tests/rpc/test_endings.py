@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from rpc.endings import SCENARIOS, SLOW, WAYS
 from support.child import Child
 from support.rpc_workers import LONG
 from support.soak import in_soak_alone
-from world.rpc_endings import SCENARIOS, SLOW, WAYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-endings")]
 
 
 @pytest.fixture(scope="module")
 def endings() -> Iterator[Child]:
-    with Child("from world.rpc_endings import main\nmain(say, hear)") as process:
+    with Child("from rpc.endings import main\nmain(say, hear)") as process:
         yield process
         process.say("over")
         assert process.end() == 0
