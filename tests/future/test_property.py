@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cudafuture import AllFailedError, CancelledError, CUDAFuture, InvalidStateError, collect_all, collect_any, gather
+from future.model import CANCELLED, DROPPED, Error, Model, Node, Outcome, all_failed, digest, expected, reachable
 from support.soak import SOAK, soak_count
-from unit.model import CANCELLED, DROPPED, Error, Model, Node, Outcome, all_failed, digest, expected, reachable
 
 EXAMPLES = soak_count(2000)
 MOST_DEPTH = 3  # of lists in lists: gathers of gathers grow by the power of it
