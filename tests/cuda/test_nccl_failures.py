@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
+from support import nccl_ranks
+from support.nccl_ranks import GOES_ON, run_nccl
 from support.soak import soak_count
-from world import nccl_ranks
-from world.nccl_ranks import GOES_ON, run_nccl
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl-failures")]
 

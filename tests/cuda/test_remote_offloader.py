@@ -10,8 +10,8 @@ import torch
 
 import rpc_ext
 from rpc_ext import RemoteOffloader, serve_offload
+from support.cuda_calls import LONG, begin, only, slow
 from support.harness import Cuda
-from world.cuda_calls import LONG, begin, only, slow
 
 pytest.importorskip("xxhash")
 

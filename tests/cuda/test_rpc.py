@@ -14,9 +14,9 @@ import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
+from support import cuda_calls
+from support.cuda_calls import LONG, begin, only, slow
 from support.harness import Cuda
-from world import cuda_calls
-from world.cuda_calls import LONG, begin, only, slow
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-cuda")]
 

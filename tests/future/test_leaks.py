@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
-from future.lives import BATCHES, KINDS, Probe, probe
+from support.lives import BATCHES, KINDS, Probe, probe
 from support.soak import soak_count
 
 COUNT = soak_count(100_000)  # of each kind in a round: 10,000, and ten times that under CUDAFUTURE_SOAK=1

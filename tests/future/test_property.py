@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cudafuture import AllFailedError, CancelledError, CUDAFuture, InvalidStateError, collect_all, collect_any, gather
-from future.model import CANCELLED, DROPPED, Error, Model, Node, Outcome, all_failed, digest, expected, reachable
+from support.graphs import CANCELLED, DROPPED, Error, Model, Node, Outcome, all_failed, digest, expected, reachable
 from support.soak import SOAK, soak_count
 
 EXAMPLES = soak_count(2000)

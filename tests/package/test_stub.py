@@ -9,8 +9,8 @@ import pytest
 import cudafuture
 import rpc_ext
 from cudafuture import _C
+from package.stub import differences
 from rpc_ext import _C as rpc_C
-from unit.stub import differences
 
 STUB = Path(cudafuture.__file__).with_name("_C.pyi").read_text(encoding="utf-8")
 RPC_STUB = Path(rpc_ext.__file__).with_name("_C.pyi").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
+from package.endings import SCENARIOS, WAYS
 from support.child import Child
 from support.soak import soak_count
-from unit.endings import SCENARIOS, WAYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]
 
@@ -19,11 +19,11 @@ SCRIPT = """
 import atexit, sys
 
 def last():
-    from unit.endings import late
+    from package.endings import late
     for use in late: use()
 
 atexit.register(last)
-from unit.endings import main
+from package.endings import main
 main(say, *sys.argv[1:])
 """
 
