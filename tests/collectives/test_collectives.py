@@ -33,7 +33,7 @@ from support.comparison import (
     values,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 SIZES = pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)) for n in (1, 2, 3, 4)])
 SOME = (torch.float32, torch.complex64, torch.bool, torch.int16)  # Gloo refuses the last

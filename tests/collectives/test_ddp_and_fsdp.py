@@ -18,7 +18,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 STEPS = 4
 Wrap = Callable[[nn.Sequential], nn.Module]

@@ -18,7 +18,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 Function = Callable[[Any, dist.GradBucket], CUDAFuture[Tensor]]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]

@@ -24,7 +24,7 @@ from support.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, ex
 from support.ranks import run_ranks, short_group
 from support.simulated import SCHEDULES, onto, simulated
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("device-world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("device-world")]
 
 LONG = 40.0  # seconds; much more than anything takes
 on_each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)

@@ -19,7 +19,7 @@ from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
 from support.ranks import run_ranks, short_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failures")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
 LONG = 40.0  # much more than any of them takes
 

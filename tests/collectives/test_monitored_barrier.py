@@ -14,7 +14,7 @@ from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
 from support.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 LONG = 40.0  # seconds; far less than the timeout of the group
 SHORT = 0.5  # seconds, of the barriers that fail

@@ -17,7 +17,7 @@ from cudafuture import CUDAFuture, gather
 from cudafuture.testing import World
 from support.comparison import TIMEOUT, Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(dist.all_gather_object).parameters
 SIZES = pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)) for n in (1, 2, 3, 4)])

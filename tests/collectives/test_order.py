@@ -18,7 +18,7 @@ from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.testing import World
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 LONG = 60.0  # seconds; much more than anything takes
 

@@ -18,7 +18,7 @@ from cudafuture.distributed import CollectiveError, _issue
 from cudafuture.testing import World, torchrun
 from support.ranks import run_ranks, short_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failures")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
 LONG = 60.0  # seconds; much more than anything takes
 

@@ -15,7 +15,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.testing import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 LONG = 60.0  # seconds; much more than anything takes
 Chain = Callable[[CUDAFuture[torch.Tensor]], CUDAFuture[Any]]

@@ -14,7 +14,7 @@ from cudafuture.testing import World
 from support.comparison import DTYPES, TIMEOUT, bits, values
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 SIZES = pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)) for n in (2, 3, 4)])
 

@@ -17,7 +17,7 @@ from cudafuture import CUDAFuture
 from cudafuture.testing import World
 from support.comparison import ALL, COMMON, TIMEOUT, Place, by_ours, compare, expect_common
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 FUNCTIONS = sorted(
     name

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from cudafuture import _C, CUDAFuture, as_completed, wait
 from cudafuture.distributed import ProcessGroup
 
+pytestmark = pytest.mark.world
+
 LONG = 60.0  # seconds; reached only when a test fails
 
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from cudafuture import CUDAFuture, gather, submit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 
 
 def collectives(rank: int) -> None:

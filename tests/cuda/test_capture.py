@@ -12,6 +12,8 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from support.harness import SIZE, Cuda
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture
 def x() -> torch.Tensor:

@@ -13,6 +13,8 @@ from rpc_ext import RemoteOffloader, serve_offload
 from support.cuda_calls import LONG, begin, only, slow
 from support.harness import Cuda
 
+pytestmark = [pytest.mark.cuda, pytest.mark.world]
+
 pytest.importorskip("xxhash")
 
 SIZES = [1000, (16 << 20) // 4 + 100]  # float32s: in a batch; in two parts

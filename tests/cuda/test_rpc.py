@@ -18,7 +18,7 @@ from support import cuda_calls
 from support.cuda_calls import LONG, begin, only, slow
 from support.harness import Cuda
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-cuda")]
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-cuda")]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import torch
 from cudafuture import CUDAFuture
 from support.harness import Cuda
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture
 def foreign() -> Iterator[torch.cuda.ExternalStream]:

@@ -13,6 +13,8 @@ import torch
 from cudafuture import _C, CUDAFuture
 from support.harness import Cuda
 
+pytestmark = pytest.mark.cuda
+
 
 def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cuda: Cuda) -> None:
     event = torch.cuda.Event()

@@ -17,6 +17,8 @@ def _parameters(*, with_host: bool) -> list[Any]:
 
 
 def _parameter(name: str) -> Any:
+    if name == "cuda":
+        return pytest.param(name, marks=pytest.mark.cuda)
     if not name.startswith("sim-"):
         return name
     schedule = name.removeprefix("sim-")

@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.testing import Finished, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LITTLE = ["--block-kib", "64", "--turns", "60"]

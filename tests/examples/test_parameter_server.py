@@ -16,6 +16,8 @@ import torch
 from cudafuture.testing import Finished, torchrun
 from support.soak import in_soak_alone
 
+pytestmark = pytest.mark.world
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 A_TRAINER_THAT_BREAKS = """

@@ -18,6 +18,8 @@ from cudafuture import CUDAFuture
 from cudafuture.testing import Finished, torchrun
 from support.soak import in_soak_alone
 
+pytestmark = pytest.mark.world
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SCRIPT_WITH_ONE_CHANGED_BIT = """

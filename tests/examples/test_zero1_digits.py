@@ -11,7 +11,7 @@ import pytest
 from cudafuture.testing import Finished, torchrun
 from support.soak import in_soak_alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

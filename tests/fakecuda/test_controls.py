@@ -12,6 +12,8 @@ import torch
 from cudafuture.testing import fakecuda
 from support.soak import soak_count
 
+pytestmark = pytest.mark.cuda
+
 SECONDS = 60.0  # much more than anything takes
 
 

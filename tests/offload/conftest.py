@@ -18,9 +18,10 @@ from support.storing import KINDS, engine_on
 __all__ = ["any_store", "gate", "kind", "remote", "server", "service", "store", "worker"]
 
 # One pytest process runs all of these, so that one server process is started for the whole module.
-REMOTE = pytest.param("remote", marks=pytest.mark.xdist_group("offload-remote"))
-LOCAL_AND_REMOTE = pytest.param("local and remote", marks=pytest.mark.xdist_group("offload-remote"))
-REMOTE_DURABLE = pytest.param("remote, durable", marks=pytest.mark.xdist_group("offload-remote"))
+WITH_SERVER = [pytest.mark.world, pytest.mark.xdist_group("offload-remote")]
+REMOTE = pytest.param("remote", marks=WITH_SERVER)
+LOCAL_AND_REMOTE = pytest.param("local and remote", marks=WITH_SERVER)
+REMOTE_DURABLE = pytest.param("remote, durable", marks=WITH_SERVER)
 LOCAL_VARIANTS = [
     "ephemeral, threads",
     "durable, threads",

@@ -31,7 +31,7 @@ from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 CAPACITY = PIECE + 64  # of a namespace
 LONG = "long " + "k" * (LONGEST_KEY - 5)

@@ -23,7 +23,7 @@ from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
 from support.rpc_callees import ME, PATIENCE, alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 SMALL = 64 << 10  # bytes of a tensor, of which many travel together
 IN_PACK = PACK // SMALL

@@ -22,7 +22,7 @@ from support.ranks import run_ranks
 from support.rpc_callees import wait_for
 from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-survival")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-survival")]
 
 LARGE = PIECE // 4 * 2 + 100  # float32s: three parts
 

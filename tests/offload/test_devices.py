@@ -23,7 +23,7 @@ from rpc_ext.offload._wire import PIECE
 from support.device_calls import LONG, calling, filled, only
 from support.simulated import SCHEDULES
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-devices")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-devices")]
 
 ME = "worker0"
 SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts

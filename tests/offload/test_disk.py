@@ -24,7 +24,7 @@ from support.rpc_callees import ME, PATIENCE, alone
 from support.soak import soak_count
 from support.storing import contents, flip, slabs
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 LARGE = 20 * MIB  # two parts
 DISK = 64 * MIB
@@ -127,6 +127,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])
 def test_a_full_disk_takes_again_when_keys_were_deleted(disk: Path, durable: bool) -> None:
     def content(i: int) -> torch.Tensor:
@@ -180,6 +181,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         yield root
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])
 def test_a_disk_that_may_only_be_read_is_not_served(read_only: Path, tmp_path: Path, durable: bool) -> None:
     content = content_of("large a", 1)

@@ -24,7 +24,7 @@ from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 WINDOW = 2 * PIECE  # of a client: the least that there is
 MEG = torch.full((1 << 20,), 4, dtype=torch.uint8)

@@ -27,7 +27,7 @@ from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import PIECE
 from support.rpc_callees import ME, PATIENCE, Gate, alone, pending, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 SIZES = {"small": 100, "alone": 1 << 19, "parts": PIECE // 4 + 10}  # elements
 

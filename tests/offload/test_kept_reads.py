@@ -18,6 +18,8 @@ from rpc_ext.offload._wire import PIECE
 from support.rpc_callees import ME, alone, wait_for
 from support.storing import PATIENCE
 
+pytestmark = pytest.mark.world
+
 LARGE = torch.arange(2 * PIECE + 8, dtype=torch.uint8)
 
 

@@ -20,7 +20,7 @@ from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from support.rpc_callees import ME, PATIENCE, alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
 SIZES = pytest.mark.parametrize("size", [3, 20_000, 1 << 19, PIECE // 4 + 10], ids=["a few", "small", "alone", "parts"])
 

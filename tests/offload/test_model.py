@@ -13,6 +13,8 @@ from offload.history import History
 from support.ranks import run_ranks
 from support.soak import SOAK, soak_count
 
+pytestmark = pytest.mark.world
+
 CLIENTS, VICTIMS, OPERATIONS = 8, 4, 10_000
 FLAT = 32 * MIB  # bytes of a server's memory: two requests of the largest, all that a heap full of holes may cost
 PATIENCE = 110 if not SOAK else 3000  # seconds until all of that counts as hanging

@@ -17,6 +17,8 @@ from rpc_ext.offload._session import names_by_prefix, prefix_of
 from support.rpc_callees import ME, alone, wait_for
 from support.storing import PATIENCE
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture(autouse=True)
 def session(tmp_path: Path) -> Iterator[None]:

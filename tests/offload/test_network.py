@@ -28,7 +28,7 @@ from support.soak import in_soak_alone
 
 T = TypeVar("T")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-network")]
+pytestmark = [pytest.mark.root, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-network")]
 
 KEYS = ["large a", "small a", "large b", "page a", "small b"]
 NAMESPACE = "kept"

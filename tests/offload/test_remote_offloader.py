@@ -31,7 +31,7 @@ from rpc_ext.offload.service import OffloadService, serve_offload
 from support.rpc_callees import ME, PATIENCE, alone
 from support.soak import soak_count
 
-pytestmark = pytest.mark.xdist_group("remote-offloader")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-offloader")]
 
 
 @pytest.fixture(autouse=True, scope="module")

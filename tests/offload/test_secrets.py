@@ -27,7 +27,7 @@ from support.attacker import SEAL_SIZE, Stranger, key_of
 from support.middleman import FROM, TO, joined, relayed
 from support.rpc_callees import PATIENCE, working
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
 
 SECRET = "a secret that nobody else knows"
 ANOTHER = b"a secret that somebody else knows"

@@ -36,7 +36,7 @@ from support.ranks import run_ranks
 from support.rpc_callees import ME, PATIENCE, alone, wait_for
 from support.rpc_workers import begin
 
-pytestmark = pytest.mark.xdist_group("remote-offloader")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-offloader")]
 
 CAPACITY = 100 << 20
 LONG = "any " + "k" * (LONGEST_KEY - 4)

@@ -20,7 +20,7 @@ from rpc_ext.offload._wire import LONGEST_KEY
 from support.rpc_callees import PATIENCE, working
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]
 
 BRIEF = 0.1  # seconds that an operation has which is to time out
 

@@ -15,6 +15,8 @@ from support.ranks import run_ranks
 from support.rpc_callees import ME, alone
 from support.soak import SOAK
 
+pytestmark = pytest.mark.world
+
 CLIENTS = 8
 OPERATIONS = 10_000 if SOAK else 500
 KILLS = 3

@@ -46,7 +46,7 @@ from support.rpc_callees import (
     working,
 )
 
-pytestmark = pytest.mark.xdist_group("rpc-async")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-async")]
 
 ONES = torch.ones(2, 2)
 

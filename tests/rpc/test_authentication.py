@@ -29,7 +29,7 @@ from support.attacker import Bomb, Stranger, key_of, logged
 from support.rpc_callees import add, same, working
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-authentication")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-authentication")]
 
 SECRET = "a secret that nobody else knows"
 ANOTHER = "a secret that somebody else knows"

@@ -14,7 +14,7 @@ from rpc_ext import barrier
 from support.rpc_callees import PATIENCE, alone, working
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-barrier")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-barrier")]
 
 BRIEF = 0.2  # seconds that a worker which does not come is waited for
 

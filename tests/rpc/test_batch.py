@@ -33,7 +33,7 @@ from support.rpc_callees import (
 )
 from support.soak import soak_count
 
-pytestmark = pytest.mark.xdist_group("rpc-batch")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
 
 ONES = torch.ones(2, 2)
 

@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture, wait_all
 from rpc_ext import _batching, batch, rpc_async, rpc_sync
 from support.rpc_callees import ME, PATIENCE, Gate, add, alone, same, sees, waits
 
-pytestmark = pytest.mark.xdist_group("rpc-batch")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
 
 
 def test_a_function_that_the_other_side_does_not_have_fails_its_own_calls(

@@ -26,7 +26,7 @@ from rpc_ext._handshake import Handshake
 from support.ranks import run_ranks
 from support.rpc_workers import LONG, NAMES, SECRET, begin, hold, same
 
-pytestmark = pytest.mark.xdist_group("rpc-beginning")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-beginning")]
 
 BRIEF = 0.2  # seconds, of starts that are to fail
 LIKELY = 5.0  # seconds, of starts that are to fail late: all workers come at the same time

@@ -24,7 +24,7 @@ from rpc_ext import broadcast_call, map_call, remote, rpc_async, rpc_sync
 from support.parity import answers
 from support.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, raises, same, waits
 
-pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-calls")]
+pytestmark = [pytest.mark.world, pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-calls")]
 
 ONES = torch.ones(2, 2)
 

@@ -19,7 +19,7 @@ from support import device_calls
 from support.device_calls import LONG, SIZE, calling, doubled, echoed, filled, made, only, where
 from support.simulated import SCHEDULES
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-device-world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-device-world")]
 
 
 @pytest.fixture(scope="module")

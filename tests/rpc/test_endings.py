@@ -14,7 +14,7 @@ from support.child import Child
 from support.rpc_workers import LONG
 from support.soak import in_soak_alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-endings")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-endings")]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from rpc_ext import async_execution, rpc_async, rpc_sync
 from support.parity import answers
 from support.rpc_callees import ME, PATIENCE, alone, forwarded, raises, same
 
-pytestmark = [pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
+pytestmark = [pytest.mark.world, pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,7 +19,7 @@ from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
 from support.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
 from support.soak import soak_count
 
-pytestmark = pytest.mark.xdist_group("rpc-flow")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-flow")]
 
 
 def counted() -> rpc_ext.DestinationStatistics:

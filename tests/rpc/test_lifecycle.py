@@ -38,7 +38,7 @@ from support.rpc_workers import (
 )
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-lifecycle")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-lifecycle")]
 
 
 # ---- many calls, and calls that make calls

@@ -25,7 +25,7 @@ from support.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
 from support.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
 from support.soak import SOAK, soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]
 
 rpc: Any = torch_rpc
 TIMEOUT = soak_count(3000)  # seconds that a test has

@@ -15,7 +15,7 @@ from support.rpc_workers import LONG
 
 T = TypeVar("T")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-network")]
+pytestmark = [pytest.mark.root, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-network")]
 
 # Both workers: they meet at a TCPStore on the first host, do what they are told, and say what came of it.
 WORKER = (

@@ -49,7 +49,7 @@ from support.rpc_callees import (
     working,
 )
 
-pytestmark = pytest.mark.xdist_group("rpc-rref")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-rref")]
 
 ONES = torch.ones(2, 2)
 

@@ -23,7 +23,7 @@ from support import attacker
 from support.rpc_callees import ME, add, alone, raises, rank_of_callee, same, working
 from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-secrets")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-secrets")]
 
 SECRET = "a secret that nobody else knows"
 ANOTHER = "a secret that somebody else knows"

@@ -19,7 +19,7 @@ from rpc_ext import _agent, _engine, rpc_sync
 from rpc_ext import session as rpc_session
 from support.rpc_callees import ME, alone, raises, same
 
-pytestmark = pytest.mark.xdist_group("rpc-session")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-session")]
 
 MIB = 1 << 20
 

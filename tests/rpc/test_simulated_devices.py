@@ -20,7 +20,7 @@ from support.device_calls import LONG, calling, doubled, filled, only
 from support.simulated import SCHEDULES
 from support.soak import soak_count
 
-pytestmark = pytest.mark.xdist_group("rpc-sim")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-sim")]
 
 on_each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 

@@ -32,7 +32,7 @@ from support.rpc_workers import (
     wait_for_release,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-survival")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-survival")]
 
 CALLS = 1000
 LOSSES = pytest.mark.parametrize(

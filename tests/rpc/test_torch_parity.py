@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ME = "me"
 ONES = torch.ones(2, 2)
 
-pytestmark = pytest.mark.xdist_group("rpc")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc")]
 
 
 @pytest.fixture(autouse=True, scope="module")

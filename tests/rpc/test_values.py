@@ -17,7 +17,7 @@ from support.comparison import DTYPES, bits, values
 from support.parity import answers
 from support.rpc_callees import ME, Adder, add, alone, same
 
-pytestmark = pytest.mark.xdist_group("rpc-values")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-values")]
 
 ONES = torch.ones(2, 2)
 

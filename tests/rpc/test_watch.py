@@ -23,7 +23,7 @@ from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 BRIEF = 0.5  # seconds that a silent worker is waited for
 
-pytestmark = pytest.mark.xdist_group("rpc-watch")
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-watch")]
 
 
 def be_watched(rank: int, store: str, sent: int, patience: float) -> Any:

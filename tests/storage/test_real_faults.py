@@ -124,6 +124,7 @@ def fill(path: Path) -> None:
             os.fsync(file.fileno())
 
 
+@pytest.mark.root
 def test_a_file_on_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(engine: Engine, disk: Path) -> None:
     pieces = [contents(MIB, i) for i in range(70)]
     with File(disk / "file", "w+", engine=engine) as file:
@@ -143,6 +144,7 @@ def test_a_file_on_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(
             assert torch.equal(got, piece)
 
 
+@pytest.mark.root
 def test_a_store_on_a_full_disk_keeps_what_it_has_and_uses_again_what_deletions_give_back(
     engine: Engine, durable: bool, disk: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_store_on_a_full_disk_keeps_what_it_has_and_uses_again_what_deletions_
             expect(store, kept)
 
 
+@pytest.mark.root
 def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
     before = os.statvfs(disk).f_bavail
     store = Offloader(disk, engine=engine)
@@ -178,6 +181,7 @@ def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
     del store
 
 
+@pytest.mark.root
 def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with Offloader(disk / "store", engine=engine, durable=True) as store:
@@ -196,6 +200,7 @@ def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk
         assert store.keys() == []
 
 
+@pytest.mark.root
 def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: Path, tmp_path: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with Offloader(disk / "store", durable=True) as store:
@@ -216,6 +221,7 @@ def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: P
         assert store.keys() == []
 
 
+@pytest.mark.root
 def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch(
     engine: Engine, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +245,7 @@ def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch
             assert store.keys() == []
 
 
+@pytest.mark.root
 def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:
     """Nearly all that it took once it takes again, and always all deletions, though others have what is left of it."""
     taken = []
@@ -262,6 +269,7 @@ def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -
     assert min(taken) > 0.8 * max(taken), taken
 
 
+@pytest.mark.root
 def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, disk: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with Offloader(disk / "store", engine=engine, durable=True) as store:
@@ -275,6 +283,7 @@ def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, d
         expect(store, tensors | {"later": contents(100_000)})
 
 
+@pytest.mark.root
 def test_a_store_for_which_there_is_no_room_can_be_made_later(engine: Engine, durable: bool, disk: Path) -> None:
     fill(disk / "ballast")
     for _ in range(2):  # the first try must not stand in the way of the second
@@ -299,6 +308,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         yield root
 
 
+@pytest.mark.root
 def test_of_a_disk_that_may_only_be_read_a_durable_store_is_read(
     engine: Engine, durable: bool, read_only: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -366,6 +376,7 @@ def folder_of_all() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("protected", ["the folder", "the journal", "a slab", "the folder above"])
 def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, folder_of_all: Path) -> None:

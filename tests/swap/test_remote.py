@@ -18,7 +18,7 @@ from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 from support.soak import in_soak_alone
 from support.training import OPTIMIZERS, Pair, same
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("swap-remote")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("swap-remote")]
 
 SHAPES = ((400, 420), (300,), (256, 255), (400, 424))  # three chunks, one, one, and three
 

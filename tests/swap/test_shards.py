@@ -16,6 +16,8 @@ from cudafuture.swap import OffloadedOptimizer, offload
 from support.ranks import run_ranks
 from support.soak import in_soak_alone
 
+pytestmark = pytest.mark.world
+
 SHAPES = ((301, 100), (70_001,), (1, 5))  # in which one rank of three has other sizes than the others, or nothing
 STEPS = 3
 

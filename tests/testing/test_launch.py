@@ -9,7 +9,7 @@ import pytest
 
 from cudafuture.testing import torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 SCRIPT = """
 import os, sys, time

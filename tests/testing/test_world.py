@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cudafuture.testing import World, WorldError
 from cudafuture.testing._pool import Worker, dump_stacks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
 
 class OwnError(Exception):
