@@ -11,10 +11,9 @@ import pytest
 
 from cudafuture import _C, CUDAFuture, executors
 from cudafuture.distributed import _order
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-PATIENCE = 60
 
 
 class Store:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from cudafuture import CUDAFuture, _work
-
-PATIENCE = 60
+from support.patience import PATIENCE
 
 
 class Work:

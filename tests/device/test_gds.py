@@ -18,8 +18,7 @@ from cudafuture.errors import StorageError
 from cudafuture.storage import File, gds
 from cudafuture.storage.gds import GDSFile
 from support.harness import SIZE, Device
-
-PATIENCE = 60.0
+from support.patience import PATIENCE
 
 
 class CuFile:

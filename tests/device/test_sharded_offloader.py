@@ -12,8 +12,8 @@ import torch
 from cudafuture import CUDAFuture, gather
 from cudafuture.storage import Engine, Offloader, ShardedOffloader
 from support.harness import PRIORITIES, SIZE, Device
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 KEYS = [f"{i}" for i in range(6)]
 
 

@@ -11,8 +11,7 @@ import torch
 
 from cudafuture import CUDAFuture, TensorSearchError, _tensors, collect_all, collect_any, gather
 from support.harness import Device, Simulated
-
-PATIENCE = 60
+from support.patience import PATIENCE
 
 
 class Counted:

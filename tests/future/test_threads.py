@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, executors, gather, submit
+from support.patience import PATIENCE
 
 Future = CUDAFuture[Any]
-PATIENCE = 60  # seconds; what takes so long hangs
 
 
 def here(_: object = None) -> int:

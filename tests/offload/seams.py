@@ -25,7 +25,8 @@ from rpc_ext import _C, OffloadService, RemoteOffloader
 from rpc_ext._channel import Channel, Listener, Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
-from support.rpc_callees import PATIENCE, wait_for
+from support.patience import PATIENCE
+from support.rpc_callees import wait_for
 from support.storing import flip, slabs
 
 VERBS = {"put": wire.PUT, "get": wire.GET, "delete": wire.DELETE, "fetch": wire.FETCH, "abandon": wire.ABANDON}

@@ -12,7 +12,8 @@ import torch
 
 from rpc_ext import OffloadService, serve_offload
 from support.child import Child
-from support.rpc_callees import PATIENCE, working
+from support.patience import PATIENCE
+from support.rpc_callees import working
 
 SERVER = "server"
 

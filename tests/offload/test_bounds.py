@@ -29,7 +29,8 @@ from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import serve_offload
-from support.rpc_callees import ME, PATIENCE, alone, wait_for
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

@@ -21,7 +21,8 @@ from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
-from support.rpc_callees import ME, PATIENCE, alone
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 
@@ -241,7 +242,8 @@ def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> Non
 
 EXHAUSTED = """
 import sys, torch, rpc_ext
-from support.rpc_callees import ME, PATIENCE, alone
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
 
 size = 1 << 20
 tensor = torch.full((size,), 7, dtype=torch.uint8)

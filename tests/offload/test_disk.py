@@ -20,7 +20,8 @@ from offload.contents import KEYS, MIB, content_of, version_of
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
 from support import mounts
-from support.rpc_callees import ME, PATIENCE, alone
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
 from support.soak import soak_count
 from support.storing import contents, flip, slabs
 

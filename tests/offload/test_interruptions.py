@@ -25,7 +25,8 @@ from rpc_ext._destination import Destination
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import PIECE
-from support.rpc_callees import ME, PATIENCE, Gate, alone, pending, wait_for
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Gate, alone, pending, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

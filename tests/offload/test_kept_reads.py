@@ -15,8 +15,8 @@ from offload.messages import Fetch
 from offload.seams import change_of, send
 from rpc_ext import OffloadService, RemoteOffloader, serve_offload
 from rpc_ext.offload._wire import PIECE
+from support.patience import PATIENCE
 from support.rpc_callees import ME, alone, wait_for
-from support.storing import PATIENCE
 
 pytestmark = pytest.mark.world
 

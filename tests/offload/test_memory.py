@@ -18,7 +18,8 @@ from offload.seams import Kept, expect_idle, held, let_go_at_the_end
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
-from support.rpc_callees import ME, PATIENCE, alone
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader")]
 

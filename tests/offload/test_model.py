@@ -17,7 +17,7 @@ pytestmark = pytest.mark.world
 
 CLIENTS, VICTIMS, OPERATIONS = 8, 4, 10_000
 FLAT = 32 * MIB  # bytes of a server's memory: two requests of the largest, all that a heap full of holes may cost
-PATIENCE = 110 if not SOAK else 3000  # seconds until all of that counts as hanging
+LIMIT = 110 if not SOAK else 3000  # seconds until all of that counts as hanging
 
 
 def plan_of(seed: int, operations: int) -> Plan:
@@ -39,7 +39,7 @@ def test_clients_that_are_killed_leave_a_store_that_is_right(tmp_path: Path) -> 
     plan = plan_of(1, operations)
     lost = [len(SERVERS) + client for client in plan.victims]
     arguments = (str(tmp_path / "store"), str(tmp_path), plan)
-    served = run_ranks(len(SERVERS) + CLIENTS, be_one_of_all, *arguments, lost=lost, patience=PATIENCE)[: len(SERVERS)]
+    served = run_ranks(len(SERVERS) + CLIENTS, be_one_of_all, *arguments, lost=lost, patience=LIMIT)[: len(SERVERS)]
     history = History.of(tmp_path.glob("*.journal"))
     assert history.outcomes["acknowledged"] + history.outcomes["failed"] >= operations
     assert len(history.sights) > operations // 4

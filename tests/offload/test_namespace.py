@@ -14,8 +14,8 @@ from cudafuture.storage import Engine, Offloader
 from offload.seams import let_go_at_the_end, put_of, send
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
+from support.patience import PATIENCE
 from support.rpc_callees import ME, alone, wait_for
-from support.storing import PATIENCE
 
 pytestmark = pytest.mark.world
 

@@ -28,7 +28,8 @@ from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
-from support.rpc_callees import ME, PATIENCE, alone
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-offloader")]

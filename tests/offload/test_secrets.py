@@ -25,7 +25,8 @@ from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import PIECE
 from support.attacker import SEAL_SIZE, Stranger, key_of
 from support.middleman import FROM, TO, joined, relayed
-from support.rpc_callees import PATIENCE, working
+from support.patience import PATIENCE
+from support.rpc_callees import working
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-offloader-secrets")]
 

@@ -32,8 +32,9 @@ from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
+from support.patience import PATIENCE
 from support.ranks import run_ranks
-from support.rpc_callees import ME, PATIENCE, alone, wait_for
+from support.rpc_callees import ME, alone, wait_for
 from support.rpc_workers import begin
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-offloader")]

@@ -17,7 +17,8 @@ from cudafuture.testing import World
 from offload.seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
 from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext.offload._wire import LONGEST_KEY
-from support.rpc_callees import PATIENCE, working
+from support.patience import PATIENCE
+from support.rpc_callees import working
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("remote-offloader-stalls")]

@@ -18,10 +18,10 @@ from cudafuture import CUDAFuture, collect_all, submit, wait_all
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError
 from cudafuture.storage import Entry, ShardedOffloader, Store, digest
 from rpc_ext import RemoteOffloader
+from support.patience import PATIENCE
 from support.soak import soak_count
 from support.storing import LARGE, MIB, SMALL, numbered
 
-PATIENCE = 60.0
 FLOATS = 16 * MIB // 4  # float32s in 16 MiB: larger tensors reach a remote store in several parts
 
 

@@ -20,9 +20,9 @@ from cudafuture.testing import World
 from rpc_ext import async_execution, remote, rpc_async, rpc_sync
 from rpc_ext import session as rpc_session
 from support.parity import answers
+from support.patience import PATIENCE
 from support.rpc_callees import (
     ME,
-    PATIENCE,
     Adder,
     Gate,
     add,

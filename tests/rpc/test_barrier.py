@@ -11,7 +11,8 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import barrier
-from support.rpc_callees import PATIENCE, alone, working
+from support.patience import PATIENCE
+from support.rpc_callees import alone, working
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-barrier")]

@@ -17,20 +17,8 @@ import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
-from support.rpc_callees import (
-    ME,
-    PATIENCE,
-    Adder,
-    Gate,
-    add,
-    alone,
-    pending,
-    raises,
-    same,
-    sees,
-    waits,
-    working,
-)
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Adder, Gate, add, alone, pending, raises, same, sees, waits, working
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]

@@ -14,7 +14,8 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture, wait_all
 from rpc_ext import _batching, batch, rpc_async, rpc_sync
-from support.rpc_callees import ME, PATIENCE, Gate, add, alone, same, sees, waits
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Gate, add, alone, same, sees, waits
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
 

@@ -22,7 +22,8 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_al
 from cudafuture.errors import CallsFailedError
 from rpc_ext import broadcast_call, map_call, remote, rpc_async, rpc_sync
 from support.parity import answers
-from support.rpc_callees import ME, PATIENCE, Adder, Gate, add, alone, raises, same, waits
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Adder, Gate, add, alone, raises, same, waits
 
 pytestmark = [pytest.mark.world, pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-calls")]
 

@@ -11,10 +11,9 @@ import torch
 from cudafuture import CUDAFuture
 from rpc_ext import _staging
 from rpc_ext._timer import _Timer
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-PATIENCE = 60
 
 
 class Due(SimpleNamespace):

@@ -14,8 +14,7 @@ from cudafuture.errors import InvalidStateError
 from rpc_ext import _destination
 from rpc_ext._codec import NO_DEVICES
 from rpc_ext._destination import Destination
-
-PATIENCE = 60
+from support.patience import PATIENCE
 
 
 def destination(calls: int = 2, size: int = 100) -> Destination:

@@ -24,7 +24,8 @@ from cudafuture.errors import (
 )
 from rpc_ext import async_execution, rpc_async, rpc_sync
 from support.parity import answers
-from support.rpc_callees import ME, PATIENCE, alone, forwarded, raises, same
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone, forwarded, raises, same
 
 pytestmark = [pytest.mark.world, pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
 

@@ -16,7 +16,8 @@ import rpc_ext
 from cudafuture import InvalidStateError, wait_all
 from cudafuture.errors import CallsFailedError
 from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
-from support.rpc_callees import ME, PATIENCE, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-flow")]

@@ -22,11 +22,11 @@ from cudafuture.errors import AuthenticationError
 from rpc.memory_store import MemoryStore
 from rpc_ext import _handshake
 from rpc_ext._handshake import Handshake
+from support.patience import PATIENCE
 from support.soak import soak_count
 
 SECRET = b"a secret that nobody else knows"
 ANOTHER = b"a secret that somebody else knows"
-PATIENCE = 60.0
 SHORT = 0.05  # seconds, where it has to come to that
 
 

@@ -22,7 +22,8 @@ from cudafuture.testing import World
 from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
 from support.attacker import MAGIC, SEAL_SIZE, Stranger
 from support.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
-from support.rpc_callees import PATIENCE, Gate, add, refusals, same, waits
+from support.patience import PATIENCE
+from support.rpc_callees import Gate, add, refusals, same, waits
 from support.soak import SOAK, soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]

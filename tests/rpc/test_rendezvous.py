@@ -11,8 +11,8 @@ import pytest
 from rpc.memory_store import MemoryStore
 from rpc_ext import _rendezvous
 from rpc_ext._rendezvous import agree
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 SHORT = 0.05  # seconds, where it has to come to that
 
 

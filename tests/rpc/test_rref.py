@@ -20,9 +20,9 @@ from cudafuture import CUDAFuture, InvalidStateError, executors, wait_all
 from cudafuture.testing import World
 from rpc_ext import RRef, async_execution, batch, remote, rpc_async, rpc_sync
 from support.parity import answers
+from support.patience import PATIENCE
 from support.rpc_callees import (
     ME,
-    PATIENCE,
     Adder,
     Gate,
     Watched,

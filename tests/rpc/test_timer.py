@@ -13,8 +13,7 @@ from cudafuture import CUDAFuture, InvalidStateError
 from rpc_ext import _timer
 from rpc_ext._serve import Server
 from rpc_ext._timer import _Timer, expire
-
-PATIENCE = 60.0
+from support.patience import PATIENCE
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import torch
 
 from cudafuture.storage import Engine
 
-PATIENCE = 60.0
-
 
 @contextmanager
 def held_engine() -> Iterator[Engine]:

@@ -16,8 +16,9 @@ import torch
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import AsyncFileWriter, Engine
-from storage.offloading import PATIENCE, failing, held_engine, in_a_thread
+from storage.offloading import failing, held_engine, in_a_thread
 from support.child import Child
+from support.patience import PATIENCE
 from support.storing import opened
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

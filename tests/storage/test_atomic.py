@@ -12,7 +12,8 @@ import torch
 
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import Engine, Offloader, digest
-from support.storing import PATIENCE, contents, error_number, expect
+from support.patience import PATIENCE
+from support.storing import contents, error_number, expect
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

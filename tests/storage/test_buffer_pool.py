@@ -21,8 +21,9 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import Buffer, BufferPool, Engine, File, empty
 from cudafuture.testing import sim
+from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import MIB, PATIENCE, contents, held
+from support.storing import MIB, contents, held
 
 PAGE = 4096
 

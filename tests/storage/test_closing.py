@@ -13,8 +13,9 @@ from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader, offloader
 from support.child import Child
+from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import PATIENCE, SMALL, numbered
+from support.storing import SMALL, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

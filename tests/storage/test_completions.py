@@ -15,7 +15,8 @@ from cudafuture import CUDAFuture, executors, gather, wait_all
 from cudafuture.storage import DiskOffloader, Engine
 from cudafuture.storage._completions import Operation
 from cudafuture.storage._tensor_store import Read
-from storage.offloading import PATIENCE, equal, held_engine, in_a_thread, numbered, size
+from storage.offloading import equal, held_engine, in_a_thread, numbered, size
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -12,7 +12,8 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from support.storing import MIB, PATIENCE, contents, expect, flip, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, expect, flip, slabs
 
 PAGE = 4096
 

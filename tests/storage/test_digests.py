@@ -16,7 +16,8 @@ import xxhash
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError
 from cudafuture.storage import Digest, Engine, Offloader, digest, digests
 from support.child import Child
-from support.storing import LARGE, PATIENCE, contents, get, numbered
+from support.patience import PATIENCE
+from support.storing import LARGE, contents, get, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

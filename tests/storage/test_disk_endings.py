@@ -17,8 +17,9 @@ from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.errors import StorageError
 from cudafuture.storage import DiskOffloader, Engine, get_backends, probe_backend
 from cudafuture.storage._completions import Operation
-from storage.offloading import PATIENCE, equal, failing, held_engine, numbered, size
+from storage.offloading import equal, failing, held_engine, numbered, size
 from support.child import Child
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cudafuture.storage import DiskOffloader
-from storage.offloading import PATIENCE, equal, numbered, size
+from storage.offloading import equal, numbered, size
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -19,8 +19,8 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather, wa
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, default_engine
 from support.child import Child
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 BLOCK = 4096
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

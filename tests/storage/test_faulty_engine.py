@@ -13,7 +13,8 @@ from cudafuture import CUDAFuture, wait
 from cudafuture.errors import StorageError
 from cudafuture.storage import File, Offloader
 from cudafuture.testing import FaultyEngine
-from support.storing import PATIENCE, contents, expect
+from support.patience import PATIENCE
+from support.storing import contents, expect
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -15,9 +15,9 @@ from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
 from storage.offloading import held_engine
+from support.patience import PATIENCE
 from support.storing import opened
 
-PATIENCE = 60.0
 BLOCK = 1 << 14
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

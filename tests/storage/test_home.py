@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudafuture.storage import Engine, Offloader, _home
-from support.storing import PATIENCE
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -13,7 +13,8 @@ import torch
 
 from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.storage import Engine, Offloader
-from support.storing import MIB, PATIENCE, contents, expect, flip, opened, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, expect, flip, opened, slabs
 
 PAGE = 4096
 

@@ -25,8 +25,9 @@ from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import NotFoundError
 from cudafuture.storage import Engine, Offloader
 from support.child import Child
+from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import MIB, PATIENCE, contents, engine_on, expect
+from support.storing import MIB, contents, engine_on, expect
 
 pytestmark = [pytest.mark.usefixtures("on_the_host"), pytest.mark.soak, pytest.mark.slow]
 

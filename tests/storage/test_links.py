@@ -12,7 +12,8 @@ import torch
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
 from support.child import Child
-from support.storing import MIB, PATIENCE, contents, error_number, flip, get, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, error_number, flip, get, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File
+from support.patience import PATIENCE
 from support.soak import soak_count
 
-PATIENCE = 60.0
 SIZE = 1 << 17  # of the file
 
 pytestmark = [pytest.mark.xdist_group("storage-model"), pytest.mark.usefixtures("on_the_host")]

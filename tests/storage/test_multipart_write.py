@@ -17,7 +17,8 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, InvalidStateError, QuotaError, StorageError
 from cudafuture.storage import Engine, MultipartWrite, Offloader, digest
 from support.child import Child
-from support.storing import MIB, PATIENCE, contents, error_number, expect, get, held, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, error_number, expect, get, held, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

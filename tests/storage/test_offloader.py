@@ -11,7 +11,8 @@ import torch
 from cudafuture import gather, wait
 from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.storage import Engine, Offloader
-from support.storing import KINDS, LARGE, PATIENCE, SMALL, get, held, numbered
+from support.patience import PATIENCE
+from support.storing import KINDS, LARGE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

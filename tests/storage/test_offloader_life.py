@@ -15,7 +15,8 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
-from support.storing import LARGE, PATIENCE, SMALL, get, held, numbered
+from support.patience import PATIENCE
+from support.storing import LARGE, SMALL, get, held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cudafuture import CUDAFuture, wait
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
+from support.patience import PATIENCE
 from support.soak import soak_count
 
-PATIENCE = 60.0
 KEYS = "abcdef"
 SIZES = [0, 1, 60, 64, 1000, 1024, 4096, 5000, 32767, 32768, 70000, 200000]  # float32s
 

@@ -10,8 +10,8 @@ import torch
 
 from cudafuture.storage import Engine, Offloader
 from cudafuture.testing import sim
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 COUNT = 256
 MIB = 1 << 20
 

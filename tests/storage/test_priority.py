@@ -12,7 +12,7 @@ import torch
 from cudafuture import CUDAFuture, wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
-from support.storing import PATIENCE
+from support.patience import PATIENCE
 
 BLOCK = 4096
 

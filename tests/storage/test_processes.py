@@ -17,8 +17,9 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
 from support.child import Child
+from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import PATIENCE, contents, expect
+from support.storing import contents, expect
 
 THREADS = 16
 

@@ -20,8 +20,9 @@ from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, Offloader
 from support import mounts
 from support.child import Child
+from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import MIB, PATIENCE, contents, error_number, expect, held
+from support.storing import MIB, contents, error_number, expect, held
 
 DISK = 64 * MIB
 LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal

@@ -15,7 +15,8 @@ from cudafuture.errors import ChecksumError, NotFoundError, StorageError
 from cudafuture.storage import Engine, Offloader
 from storage.shims import compile_shim
 from support.child import Child
-from support.storing import MIB, PATIENCE, contents, error_number, expect, flip, get, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, error_number, expect, flip, get, slabs
 
 HEADERS = 8192  # bytes of a journal before its batches
 

@@ -14,7 +14,8 @@ import torch
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError, StorageError, WorkerLostError
 from cudafuture.storage import Entry, Offloader, ShardedOffloader
-from support.storing import PATIENCE, held, numbered
+from support.patience import PATIENCE
+from support.storing import held, numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

@@ -12,7 +12,8 @@ import torch
 
 from cudafuture.errors import ChecksumError, InvalidStateError
 from cudafuture.storage import Digest, Engine, Offloader, Snapshot, digest
-from support.storing import MIB, PATIENCE, contents, error_number, flip, get, held, slabs
+from support.patience import PATIENCE
+from support.storing import MIB, contents, error_number, flip, get, held, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 

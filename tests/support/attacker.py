@@ -22,10 +22,10 @@ from torch.distributed.rpc import api, internal
 
 import rpc_ext
 from rpc_ext import _C, _codec, _engine
+from support.patience import PATIENCE
 
 MAGIC = b"\xcfRPC"
 SEAL_SIZE = 80
-PATIENCE = 60  # seconds until what has not come is a failure of the test
 NAME = "stranger"
 
 rpc: Any = torch_rpc  # has few types

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 TESTS = Path(__file__).resolve().parents[1]
-PATIENCE = 20.0  # seconds after which a silent child counts as hung; nothing waits that long unless it is broken
+SILENCE = 20.0  # seconds after which a silent child counts as hung; nothing waits that long unless it is broken
 # From Python 3.12 on, a fork of a process with several threads warns; what happens then is what these tests are about.
 FORK_WARNING = "ignore:This process:DeprecationWarning"
 
@@ -62,7 +62,7 @@ class Child:
         self._output.close()
         self._errors.close()
 
-    def hear(self, patience: float = PATIENCE) -> str:
+    def hear(self, patience: float = SILENCE) -> str:
         """Return the next line that the child says. TimeoutError when it is silent, EOFError when it is gone."""
         end = time.monotonic() + patience
         while b"\n" not in self._heard:
@@ -83,7 +83,7 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self, patience: float = PATIENCE) -> int:
+    def end(self, patience: float = SILENCE) -> int:
         """Wait until the process has ended; return its exit code, negative for a signal."""
         try:
             return self.process.wait(patience)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from cudafuture.distributed import ProcessGroup, new_group
+from support.patience import PATIENCE
 
-PATIENCE = 60  # seconds until a rank that has not come back is a failure of the test
 TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
 
 _context = mp.get_context("forkserver")

@@ -23,9 +23,9 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError, collect_all, submit
 from rpc_ext import rpc_async, rpc_sync
+from support.patience import PATIENCE
 
 ME = "me"
-PATIENCE = 60  # seconds until what has not come is a failure of the test
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, Offloader
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 BACKENDS = ["io_uring", "threads"]
 MIB = 1 << 20
 SMALL, LARGE = 1000, 3 << 18  # float32s: packed, and more than a block
