@@ -1,18 +1,29 @@
-"""What tests of every kind need."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
-from soak import SOAK
+from support.soak import SOAK
 
 # The same examples in every run, so that a change is what makes a test fail; new ones each time under soak.
 settings.register_profile("repeatable", derandomize=True)
 if not SOAK:
     settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that need the host, where everything is to run on a simulated accelerator."""
+    if config.getoption("--sim-everywhere"):
+        left_out = [item for item in items if "on_the_host" in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if "on_the_host" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture
@@ -21,3 +32,22 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     gc.collect()
     caplog.clear()
     return caplog
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Let Python change threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def on_the_host() -> Iterator[None]:
+    """Make tensors on the host, whatever the default device of the run is; a run on another one leaves them out.
+
+    So are those of other interpreters, which know nothing of the run's options.
+    """
+    with torch.device("cpu"):
+        yield

@@ -23,8 +23,9 @@ REFERENCE_TORCH=2.13
 REFERENCE_PYTHON=3.11
 
 # The short form of the tests takes three minutes on two idle cores; the time limits of the steps only end a hang.
+LIBRARY="future collectives rpc storage prefetch package examples/test_offload_activations.py" # with one process
 COLLECTIVES="test_collectives.py test_process_group.py test_objects.py test_point_to_point.py test_ddp_hook.py"
-RPC="test_rpc_calls.py test_rpc_values.py test_torch_rpc_parity.py" # rpc_ext depends most on torch's internals
+RPC="test_calls.py test_values.py test_torch_parity.py" # rpc_ext depends most on torch's internals
 CUDA="test_wait.py test_then.py test_events.py"
 
 usage() {
@@ -136,17 +137,17 @@ tests() {
   fi
 }
 
-# below FOLDER FILE...: print the paths of test files.
+# below FOLDER NAME...: print the paths of test files or folders.
 below() {
-  tests_of=$repository/tests/$1
+  parent=$repository/$1
   shift
-  for file; do echo "$tests_of/$file"; done
+  for name; do echo "$parent/$name"; done
 }
 
 # cuda_tests PYTHON PYTEST...: run device tests on torch's CUDA code, with fake devices.
 cuda_tests() {
   # shellcheck disable=SC2046,SC2086 # words, every one
-  tests cuda 600 "$1" -m cudafuture.testing.fakecuda -- "$@" -k cuda $(below device $CUDA)
+  tests cuda 600 "$1" -m cudafuture.testing.fakecuda -- "$@" -k cuda $(below tests/device $CUDA)
 }
 
 # combination TORCH INTERPRETER: build and test in an environment; set `reason`, and return 1 where that fails.
@@ -172,10 +173,10 @@ short_tests() {
   quick="not slow and not soak"
   # shellcheck disable=SC2046,SC2086 # words, every one
   {
-    tests unit 600 "$python" $pytest -m "$quick" "$repository/tests/unit"
+    tests library 600 "$python" $pytest -m "$quick and not world" $(below tests $LIBRARY)
     tests device 600 "$python" $pytest -m "$quick" -k "not cuda" "$repository/tests/device"
-    tests collectives 600 "$python" $pytest $(below world $COLLECTIVES)
-    tests rpc 600 "$python" $pytest $(below world $RPC)
+    tests collectives 600 "$python" $pytest $(below tests/collectives $COLLECTIVES)
+    tests rpc 600 "$python" $pytest $(below tests/rpc $RPC)
     cuda_tests "$python" $pytest
   }
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from device.harness import Cuda
+from support.harness import Cuda
 
 
 @pytest.fixture(autouse=True)

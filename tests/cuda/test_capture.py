@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, gather
-from device.harness import SIZE, Cuda
+from support.harness import SIZE, Cuda
+
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture

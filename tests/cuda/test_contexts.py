@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+pytestmark = pytest.mark.cuda
+
 CONTEXTS = """
     import torch
     from ctypes import CDLL, byref, c_int, c_uint

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.cuda
+
 BROKEN = """
     import torch
     from cudafuture import CUDAFuture, gather

@@ -14,6 +14,8 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 
 pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.world,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore"),  # torch's, of devices that it has to guess
 ]

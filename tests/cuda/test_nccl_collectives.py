@@ -15,7 +15,7 @@ import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, gather
 from cudafuture.testing import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl-collectives")]
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("nccl-collectives")]
 
 LONG = 60.0  # seconds; much more than anything takes
 

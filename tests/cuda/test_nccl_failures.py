@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from soak import soak_count
-from world import nccl_ranks
-from world.nccl_ranks import GOES_ON, run_nccl
+from support import nccl_ranks
+from support.nccl_ranks import GOES_ON, run_nccl
+from support.soak import soak_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl-failures")]
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("nccl-failures")]
 
 SIZE = 3
 

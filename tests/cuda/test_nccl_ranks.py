@@ -16,7 +16,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture.testing import World, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl-ranks")]
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("nccl-ranks")]
 
 RANKS = 4
 LONG = 60.0  # seconds; much more than anything takes

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import rpc_ext
-from device.harness import Cuda
 from rpc_ext import RemoteOffloader, serve_offload
-from world.cuda_calls import LONG, begin, only, slow
+from support.cuda_calls import LONG, begin, only, slow
+from support.harness import Cuda
+
+pytestmark = [pytest.mark.cuda, pytest.mark.world]
 
 pytest.importorskip("xxhash")
 

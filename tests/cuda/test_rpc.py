@@ -13,12 +13,12 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.testing import World
-from device.harness import Cuda
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
-from world import cuda_calls
-from world.cuda_calls import LONG, begin, only, slow
+from support import cuda_calls
+from support.cuda_calls import LONG, begin, only, slow
+from support.harness import Cuda
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rpc-cuda")]
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-cuda")]
 
 
 @pytest.fixture(scope="module")

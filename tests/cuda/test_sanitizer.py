@@ -15,9 +15,12 @@ import torch
 from torch.futures import Future
 
 from cudafuture import CUDAFuture, collect_any, copy, gather
-from device.harness import PRIORITIES, Cuda
+from support.harness import PRIORITIES, Cuda
 
-pytestmark = pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="TORCH_CUDA_SANITIZER is not set")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="TORCH_CUDA_SANITIZER is not set"),
+]
 
 
 def test_the_sanitizer_finds_a_race(cuda: Cuda) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
-from device.harness import Cuda
+from support.harness import Cuda
+
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from cudafuture import _C, CUDAFuture
-from device.harness import Cuda
+from support.harness import Cuda
+
+pytestmark = pytest.mark.cuda
 
 
 def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cuda: Cuda) -> None:

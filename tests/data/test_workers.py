@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages
 from data.archives import InTurn, images, numbers, png, written
-from soak import SOAK
+from support.soak import SOAK
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture.testing import fakecuda
-from device.harness import Cuda, Device, Simulated, devices
+from support.harness import Cuda, Device, Simulated, devices
 
 
 def _parameters(*, with_host: bool) -> list[Any]:
@@ -17,6 +17,8 @@ def _parameters(*, with_host: bool) -> list[Any]:
 
 
 def _parameter(name: str) -> Any:
+    if name == "cuda":
+        return pytest.param(name, marks=pytest.mark.cuda)
     if not name.startswith("sim-"):
         return name
     schedule = name.removeprefix("sim-")

@@ -36,9 +36,10 @@ from device import (
     test_torch_futures,
     test_wait,
 )
-from device.harness import Device
+from support.harness import Device
 
-OURS = (Path(__file__).resolve().parent, Path(cudafuture.__file__).parent)
+SUITE = Path(__file__).resolve().parent
+OURS = (SUITE, SUITE.with_name("support"), Path(cudafuture.__file__).parent)
 FRAME = re.compile(r"\s*(?P<file>.+):(?P<line>\d+) in ")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, as_completed, gather
-from device.harness import OTHER_THREAD, Device
+from support.harness import OTHER_THREAD, Device
 
 
 @OTHER_THREAD

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, DeviceMismatchError
-from device.harness import Device
+from support.harness import Device
 
 HOST = torch.ones(3)
 

@@ -15,7 +15,7 @@ import torch
 from cudafuture import CUDAFuture, as_completed
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import File
-from device.harness import Device
+from support.harness import Device
 
 Future = CUDAFuture[torch.Tensor]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, as_completed, collect_all, collect_any, gather, wait, wait_all
-from device.harness import PRIORITIES, Device
+from support.harness import PRIORITIES, Device
 
 
 @pytest.mark.parametrize("parts", [1, 2, 9])

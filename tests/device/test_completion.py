@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors, submit
-from device.harness import OTHER_THREAD, PRIORITIES, Device
+from support.harness import OTHER_THREAD, PRIORITIES, Device
 
 Future = CUDAFuture[torch.Tensor]
 

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture import CUDAFuture, copy, gather, use_streams
 from cudafuture._transfer import LARGE
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
 
 Tensor = torch.Tensor
 ROUTES = list(itertools.product(("host", "here", "there"), repeat=2))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cudafuture import copy, own_stream, packed_nbytes, pool_stream, use_streams
-from device.harness import SIZE, Device
 from device.test_copy import DTYPES, LAYOUTS
+from support.harness import SIZE, Device
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
-from device.harness import Device
+from support.harness import Device
 
 
 def test_a_value_on_one_device_has_one_event(device: Device) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import AllFailedError, CUDAFuture, collect_all, collect_any, gather
-from device.harness import Device, Simulated
+from support.harness import Device, Simulated
 
 
 def bounded(device: Device, priority: int = 0) -> CUDAFuture[Any]:

@@ -17,9 +17,8 @@ from cudafuture import InvalidStateError
 from cudafuture.errors import StorageError
 from cudafuture.storage import File, gds
 from cudafuture.storage.gds import GDSFile
-from device.harness import SIZE, Device
-
-PATIENCE = 60.0
+from support.harness import SIZE, Device
+from support.patience import PATIENCE
 
 
 class CuFile:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cudafuture import CUDAFuture, gather
-from device.harness import Device
+from support.harness import Device
 
 MANY = 1100  # more events than the pool keeps for a device
 

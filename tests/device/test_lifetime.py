@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, collect_all, collect_any, gather
-from device.harness import Device, Simulated
+from support.harness import Device, Simulated
 
 Future = CUDAFuture[Any]
 

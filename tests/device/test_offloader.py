@@ -12,9 +12,9 @@ from cudafuture import gather
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import Engine, digest
 from cudafuture.store import Offloader
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 SIZES = [0, 1, 1000, 16384, 32768, 65536, 300_001]
 
 

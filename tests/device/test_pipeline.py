@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cudafuture.pipeline import Pipeline, Workers
-from device.harness import SIZE, Device
+from support.harness import SIZE, Device
 
 Tensor = torch.Tensor
 

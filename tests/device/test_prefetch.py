@@ -18,7 +18,7 @@ import torch
 
 from cudafuture import CUDAFuture, current_streams, prefetch
 from cudafuture.prefetch import Prefetcher
-from device.harness import SIZE, Device
+from support.harness import SIZE, Device
 
 Tensor = torch.Tensor
 LONG = 60.0  # seconds, for what happens at once

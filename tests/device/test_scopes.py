@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, current_streams, pool_stream, submit, use_streams
-from device.harness import PRIORITIES, Device
+from support.harness import PRIORITIES, Device
 
 Future = CUDAFuture[torch.Tensor]
 

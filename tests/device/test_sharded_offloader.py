@@ -12,9 +12,9 @@ import torch
 from cudafuture import CUDAFuture, gather
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader, ShardedOffloader
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
+from support.patience import PATIENCE
 
-PATIENCE = 60.0
 KEYS = [f"{i}" for i in range(6)]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, gather, use_streams
-from device.harness import SIZE, Device
+from support.harness import SIZE, Device
 
 # torch's, in the threads of ProcessGroupGloo: device 0 is current there.
 pytestmark = pytest.mark.torch_makes_contexts("ProcessGroupGloo selects device 0 again after each copy of a tensor")

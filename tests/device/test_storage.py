@@ -13,10 +13,10 @@ import torch
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
 from cudafuture.storage import BufferPool, Engine, File
-from device.harness import PRIORITIES, SIZE, Device
+from support.harness import PRIORITIES, SIZE, Device
+from support.patience import PATIENCE
 
 BLOCK = 4096
-PATIENCE = 60.0
 LARGE = 40 * BLOCK + 12  # bytes: more than an engine of four blocks has at a time
 
 

@@ -12,8 +12,8 @@ import torch
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
-from device.harness import Device
-from swap.training import OPTIMIZERS, Pair
+from support.harness import Device
+from support.training import OPTIMIZERS, Pair
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},

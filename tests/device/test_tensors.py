@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, TensorSearchError, _tensors, collect_all, collect_any, gather
-from device.harness import Device, Simulated
-
-PATIENCE = 60
+from support.harness import Device, Simulated
+from support.patience import PATIENCE
 
 
 class Counted:

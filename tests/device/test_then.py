@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, executors
-from device.harness import PRIORITIES, Device
+from support.harness import PRIORITIES, Device
 
 Future = CUDAFuture[torch.Tensor]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from cudafuture import _C, CUDAFuture
-from device.harness import OTHER_THREAD, Device
+from support.harness import OTHER_THREAD, Device
 
 TorchFuture = torch.futures.Future
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture
-from device.harness import Device
+from support.harness import Device
 
 Point = namedtuple("Point", "x y")
 

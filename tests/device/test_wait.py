@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, wait_all
-from device.harness import OTHER_THREAD, PRIORITIES, Device
+from support.harness import OTHER_THREAD, PRIORITIES, Device
 
 
 @pytest.mark.parametrize("consumer", ["default", *PRIORITIES], ids=str)

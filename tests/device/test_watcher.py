@@ -10,7 +10,7 @@ import pytest
 
 from cudafuture import _C, CUDAFuture
 from cudafuture.config import config
-from device.harness import Device
+from support.harness import Device
 
 
 def idle() -> int:

@@ -13,6 +13,8 @@ import pytest
 
 from cudafuture.testing import fakecuda
 
+pytestmark = pytest.mark.cuda
+
 COMMAND = [sys.executable, "-m", "cudafuture.testing.fakecuda"]
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from cudafuture.testing import fakecuda
-from soak import soak_count
+from support.soak import soak_count
+
+pytestmark = pytest.mark.cuda
 
 SECONDS = 60.0  # much more than anything takes
 

@@ -10,6 +10,8 @@ import pytest
 
 from cudafuture.testing import fakecuda
 
+pytestmark = pytest.mark.cuda
+
 
 def with_examples() -> Iterator[str]:
     """Give the public names whose docstrings have examples, those of methods too."""

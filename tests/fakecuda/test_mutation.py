@@ -31,10 +31,10 @@ import torch
 
 from cudafuture import _C, CUDAFuture
 from cudafuture.testing import fakecuda
-from device.harness import Cuda, Device
 from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
+from support.harness import Cuda, Device
 
-pytestmark = pytest.mark.usefixtures("race_detection", "lazy_schedule")
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("race_detection", "lazy_schedule")]
 
 Call = Callable[[], object]
 UNUSED = 0  # the device that no scenario uses; it is the current one of a new thread

@@ -9,7 +9,7 @@ import pytest
 
 from fakecuda.nccl_ranks import finish_ranks, needs_fake_runtime, run_ranks, start_ranks
 
-pytestmark = needs_fake_runtime
+pytestmark = [pytest.mark.cuda, pytest.mark.world, needs_fake_runtime]
 
 SCHEDULES = ["lazy", "jitter"]
 WORLDS = [2, 4]

@@ -12,7 +12,7 @@ import pytest
 
 from fakecuda.nccl_ranks import needs_fake_runtime, run_ranks
 
-pytestmark = needs_fake_runtime
+pytestmark = [pytest.mark.cuda, pytest.mark.world, needs_fake_runtime]
 
 BINDINGS = """
 nccl = ctypes.CDLL("libnccl.so.2")

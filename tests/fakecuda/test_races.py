@@ -17,7 +17,7 @@ from cudafuture.testing import fakecuda
 SIZE = 256
 Stream = torch.cuda.Stream
 
-pytestmark = pytest.mark.usefixtures("race_detection")
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("race_detection")]
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def test_every_torch_and_every_python_is_run_once(tmp_path: Path) -> None:
     assert matrix.run.returncode == 0, matrix.run.stderr
     assert list(matrix.results) == ALL
     assert {result for result, _ in matrix.results.values()} == {"passed"}
-    assert "unit: 7 passed" in matrix.results["2.15", "3.11"][1]
+    assert "library: 7 passed" in matrix.results["2.15", "3.11"][1]
     installed = [command for command in matrix.commands if "pip install --quiet torch==" in command]
     assert len(installed) == len(ALL)
     assert all(re.search(r"torch==2\.\d+\.\d+ numpy$", command) for command in installed)
@@ -94,7 +94,7 @@ def test_a_missing_python_is_skipped_with_a_reason(tmp_path: Path) -> None:
         ("*environment.py*", "requirements", False),
         ("*--no-build-isolation*", "build", False),
         ("*installed*", "import", False),
-        ("*tests/unit", "unit", True),
+        ("*tests/future*", "library", True),
         ("*test_collectives.py*", "collectives", True),
         ("*fakecuda*-k?cuda*", "cuda", True),
     ],
@@ -122,7 +122,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path: Path) -> None:
     assert matrix.run.returncode == 0, matrix.run.stderr
     named = re.findall(r"^torch (2\.\d+)\.\d+, Python (3\.\d+)$", matrix.run.stdout, re.MULTILINE)
     assert named == ALL
-    assert matrix.run.stdout.count("tests/unit") == len(ALL)
+    assert matrix.run.stdout.count("tests/future") == len(ALL)
     assert matrix.commands == []
     assert not matrix.folder.exists()
 

@@ -8,8 +8,8 @@ import pytest
 
 from layout.tree import ROOT
 
-ATTACKS = [ROOT / "tests/world" / f"test_{name}.py" for name in ("rpc_middleman", "rpc_authentication")]
-TESTS = [*ATTACKS, *(ROOT / "tests/world" / f"test_{n}.py" for n in ("rpc_secrets", "remote_offloader_secrets"))]
+ATTACKS = [ROOT / "tests/rpc/test_middleman.py", ROOT / "tests/rpc/test_authentication.py"]
+TESTS = [*ATTACKS, ROOT / "tests/rpc/test_secrets.py", ROOT / "tests/offload/test_secrets.py"]
 WITHOUT_AN_ATTACK = {"test_tensors_travel_after_the_doors_were_closed"}
 UNPROVEN = {"sees the network", "has the secret"}  # nothing keeps these attackers from what the table says
 

@@ -1,4 +1,4 @@
-"""Fixtures of the offload tests: the server process, and a store of each kind."""
+"""Fixtures of the offload tests: a server process, a service of this worker, and a store of each kind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import pytest
 from cudafuture.store import Offloader, ShardedOffloader, Store
 from offload.server import SERVER, Server, server_process
 from rpc_ext import RemoteOffloader
-from unit.storing import KINDS, engine_on
+from support.rpc_fixtures import gate, remote, service, worker
+from support.storing import KINDS, engine_on
+
+__all__ = ["any_store", "gate", "kind", "remote", "server", "service", "store", "worker"]
 
 # One pytest process runs all of these, so that one server process is started for the whole module.
-REMOTE = pytest.param("remote", marks=pytest.mark.xdist_group("offload-remote"))
-LOCAL_AND_REMOTE = pytest.param("local and remote", marks=pytest.mark.xdist_group("offload-remote"))
-REMOTE_DURABLE = pytest.param("remote, durable", marks=pytest.mark.xdist_group("offload-remote"))
+WITH_SERVER = [pytest.mark.world, pytest.mark.xdist_group("offload-remote")]
+REMOTE = pytest.param("remote", marks=WITH_SERVER)
+LOCAL_AND_REMOTE = pytest.param("local and remote", marks=WITH_SERVER)
+REMOTE_DURABLE = pytest.param("remote, durable", marks=WITH_SERVER)
 LOCAL_VARIANTS = [
     "ephemeral, threads",
     "durable, threads",

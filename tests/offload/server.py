@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from rpc_ext import OffloadService, serve_offload
-from unit.child import Child
-from world.rpc_callees import PATIENCE, working
+from support.child import Child
+from support.patience import PATIENCE
+from support.rpc_callees import working
 
 SERVER = "server"
 

@@ -26,10 +26,10 @@ import torch
 import rpc_ext
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, WorkerLostError
+from offload.contents import SIZES, content_of, size_of, version_of
 from offload.history import Journal, Version, now
 from rpc_ext import RemoteOffloader, serve_offload
-from world.offload_history import SIZES, content_of, size_of, version_of
-from world.rpc_workers import LONG, SECRET
+from support.rpc_workers import LONG, SECRET
 
 SERVERS = ("server0", "server1")
 NAMESPACE = "shared"

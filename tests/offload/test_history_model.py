@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from offload.contents import KEYS, content_of, version_of
 from offload.history import CLOCKS, Change, History, Journal, Sight, Version
-from world.offload_history import KEYS, content_of, version_of
 
 LATE = 3 * CLOCKS
 

@@ -12,11 +12,13 @@ import torch
 from cudafuture.errors import InvalidStateError
 from offload import messages as wire
 from offload.messages import Fetch
+from offload.seams import change_of, send
 from rpc_ext import OffloadService, RemoteOffloader, serve_offload
 from rpc_ext.offload._wire import PIECE
-from unit.storing import PATIENCE
-from world.offload_seams import change_of, send
-from world.rpc_callees import ME, alone, wait_for
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone, wait_for
+
+pytestmark = pytest.mark.world
 
 LARGE = torch.arange(2 * PIECE + 8, dtype=torch.uint8)
 

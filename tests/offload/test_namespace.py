@@ -12,11 +12,13 @@ from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
+from offload.seams import let_go_at_the_end, put_of, send
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
-from unit.storing import PATIENCE
-from world.offload_seams import let_go_at_the_end, put_of, send
-from world.rpc_callees import ME, alone, wait_for
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone, wait_for
+
+pytestmark = pytest.mark.world
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from cudafuture.store import Offloader
 from rpc_ext import _C
-from soak import soak_count
+from support.soak import soak_count
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError
 from cudafuture.storage import digest
 from cudafuture.store import Entry, ShardedOffloader, Store
 from rpc_ext import RemoteOffloader
-from soak import soak_count
-from unit.storing import LARGE, MIB, SMALL, numbered
+from support.patience import PATIENCE
+from support.soak import soak_count
+from support.storing import LARGE, MIB, SMALL, numbered
 
-PATIENCE = 60.0
 FLOATS = 16 * MIB // 4  # float32s in 16 MiB: larger tensors reach a remote store in several parts
 
 

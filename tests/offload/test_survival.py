@@ -11,15 +11,17 @@ import pytest
 from offload.history import History, Journal
 from offload.survival import NAMESPACE, SERVERS, SHARED_KEYS, Disturber, Plan, be_process, read_all
 from rpc_ext import RemoteOffloader, serve_offload
-from soak import SOAK
-from world.ranks import run_ranks
-from world.rpc_callees import ME, alone
+from support.ranks import run_ranks
+from support.rpc_callees import ME, alone
+from support.soak import SOAK
+
+pytestmark = pytest.mark.world
 
 CLIENTS = 8
 OPERATIONS = 10_000 if SOAK else 500
 KILLS = 3
 STOPS = 6 + OPERATIONS // 500
-PATIENCE = 110 if not SOAK else 3000  # seconds after which a run counts as hanging
+LIMIT = 110 if not SOAK else 3000  # seconds after which a run counts as hanging
 
 
 def seed_of_run() -> int:
@@ -40,7 +42,7 @@ def test_acknowledged_changes_survive_stopped_and_killed_clients_and_servers(tmp
     disturber.start()
     try:
         arguments = (str(tmp_path / "rendezvous"), str(tmp_path), plan)
-        run_ranks(len(SERVERS) + CLIENTS, be_process, *arguments, lost=plan.killed, patience=PATIENCE)
+        run_ranks(len(SERVERS) + CLIENTS, be_process, *arguments, lost=plan.killed, patience=LIMIT)
     finally:
         disturber.end()
         print(*disturber.done, sep="\n")

@@ -16,7 +16,7 @@ from rpc_ext import _C
 from rpc_ext.offload._session import prefix_of
 from rpc_ext.offload._upload import Uploads
 from rpc_ext.offload._wire import PIECE, Put
-from unit.storing import PATIENCE
+from support.patience import PATIENCE
 
 LARGE = torch.zeros(PIECE + 64, dtype=torch.uint8)
 

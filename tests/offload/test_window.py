@@ -23,8 +23,8 @@ from rpc_ext.offload._errors import problem_of
 from rpc_ext.offload._operation import Operation, Operations
 from rpc_ext.offload._source import source_of
 from rpc_ext.offload._target import target_of
+from support.patience import PATIENCE
 
-PATIENCE = 60
 HOUR = 3600.0
 
 

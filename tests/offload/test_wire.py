@@ -18,7 +18,7 @@ from offload.messages import Fetch, Found, Part, pack_request, parse_answer
 from rpc_ext import _C
 from rpc_ext.offload._errors import error_from, problem_of
 from rpc_ext.offload._wire import PIECE, Operation, Put, pack_answer
-from soak import soak_count
+from support.soak import soak_count
 
 TOKEN = bytes(range(wire.TOKEN))
 NONE = torch.empty(0, dtype=torch.uint8)

@@ -242,6 +242,7 @@ def test_work_of_the_caller_before_and_after_is_ordered_on_the_callers_stream() 
     assert not sim.races()
 
 
+@pytest.mark.sim
 def test_an_input_on_another_device_is_copied_to_the_first_partition(sim: Any) -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], ["sim:0"], chunks=2)
     x = torch.ones(4, 2, requires_grad=True)
@@ -618,6 +619,7 @@ def test_a_model_on_accelerators_can_be_copied_after_a_step() -> None:
     assert torch.equal(copy.deepcopy(model)(x).cpu(), expected.cpu())
 
 
+@pytest.mark.sim
 def test_devices_may_be_numbers(sim: Any) -> None:
     assert GPipe(nn.Sequential(nn.ReLU()), [1], [0]).devices == [torch.device("sim", 0)]
     assert GPipe(nn.Sequential(nn.ReLU()), [1], ["sim"]).devices == [torch.device("sim", 0)]

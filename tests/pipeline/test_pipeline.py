@@ -26,10 +26,10 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline import LocalLink, Pipeline, Schedule, Workers, pop, skippable, stash
 from cudafuture.pipeline.link import LinkClosedError
 from cudafuture.testing import sim
-from interrupts import interrupt_at
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
-from soak import SOAK, soak_count
+from support.interrupts import interrupt_at
+from support.soak import SOAK, soak_count
 
 sim.prepare()  # before the first backward
 

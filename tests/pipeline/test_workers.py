@@ -28,8 +28,8 @@ from cudafuture.pipeline import _worker_thread
 from cudafuture.pipeline import workers as workers_module
 from cudafuture.pipeline.stream import CPUStream
 from cudafuture.pipeline.workers import Workers, WorkersStatistics
-from interrupts import interrupt_at
-from soak import soak_count
+from support.interrupts import interrupt_at
+from support.soak import soak_count
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unit.child import Child
+from support.child import Child
 
 pytestmark = pytest.mark.xdist_group("interrupt")  # one process for all of them
 

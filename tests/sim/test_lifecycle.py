@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudafuture.testing import sim
-from soak import soak_count
+from support.soak import soak_count
 
 EXITS = {
     "queued": "held = sim.hold(); x.add_(1)",

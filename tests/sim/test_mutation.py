@@ -12,8 +12,8 @@ import pytest
 
 from cudafuture import _C
 from cudafuture.testing import sim
-from device.harness import Simulated
 from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
+from support.harness import Simulated
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from soak import SOAK
+from support.soak import SOAK
 
 SWEEP = Path(__file__).parent / "op_db_sweep.py"
 SHARDS = 2

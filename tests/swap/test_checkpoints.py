@@ -14,9 +14,9 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
-from soak import SOAK
-from swap.training import OPTIMIZERS, Pair, same
-from unit.child import Child
+from support.child import Child
+from support.soak import SOAK
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
-from soak import soak_count
-from swap.training import OPTIMIZERS, SIZES, Pair, same
+from support.soak import soak_count
+from support.training import OPTIMIZERS, SIZES, Pair, same
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "whole": {},

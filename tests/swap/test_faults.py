@@ -17,7 +17,7 @@ from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.store import Offloader
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.testing import FaultyEngine
-from swap.training import OPTIMIZERS, Pair, same
+from support.training import OPTIMIZERS, Pair, same
 
 SHAPES = ((400, 420), (256, 255), (400, 424))  # three chunks, one, and three
 CHUNK = 1 << 18  # bytes: a block of the engine, so that each read and write of a tensor is one I/O

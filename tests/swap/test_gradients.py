@@ -12,7 +12,7 @@ from torch import nn
 from cudafuture.errors import SwapError
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
-from swap.training import OPTIMIZERS, Pair, same
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = ((200, 201), (4097,), (64, 50), (3,))

@@ -15,8 +15,8 @@ from cudafuture.errors import InvalidStateError, NotFoundError, StorageError, Sw
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
-from swap.training import OPTIMIZERS, Pair, same
-from unit.child import Child
+from support.child import Child
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from cudafuture.errors import NotFoundError, SwapError
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
-from soak import soak_count
-from swap.training import OPTIMIZERS, Pair, same
+from support.soak import soak_count
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("swap-model")]
 

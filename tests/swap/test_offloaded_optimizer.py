@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cudafuture.errors import InvalidStateError
 from cudafuture.store import Offloader
 from cudafuture.swap import offload
-from swap.training import OPTIMIZERS, Pair, same
+from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

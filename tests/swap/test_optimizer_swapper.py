@@ -16,7 +16,7 @@ from cudafuture.storage import File
 from cudafuture.store import Offloader
 from cudafuture.swap import OptimizerSwapper, SwapStatistics
 from cudafuture.testing import FaultyEngine
-from swap.training import same
+from support.training import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [5000, 4096, 1, 70_001, 4095]

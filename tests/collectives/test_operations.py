@@ -1,0 +1,46 @@
+"""The table of operations: every row has a function, a method and a comparison with torch, and its facts fit these."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import cudafuture.distributed as cfd
+from cudafuture.distributed import _operations, collectives
+from cudafuture.distributed._operations import Operation
+from support.comparison import ALL
+
+ROWS = {name: row for name, row in vars(_operations).items() if isinstance(row, Operation)}
+ROOTED = [row for row in ROWS.values() if row.root is not None]
+ON_TENSORS = [row for row in ROWS.values() if row.name in collectives.__all__]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_has_a_public_function_and_a_method(name: str) -> None:
+    row = ROWS[name]
+    assert name == row.name.upper()
+    assert row.name in cfd.__all__
+    function, method = getattr(cfd, row.name), getattr(cfd.ProcessGroup, row.name)
+    assert method.__doc__ == function.__doc__
+
+
+def test_every_collective_on_tensors_has_a_row_and_is_compared_with_torch() -> None:
+    names = {row.name for row in ON_TENSORS}
+    assert names == set(collectives.__all__)
+    assert names - {make.__name__ for make in ALL} == {"barrier"}
+
+
+@pytest.mark.parametrize("row", ROOTED, ids=lambda row: row.name)
+def test_the_root_of_a_row_is_an_argument_of_its_function(row: Operation) -> None:
+    assert {row.root, f"group_{row.root}"} <= inspect.signature(getattr(cfd, row.name)).parameters.keys()
+
+
+@pytest.mark.parametrize("row", ON_TENSORS, ids=lambda row: row.name)
+def test_the_output_of_a_row_is_written(row: Operation) -> None:
+    if row.output is None:
+        assert not row.roles
+        return
+    written_by = row.roles_elsewhere if row.root == "src" and row.roles_elsewhere else row.roles
+    assert written_by[row.output] in "wx"
+    assert len(row.roles_elsewhere or row.roles) == len(row.roles)

@@ -1,0 +1,145 @@
+"""CUDAFUTURE_DEBUG=order: the first difference between what the ranks issue, with both call sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cudafuture
+import cudafuture.distributed as cfd
+from cudafuture import CUDAFuture
+from cudafuture.distributed import CollectiveError, _issue
+from cudafuture.testing import World, torchrun
+from support.ranks import run_ranks, short_group
+
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
+
+LONG = 60.0  # seconds; much more than anything takes
+
+
+@contextmanager
+def compared() -> Iterator[None]:
+    _issue._compares_order = True
+    try:
+        yield
+    finally:
+        _issue._compares_order = False
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+@pytest.mark.world(2)
+def test_ranks_that_agree_notice_nothing(world: World) -> None:
+    def run() -> None:
+        with compared():
+            rank = dist.get_rank()
+            for turn in range(20):
+                tensor = ones(3) * turn
+                future = cfd.all_reduce(tensor)
+                assert future.wait(timeout=LONG) is tensor
+                assert tensor.tolist() == [2.0 * turn] * 3
+            parts = [ones(2) for _ in range(2)]
+            assert cfd.all_gather(parts, ones(2) * rank).wait(timeout=LONG) is parts
+            assert cfd.gather(ones(2), parts if rank == 0 else None).wait(timeout=LONG) is (
+                parts if rank == 0 else None
+            )
+            chains = [
+                cfd.all_reduce(ones(1)).then_async(lambda f: cfd.broadcast(f.value(), 0)).then(lambda f: f.value() + 1)
+                for _ in range(5)
+            ]
+            assert [t.item() for t in cudafuture.gather(*chains).wait(timeout=LONG)] == [3.0] * 5
+            cfd.barrier().wait(timeout=LONG)
+
+    world.run(run)
+
+
+DIFFERENCES: dict[str, list[Callable[[cfd.ProcessGroup], CUDAFuture[Any]]]] = {
+    "all_reduce float32[4] | broadcast float32[4]": [
+        lambda g: g.all_reduce(ones(4)),
+        lambda g: g.broadcast(ones(4), 0),
+    ],
+    "all_reduce float32[4] | all_reduce float32[5]": [lambda g: g.all_reduce(ones(4)), lambda g: g.all_reduce(ones(5))],
+    "broadcast float32[4] | broadcast float32[8]": [
+        lambda g: g.broadcast(ones(4), 0),
+        lambda g: g.broadcast(ones(8), 0),
+    ],
+    "barrier | all_reduce float32[4]": [lambda g: g.barrier(), lambda g: g.all_reduce(ones(4))],
+}
+
+
+def differ(rank: int, case: str) -> None:
+    group = short_group()
+    with compared():
+        assert group.all_reduce(ones(1)).wait(timeout=LONG).item() == 2
+        error = DIFFERENCES[case][rank](group).exception(timeout=LONG)
+    assert isinstance(error, CollectiveError)
+    text = str(error)
+    assert "first as #1" in text
+    mine, other = case.split(" | ") if rank == 0 else reversed(case.split(" | "))
+    for who, what in ((rank, mine), (1 - rank, other)):
+        line = next(line for line in text.splitlines() if f"rank {who}: " in line)
+        assert f"rank {who}: {what} at " in line
+        assert Path(__file__).name in line
+    assert (error.rank, error.sequence, error.group) == (rank, 1, group.group.group_name)
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_difference_is_named_with_both_call_sites(case: str) -> None:
+    run_ranks(2, differ, case)
+
+
+def differ_in_a_callback(rank: int) -> None:
+    group = short_group()
+
+    def second(future: CUDAFuture[torch.Tensor]) -> CUDAFuture[torch.Tensor]:
+        return group.all_reduce(ones(2)) if rank == 0 else group.broadcast(ones(2), 0)
+
+    with compared():
+        error = group.all_reduce(ones(1)).then_async(second).exception(timeout=LONG)
+    assert isinstance(error, CollectiveError)
+    assert f"in serial queue '{group.group.group_name}.0', first as #0" in str(error)
+    assert "in second()" in str(error)
+
+
+def test_a_difference_between_callbacks_names_their_lane() -> None:
+    run_ranks(2, differ_in_a_callback)
+
+
+def stay_away(rank: int) -> None:
+    group = short_group()
+    with compared():
+        if rank == 0:
+            error = group.all_reduce(ones(4)).exception(timeout=LONG)
+            assert isinstance(error, CollectiveError)
+            assert "ranks [1] have not issued it" in str(error)
+    dist.barrier()
+
+
+def test_a_rank_that_stays_away_is_named() -> None:
+    run_ranks(2, stay_away)
+
+
+SCRIPT = """
+import datetime
+import torch, torch.distributed as dist
+import cudafuture.distributed as cfd
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+issue = [lambda: cfd.all_reduce(torch.ones(1)), lambda: cfd.barrier()][dist.get_rank()]
+error = issue().exception(timeout=60)
+assert "issue different collectives" in str(error), error
+print("told\\n", end="", flush=True)
+"""
+
+
+def test_the_variable_turns_it_on(tmp_path: Path) -> None:
+    script = tmp_path / "differ.py"
+    script.write_text(SCRIPT)
+    assert torchrun(script, 2, env={"CUDAFUTURE_DEBUG": "order"}).stdout.count("told") == 2

@@ -1,0 +1,58 @@
+"""A Work whose class is written in Python: its future is completed, whatever its methods raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cudafuture import CUDAFuture, _work
+from support.patience import PATIENCE
+
+
+class Work:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return [1]
+
+
+class Refusing:
+    """A future that cannot be completed with a value."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.failed_with: list[BaseException] = []
+
+    def set_result(self, _: object) -> None:
+        raise self.error
+
+    def set_exception(self, error: BaseException) -> None:
+        self.failed_with.append(error)
+
+
+def test_a_value_that_the_future_refuses_fails_it() -> None:
+    error = MemoryError("no memory for a value")
+    future: Any = Refusing(error)
+    _work._wait(Work(), future)
+    assert future.failed_with == [error]
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), SystemExit(1)])
+def test_a_result_that_raises_fails_the_future(error: BaseException) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
+    _work.follow(Work(error), future)
+    assert future.exception(timeout=PATIENCE) is error
+
+
+def test_a_future_that_was_completed_by_hand_stays_so() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
+    future.set_result(7)
+    _work._wait(Work(), future)
+    assert future.wait() == 7

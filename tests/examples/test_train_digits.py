@@ -1,0 +1,335 @@
+"""The main job: what it claims holds with two processes, and its checks notice when something does not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture
+from cudafuture.testing import Finished, torchrun
+from support.soak import in_soak_alone
+
+pytestmark = pytest.mark.world
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SCRIPT_WITH_ONE_CHANGED_BIT = """
+import torch, torch.distributed as dist, train_digits
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = train_digits.make_model()
+assert train_digits.same_on_every_rank(model), "the same seed made different models"
+if dist.get_rank() == 1:
+    with torch.no_grad():
+        last = next(reversed(list(model.parameters())))
+        last[-1] = torch.nextafter(last[-1], torch.tensor(torch.inf))
+assert not train_digits.same_on_every_rank(model), "the changed bit went unnoticed"
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+STATE_THAT_IS_WRONG = """
+import os, sys, rpc_ext, train_digits
+from collections import Counter
+from cudafuture import CUDAFuture, errors
+
+read, write = rpc_ext.RemoteOffloader.read, rpc_ext.RemoteOffloader.write
+turns, first = Counter(), {}
+
+def is_turn(key, turn):
+    turns[key] += 1
+    return key.startswith("fc1") and turns[key] == turn
+
+def read_stale(self, key, *args, **options):
+    if is_turn(key, 5):
+        return CUDAFuture.completed(first[key].clone())
+    future = read(self, key, *args, **options)
+    return future.then(lambda done: first.setdefault(key, done.value().clone()) is None or done.value())
+
+def write_other_bits(self, key, tensor, **options):
+    if is_turn(key, 5):
+        tensor[0].nextafter_(tensor.new_tensor(1))
+    return write(self, key, tensor, **options)
+
+def write_not_at_all(self, key, tensor, turn=5, **options):
+    return CUDAFuture.completed(tensor.nbytes) if is_turn(key, turn) else write(self, key, tensor, **options)
+
+def write_not_the_last(self, key, tensor, **options):
+    return write_not_at_all(self, key, tensor, 1 + 22, **options)  # steps of an epoch, and the zeros at the begin
+
+def write_and_fail(self, key, tensor, **options):
+    if is_turn(key, 5) and os.environ["RANK"] == "0":
+        return CUDAFuture.failed(errors.StorageError("broken on purpose"))
+    return write(self, key, tensor, **options)
+
+wrong = sys.argv.pop(1)
+setattr(rpc_ext.RemoteOffloader, wrong.partition("_")[0], globals()[wrong])
+sys.exit(train_digits.main())
+"""
+
+
+def launch(script: Path, *args: str) -> Finished:
+    """Run a script on two ranks, which find the modules of the examples."""
+    return torchrun(script, 2, *args, timeout=100, env={"PYTHONPATH": str(EXAMPLES)}, check=False)
+
+
+def train(tmp_path: Path, *args: str, script: Path = EXAMPLES / "train_digits.py") -> tuple[int, str, dict[str, Any]]:
+    """Run the example: its exit code, what it printed, and its results."""
+    path = tmp_path / "results.json"
+    ran = launch(script, *args, "--json", str(path))
+    assert path.exists(), ran.stderr
+    return ran.returncode, ran.stdout + ran.stderr, json.loads(path.read_text())
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("train_digits")
+
+
+@pytest.mark.slow
+def test_training_learns_overlaps_and_equals_the_synchronous_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    code, printed, results = train(tmp_path, "--epochs", "6", "--folder", str(folder))
+    assert code == 0, printed
+    assert results["accuracy"] >= 0.95
+    assert results["checks"] == {
+        "accuracy": True,
+        "same on every rank": True,
+        "same as the synchronous loop": True,
+        "same state on the disk": True,
+    }
+    of_a_step = 2 * sum(row["kib"] for row in results["overlap"]) / 1024
+    assert results["disk"]["mib_written"] == pytest.approx((results["steps"] + 1) * of_a_step)
+    assert results["disk"]["mib_read"] >= results["steps"] * of_a_step
+    assert results["disk"]["refused"] == 0
+    assert not list(folder.glob("store*")), "nothing is left on the disk"
+    layers = [layer for row in results["overlap"] for layer in row["layers"]]
+    assert layers == ["fc2", "fc1", "conv3", "conv2", "conv1"]
+    assert len(results["overlap"]) >= 3
+    assert all(row["all_reduce_us"] > 0 and row["update_us"] > 0 for row in results["overlap"])
+    first = results["overlap"][0]
+    assert first["all_reduce_during_backward_us"] > 0, "the first bucket did not travel while backward went on"
+    assert_in_order(results["step"])
+    assert "What overlapped with what" in printed
+    assert "One step from forward to forward" in printed
+    assert len(re.findall("overlapped .*100%", printed)) == 1, "one progress bar, of rank 0"
+
+
+def assert_in_order(step: dict[str, Any]) -> None:
+    """What has to come one after the other in a bucket's chain does, as far as the step shows it."""
+    spans = step["spans"]
+    assert [span["begin_us"] for span in spans] == sorted(span["begin_us"] for span in spans)
+    assert {"forward", "backward", "all_reduce", "read", "update", "write"} <= {span["what"] for span in spans}
+    assert all(span["begin_us"] < step["us"] and span["begin_us"] + span["us"] > 0 for span in spans)
+    found = {(span["what"], span["bucket"], span["step"]): span for span in spans}
+    pairs = 0
+    for first, second, steps in [
+        ("all_reduce", "update", 0),
+        ("read", "update", 0),
+        ("update", "write", 0),
+        ("write", "read", 1),
+    ]:
+        for (what, bucket, number), span in found.items():
+            after = found.get((second, bucket, number + steps))
+            if what == first and after is not None:
+                assert span["begin_us"] + span["us"] <= after["begin_us"] + 1e-3, (span, after)
+                pairs += 1
+    assert pairs >= 8, (pairs, step)
+
+
+@pytest.mark.slow
+def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> None:
+    code, printed, results = train(tmp_path, "--epochs", "1", "--no-compare", "--state", "memory")
+    assert code != 0
+    assert results["checks"] == {"accuracy": False, "same on every rank": True}
+    assert "FAILED  accuracy" in printed
+    assert results["disk"] is None
+    assert not {"read", "write"} & {span["what"] for span in results["step"]["spans"]}, "all of it stays in memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "noticed"),
+    [
+        ("read_stale", "same as the synchronous loop"),
+        pytest.param("write_other_bits", "same as the synchronous loop", marks=in_soak_alone),
+        pytest.param("write_not_at_all", "same as the synchronous loop", marks=in_soak_alone),
+        pytest.param("write_not_the_last", "same state on the disk", marks=in_soak_alone),
+    ],
+)
+def test_state_that_is_a_little_wrong_is_noticed(tmp_path: Path, wrong: str, noticed: str) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(STATE_THAT_IS_WRONG)
+    code, printed, results = train(tmp_path, wrong, "--epochs", "1", script=script)
+    assert code != 0
+    assert results["checks"]["same on every rank"], "both ranks are wrong in the same way"
+    assert not results["checks"][noticed]
+    assert f"FAILED  {noticed}" in printed
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_comes_out_of_a_forward(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(STATE_THAT_IS_WRONG)
+    ran = launch(script, "write_and_fail", "--folder", str(tmp_path / "disk"))
+    assert ran.returncode != 0
+    of_rank_0 = "\n".join(line for line in ran.stderr.splitlines() if line.startswith("[rank0]"))
+    assert "in _wait_for_update" in of_rank_0
+    assert "StorageError: broken on purpose" in of_rank_0
+
+
+@pytest.mark.slow
+def test_one_bit_that_differs_between_ranks_is_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "changed_bit.py"
+    script.write_text(SCRIPT_WITH_ONE_CHANGED_BIT)
+    ran = launch(script)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_one_bit_that_differs_from_the_synchronous_loop_is_noticed(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    ours, theirs = example.make_model(), example.make_model()
+    theirs.load_state_dict(ours.state_dict())
+    assert example.differing(ours, theirs) == []
+    with torch.no_grad():
+        theirs.conv2.weight[3, 2, 1, 0].nextafter_(torch.tensor(torch.inf))
+    assert example.differing(ours, theirs) == ["conv2.weight"]
+
+
+def test_the_next_forward_waits_for_each_layer_right_before_it(example: ModuleType) -> None:
+    model = example.make_model()
+    buckets = example.make_buckets(model, 0)
+    order: list[str] = []
+
+    class Update:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self, *, non_blocking: bool) -> None:
+            assert non_blocking
+            order.append(f"wait for {self.name}")
+
+    example.Overlap(buckets)
+    for bucket in buckets:
+        bucket.updated = Update(*bucket.layers)
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda *_, name=name: order.append(name))
+    model(torch.zeros(1, 1, 8, 8))
+    expected = []
+    for name, layer in model.named_children():
+        expected += [f"wait for {name}"] if list(layer.parameters()) else []
+        expected.append(name)
+    assert order == expected
+
+
+@pytest.mark.parametrize(
+    ("kib", "groups"),
+    [
+        (0, [["fc2"], ["fc1"], ["conv3"], ["conv2"], ["conv1"]]),
+        (64, [["fc2"], ["fc1"], ["conv3"], ["conv2", "conv1"]]),
+        (10_000, [["fc2", "fc1", "conv3", "conv2", "conv1"]]),
+    ],
+)
+def test_buckets_hold_whole_layers_in_reverse_order_of_use(
+    example: ModuleType, kib: int, groups: Sequence[Sequence[str]]
+) -> None:
+    model = example.make_model()
+    buckets = example.make_buckets(model, kib)
+    assert [list(bucket.layers) for bucket in buckets] == groups
+    owned = [id(p) for bucket in buckets for p in bucket.parameters]
+    assert sorted(owned) == sorted(id(p) for p in model.parameters())
+
+
+def test_overlap_counts_only_the_time_that_spans_share(example: ModuleType) -> None:
+    timeline = importlib.import_module("_timeline")
+    us = 1000
+    spans = [
+        timeline.Span(1, "backward", timeline.NO_BUCKET, 0, 100 * us),
+        timeline.Span(1, "all_reduce", 0, 40 * us, 130 * us),  # 60 during backward, 20 + 10 during other updates
+        timeline.Span(1, "update", 1, 80 * us, 100 * us),
+        timeline.Span(1, "update", 2, 120 * us, 150 * us),
+        timeline.Span(1, "update", 0, 130 * us, 160 * us),
+        timeline.Span(1, "wait", 0, 155 * us, 160 * us),
+        timeline.Span(1, "wait", 0, 170 * us, 171 * us),
+    ]
+    assert timeline.overlap_in_step(spans, 0) == {
+        "all_reduce_us": 90,
+        "all_reduce_during_backward_us": 60,
+        "all_reduce_during_other_updates_us": 30,
+        "update_us": 30,
+        "update_during_backward_us": 0,
+        "forward_waited_us": 6,
+    }
+    assert timeline.overlap_in_step(spans, 1)["update_during_backward_us"] == 20
+
+
+def test_a_watched_future_counts_until_it_was_last_seen_pending(example: ModuleType) -> None:
+    timeline = importlib.import_module("_timeline").Timeline()
+    future: CUDAFuture[None] = CUDAFuture()
+    heard = timeline.watch("all_reduce", 0, future, where="gloo")
+    with timeline.span("backward"):
+        pass
+    future.set_result(None)
+    heard.wait()
+    completed = time.perf_counter_ns()
+    with timeline.span("update", 1):
+        pass
+    flight, backward, update = timeline.spans
+    assert flight.start < backward.start < backward.end < flight.end < flight.heard == flight.until < completed
+    assert completed < update.start < update.end == update.until
+
+
+def test_the_outcome_of_a_watched_future_is_passed_on(example: ModuleType) -> None:
+    timeline = importlib.import_module("_timeline").Timeline()
+    assert timeline.watch("read", 0, CUDAFuture.completed(7)).wait() == 7
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        timeline.watch("read", 0, CUDAFuture.failed(ArithmeticError("on purpose"))).wait()
+
+
+def test_the_typical_step_is_of_median_length_and_shows_what_reaches_into_it(example: ModuleType) -> None:
+    timeline = importlib.import_module("_timeline")
+    us = 1000
+    lengths = [500, 10, 30, 1000, 20]  # the first one is not warm; the last one, below, takes 40
+    begins = [sum(lengths[:i]) * us for i in range(6)]
+    spans = [timeline.Span(i + 1, "forward", timeline.NO_BUCKET, begins[i], begins[i] + 5 * us) for i in range(6)]
+    third = begins[2]
+    spans += [
+        timeline.Span(2, "write", 0, third - 10 * us, third - 5 * us, heard=third + 3 * us),
+        timeline.Span(3, "read", 1, third + 6 * us, third + 6 * us, heard=third + 9 * us),
+        timeline.Span(3, "wait", 1, third + 1 * us, third + 2 * us),
+        timeline.Span(2, "read", 1, third - 9 * us, third - 1 * us),
+        timeline.Span(6, "update", 1, begins[5] + 5 * us, begins[5] + 40 * us),
+    ]
+    step = timeline.typical_step(spans, ["fc", "conv"], warm_up=1)
+    assert (step["step"], step["us"]) == (3, 30)
+    assert [(s["what"], s["bucket"], s["step"], s["begin_us"], s["us"]) for s in step["spans"]] == [
+        ("write", "fc", 2, -10, 13),
+        ("forward", "", 3, 0, 5),
+        ("read", "conv", 3, 6, 3),
+    ]
+    assert timeline.typical_step(spans[5:6], [], warm_up=20)["us"] == 5, "the only step there is"
+
+
+@pytest.mark.parametrize(
+    ("begin", "us", "picture"),
+    [
+        (0, 240, "━" * 24),
+        (-1, 242, "◄" + "━" * 22 + "►"),
+        (100, 20, " " * 10 + "━━" + " " * 12),
+        (100, 0, " " * 10 + "━" + " " * 13),
+        (239.9, 100, " " * 23 + "►"),
+        (-100, 101, "◄" + " " * 23),
+    ],
+)
+def test_a_bar_lies_where_the_span_does(example: ModuleType, begin: float, us: float, picture: str) -> None:
+    assert importlib.import_module("_timeline")._bar(begin, us, 240) == picture

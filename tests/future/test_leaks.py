@@ -1,0 +1,120 @@
+"""Whatever futures go through, nothing is left of them: no object, no reference, no memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture
+from support.lives import BATCHES, KINDS, Probe, probe
+from support.soak import soak_count
+
+COUNT = soak_count(100_000)  # of each kind in a round: 10,000, and ten times that under CUDAFUTURE_SOAK=1
+WARM_UP = 2
+ROUNDS = 4
+PAGE = os.sysconf("SC_PAGESIZE")
+
+ATTEMPTS = 4
+Kind = Callable[[], object]
+
+
+def left_over() -> dict[str, int]:
+    """Count what there is, after collecting what nobody can reach."""
+    gc.collect()
+    return {
+        "objects": len(gc.get_objects()),
+        "blocks": sys.getallocatedblocks(),
+        "references": sys.getrefcount(probe),
+        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
+    }
+
+
+@pytest.fixture
+def quiet_heap() -> Iterator[None]:
+    """Keep what was there before out of the collector's way, and the log of unseen failures off the terminal."""
+    logging.disable()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    logging.disable(logging.NOTSET)
+
+
+def expect_nothing_left(kind: Kind, count: int) -> None:
+    for _ in range(WARM_UP):
+        for _ in range(count):
+            kind()
+        before = left_over()
+    # A leak grows every time; an allocator that takes another arena, or a thread of another test, does so now and then.
+    for _ in range(ATTEMPTS):
+        for _ in range(ROUNDS):
+            for _ in range(count):
+                kind()
+        after = left_over()
+        growth = {what: after[what] - before[what] for what in before}
+        if is_flat(growth):
+            return
+        before = after
+    raise AssertionError(f"after each of {ATTEMPTS} attempts there was more, last: {growth}")
+
+
+def is_flat(growth: dict[str, int]) -> bool:
+    """One object left by each would be ROUNDS x COUNT blocks, and 16 bytes at the very least for each."""
+    few = all(growth[what] < COUNT / 10 for what in ("objects", "blocks", "references"))
+    return few and growth["bytes"] < ROUNDS * COUNT * 12
+
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.usefixtures("quiet_heap")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of(kind: Kind) -> None:
+    expect_nothing_left(kind, COUNT)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_nothing_is_left_of_many(kind: Kind) -> None:
+    expect_nothing_left(kind, COUNT // 100)
+
+
+@pytest.mark.parametrize("leaked", [object, Probe, lambda: CUDAFuture(), lambda: [probe], lambda: bytearray(1)])
+def test_a_leak_of_one_object_each_is_noticed(leaked: Callable[[], object]) -> None:
+    kept: list[object] = []
+    with pytest.raises(AssertionError, match="'blocks'"):
+        expect_nothing_left(lambda: kept.append(leaked()), COUNT)
+
+
+def test_the_collector_frees_a_cycle_through_a_pending_future() -> None:
+    def cycle() -> tuple[weakref.ref[CUDAFuture[Probe]], weakref.ref[Probe]]:
+        future: CUDAFuture[Probe] = CUDAFuture()
+        held = Probe()
+        future.add_done_callback(lambda f: (future, held))
+        return weakref.ref(future), weakref.ref(held)
+
+    gone = cycle()
+    assert gone[0]() is not None
+    gc.collect()
+    assert gone[0]() is gone[1]() is None
+
+
+def test_the_collector_leaves_a_future_alone_that_something_else_will_complete() -> None:
+    called = []
+    source = torch.futures.Future[int]()
+    future = CUDAFuture.from_torch(source)
+    future.add_done_callback(lambda f, future=future: called.append(future.value()))  # type: ignore[misc]
+    del future
+    gc.collect()
+    arrived = threading.Event()
+    CUDAFuture.from_torch(source).add_done_callback(lambda f: arrived.set())
+    source.set_result(7)
+    assert arrived.wait(60)
+    assert called == [7]

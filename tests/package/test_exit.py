@@ -1,0 +1,157 @@
+"""The end of the interpreter, whatever is going on: the right exit code, and nothing on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+
+import pytest
+
+from package.endings import SCENARIOS, WAYS
+from support.child import Child
+from support.soak import soak_count
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]
+
+# Handlers of atexit run last in, first out: this one comes after the library's own.
+SCRIPT = """
+import atexit, sys
+
+def last():
+    from package.endings import late
+    for use in late: use()
+
+atexit.register(last)
+from package.endings import main
+main(say, *sys.argv[1:])
+"""
+
+# They do not go with others, or slowly.
+APART = (
+    "a_callback_that_posts_itself",
+    "a_callback_that_waits",
+    "sends_just_done",
+    "failing_threads",
+    "devices_at_work",
+    "readers_at_work",
+)
+EVERYTHING = [name for name in SCENARIOS if name not in APART]
+
+
+def expect_endings(way: str, count: int, *scenarios: str) -> None:
+    """Let `count` processes end, forked ones as a rule, and look at how they did."""
+    with Child(SCRIPT, way, str(count), *scenarios) as process:
+        for _ in range(count):
+            ending = json.loads(process.hear())
+            expect_ending(way, ending["code"], ending["errors"])
+        code = process.end()
+        expect_ending("end" if count else way, code, process.errors())
+
+
+def expect_ending(way: str, code: int, errors: str) -> None:
+    assert code == WAYS[way][1], errors
+    if way == "exception":
+        assert errors.startswith("Traceback"), errors
+        assert errors.endswith("ValueError: the way this process ends\n"), errors
+    else:
+        assert errors == ""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_process_ends_well_amid(scenario: str) -> None:
+    expect_endings("end", soak_count(30), scenario)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_ends_amid_everything_by(way: str) -> None:
+    expect_endings(way, soak_count(200 if way == "end" else 20), *EVERYTHING)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
+    expect_endings(way, 0, *EVERYTHING)
+
+
+# With a collective in flight Gloo's own thread can be the last owner of a tensor and ask for the GIL at the very end,
+# which torch does not survive: it aborts. That is not ours to mend, but it must not become a process that never ends,
+# as it would if that thread were stopped where it holds Gloo's lock.
+COLLECTIVE = """
+import datetime as dt, sys, threading
+import torch, torch.distributed as dist
+import cudafuture
+
+store, groups, options = dist.HashStore(), [None, None], dist.AllreduceOptions()
+
+def make(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2, dt.timedelta(seconds=60))
+
+other = threading.Thread(target=make, args=(1,))
+other.start()
+make(0)
+other.join()
+for last in [False] * 20 + [True]:
+    size = int(sys.argv[1]) if last else 2
+    works = [group.allreduce([torch.ones(size)], options) for group in groups]
+    futures = [cudafuture.CUDAFuture.from_torch(work) for work in works]
+    del works
+    if not last: cudafuture.wait_all(futures)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 20_000])  # the second is in flight for longer
+def test_a_process_ends_with_a_collective_in_flight_as_well_as_torch_lets_it(size: int) -> None:
+    for _ in range(soak_count(40)):
+        with Child(COLLECTIVE, str(size)) as process:
+            assert process.end() in (0, -signal.SIGABRT)
+
+
+TOO_LATE = """
+import atexit
+
+def late():
+    import torch
+    from cudafuture import CUDAFuture
+    source = torch.futures.Future()
+    future = CUDAFuture.from_torch(source)
+    source.set_result(1)
+    try: future.wait()
+    except RuntimeError as e: say(f"{type(e).__name__}: {e}")
+
+atexit.register(late)  # runs after the library's own
+import cudafuture
+"""
+
+
+def test_what_comes_too_late_at_exit_is_not_waited_for() -> None:
+    with Child(TOO_LATE) as process:
+        assert process.hear() == (
+            "InvalidStateError: the process is exiting: what would have completed this future, or another, came "
+            "too late"
+        )
+        assert process.end() == 0
+
+
+BLOCKED = """
+import signal, threading
+from cudafuture import CUDAFuture, executors
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+blocked, never = threading.Event(), threading.Event()
+CUDAFuture.completed(1).add_done_callback(lambda f: blocked.set() or never.wait(), executor=executors.callback_thread)
+blocked.wait()
+import atexit
+atexit.register(say, "exiting")  # runs before the library's own
+"""
+
+
+def test_ctrl_c_ends_an_exit_that_waits_for_a_callback() -> None:
+    with Child(BLOCKED) as process:
+        assert process.hear() == "exiting"
+        ended = False
+        while not ended:  # again and again: the first ones may reach handlers that run before the library's
+            process.send(signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                process.end(patience=0.1)
+                ended = True
+        assert "KeyboardInterrupt" in process.errors()

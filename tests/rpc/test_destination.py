@@ -1,0 +1,179 @@
+"""Who is admitted to a worker, and when: without any RPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError
+from rpc_ext import _destination
+from rpc_ext._codec import NO_DEVICES
+from rpc_ext._destination import Destination
+from support.patience import PATIENCE
+
+
+def destination(calls: int = 2, size: int = 100) -> Destination:
+    return Destination("other", 1, NO_DEVICES, calls, size)
+
+
+class Ended:
+    """A call that has been answered."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.started, self.settled = size, time.perf_counter(), False
+
+
+def finish(of: Destination, size: int) -> None:
+    assert of.finish(Ended(size), 0, False)
+
+
+class Waiter(threading.Thread):
+    """A thread that waits for room."""
+
+    def __init__(self, of: Destination, size: int, timeout: float = 0) -> None:
+        super().__init__()
+        self.admitted = threading.Event()
+        self.error: BaseException | None = None
+        self._of, self._size, self._timeout = of, size, timeout
+        before = of.statistics().waiting
+        self.start()
+        while of.statistics().waiting == before and self.is_alive():
+            time.sleep(0.001)
+
+    def run(self) -> None:
+        try:
+            self._of.admit(self._size, self._timeout)
+            self.admitted.set()
+        except BaseException as e:
+            self.error = e
+
+
+def test_calls_and_bytes_have_limits_of_their_own() -> None:
+    of = destination(2, 100)
+    assert of.try_admit(60)
+    assert not of.try_admit(41)
+    assert of.try_admit(40)
+    assert not of.try_admit(0)
+    finish(of, 60)
+    assert of.try_admit(60)
+
+
+def test_what_is_larger_than_all_is_admitted_alone() -> None:
+    of = destination(2, 100)
+    assert of.try_admit(1000)
+    assert not of.try_admit(1)
+    finish(of, 1000)
+    assert of.try_admit(1)
+    assert not of.try_admit(1000)
+
+
+def test_who_waits_is_admitted_in_order_and_not_overtaken() -> None:
+    of = destination(10, 100)
+    assert of.try_admit(60)
+    large, small = Waiter(of, 80), Waiter(of, 10)
+    assert not of.try_admit(10)  # there would be room, and others were first
+    assert of.statistics().waiting == 2
+    finish(of, 60)
+    for waiter in (large, small):
+        waiter.join(PATIENCE)
+        assert waiter.admitted.is_set()
+    assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (2, 90, 3)
+
+
+def test_one_that_gives_up_lets_those_behind_it_in() -> None:
+    of = destination(10, 100)
+    assert of.try_admit(60)
+    large, small = Waiter(of, 80, timeout=0.1), Waiter(of, 10, timeout=PATIENCE)
+    for waiter in (large, small):
+        waiter.join(PATIENCE)
+    assert isinstance(large.error, TimeoutError)
+    assert "'other' within 0.1 s: " in str(large.error)
+    assert small.admitted.is_set()
+    assert of.statistics().bytes_in_flight == 70
+
+
+def test_an_interrupt_while_waiting_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = destination(1, 100)
+    assert of.try_admit(1)
+
+    class InterruptedWhenAdmitted:
+        def __init__(self) -> None:
+            self._future: CUDAFuture[None] = CUDAFuture()
+            self.done, self.set_result = self._future.done, self._future.set_result
+            self.exception = self._future.exception
+
+        def wait(self, *, timeout: float | None) -> None:
+            finish(of, 1)  # admits the call that waits
+            assert self.done()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_destination, "CUDAFuture", InterruptedWhenAdmitted)
+        with pytest.raises(KeyboardInterrupt):
+            of.admit(50, 0)
+    assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (0, 0, 1)
+    assert of.try_admit(1)
+
+
+def test_closing_lets_go_who_waits() -> None:
+    of = destination(1, 100)
+    assert of.try_admit(1)
+    waiters = [Waiter(of, 1) for _ in range(3)]
+    of.close()
+    for waiter in waiters:
+        waiter.join(PATIENCE)
+        assert isinstance(waiter.error, InvalidStateError)
+
+
+def test_the_refusal_says_how_much_is_under_way() -> None:
+    of = destination(1, 100)
+    assert of.try_admit(7)
+    assert "1 calls and 7 bytes are in flight to worker 'other' (at most 1 and 100)" in str(of.would_block())
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 150), st.booleans()), max_size=60), st.integers(1, 5), st.integers(1, 120))
+def test_the_limits_hold_whatever_comes(steps: list[tuple[int, bool]], calls: int, size: int) -> None:
+    of = destination(calls, size)
+    under_way: list[int] = []
+    made = 0
+    for wanted, ends in steps:
+        fits = not under_way or (len(under_way) < calls and sum(under_way) + wanted <= size)
+        assert of.try_admit(wanted) is fits
+        if fits:
+            under_way.append(wanted)
+            made += 1
+        if ends and under_way:
+            finish(of, under_way.pop(0))
+        statistics = of.statistics()
+        assert (statistics.in_flight, statistics.bytes_in_flight) == (len(under_way), sum(under_way))
+        assert statistics.calls == made
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=12))
+def test_everyone_who_waits_is_admitted_in_the_end(sizes: list[int]) -> None:
+    of = destination(2, 100)
+    assert of.try_admit(100)
+    waiters = [Waiter(of, size, timeout=PATIENCE) for size in sizes]
+    finish(of, 100)
+    for waiter, size in zip(waiters, sizes, strict=True):
+        waiter.join(PATIENCE)
+        assert waiter.admitted.is_set()
+        finish(of, size)
+    assert of.statistics().in_flight == of.statistics().waiting == 0
+
+
+def test_a_call_ends_once() -> None:
+    of = destination(calls=2)
+    assert of.try_admit(10)
+    call = Ended(10)
+    assert of.finish(call, 5, True)
+    assert not of.finish(call, 5, False)
+    counted = of.statistics()
+    assert (counted.in_flight, counted.bytes_in_flight, counted.failed, counted.bytes_received) == (0, 0, 1, 5)

@@ -1,0 +1,317 @@
+"""How much may be under way to one worker, who waits, and what is counted."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import InvalidStateError, wait_all
+from cudafuture.errors import CallsFailedError
+from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
+from support.soak import soak_count
+
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-flow")]
+
+
+def counted() -> rpc_ext.DestinationStatistics:
+    return rpc_ext.statistics().destinations[ME]
+
+
+def in_thread(target: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=target)
+    thread.start()
+    return thread
+
+
+# ---- how many
+
+
+def test_a_call_beyond_the_number_waits_until_there_is_room(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=3):
+        held = [rpc_async(ME, pending, (gate,)) for _ in range(3)]
+        later: list[Any] = []
+        thread = in_thread(lambda: later.append(rpc_async(ME, add, (1, 2))))
+        wait_for(lambda: counted().waiting == 1)
+        assert (counted().in_flight, counted().calls, later) == (3, 3, [])
+        wait_for(lambda: len(gate.futures) == 3)
+        gate.futures[1].set_result("one")
+        thread.join(PATIENCE)
+        assert later[0].wait(timeout=PATIENCE) == 3
+        assert (counted().waiting, counted().calls) == (0, 4)
+        for i in (0, 2):
+            gate.futures[i].set_result("others")
+        assert wait_all(held, timeout=PATIENCE) == ["others", "one", "others"] or held[1].done()
+
+
+def test_non_blocking_raises_instead(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=2):
+        held = [rpc_async(ME, waits, (gate, i), non_blocking=True) for i in range(2)]
+        with pytest.raises(BlockingIOError, match=r"2 calls and \d+ bytes are in flight to worker 'me' \(at most 2"):
+            rpc_async(ME, add, (1, 2), non_blocking=True)
+        assert (counted().calls, counted().waiting, counted().failed) == (2, 0, 0)
+        gate.open()
+        wait_all(held, timeout=PATIENCE)
+        assert rpc_async(ME, add, (1, 2), non_blocking=True).wait(timeout=PATIENCE) == 3
+
+
+def test_non_blocking_does_not_overtake_who_waits(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_bytes_in_flight=10_000):
+        held = rpc_async(ME, waits, (gate, torch.zeros(1000)))
+        later: list[Any] = []
+        thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(2000),))))
+        wait_for(lambda: counted().waiting == 1)
+        with pytest.raises(BlockingIOError):
+            rpc_async(ME, add, (1, 2), non_blocking=True)  # there would be room for it
+        gate.open()
+        held.wait(timeout=PATIENCE)
+        thread.join(PATIENCE)
+        assert later[0].wait(timeout=PATIENCE).shape == (2000,)
+
+
+def test_who_waits_is_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=1, num_worker_threads=2):
+        held = rpc_async(ME, waits, (gate,))
+        threads = []
+        for i in range(10):
+            threads.append(in_thread(lambda i=i: rpc_async(ME, sees, (gate, i))))  # type: ignore[misc]
+            wait_for(lambda i=i: counted().waiting == i + 1)  # type: ignore[misc]
+        gate.open()
+        held.wait(timeout=PATIENCE)
+        for thread in threads:
+            thread.join(PATIENCE)
+        wait_for(lambda: counted().in_flight == 0)
+        assert gate.seen == list(range(10))
+
+
+def test_the_number_is_never_exceeded(tmp_path: Path) -> None:
+    most = 0
+    lock = threading.Lock()
+
+    def watch(_: object) -> None:
+        nonlocal most
+        with lock:
+            most = max(most, counted().in_flight)
+
+    def use() -> None:
+        for i in range(100):
+            rpc_async(ME, add, (i, 1)).add_done_callback(watch)
+            watch(None)
+
+    with alone(tmp_path / "rendezvous", max_in_flight=5):
+        threads = [in_thread(use) for _ in range(4)]
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert 1 <= most <= 5
+
+
+# ---- how many bytes
+
+
+def test_bytes_are_limited_too_and_what_is_larger_than_all_goes_alone(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_bytes_in_flight=100_000):
+        small = rpc_async(ME, waits, (gate, torch.zeros(1000)))
+        assert 4000 < counted().bytes_in_flight < 5000
+        with pytest.raises(BlockingIOError, match="100000"):
+            rpc_async(ME, same, (torch.zeros(25_000),), non_blocking=True)
+        later: list[Any] = []
+        thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(1_000_000),))))
+        wait_for(lambda: counted().waiting == 1)
+        gate.open()
+        small.wait(timeout=PATIENCE)
+        thread.join(PATIENCE)
+        assert later[0].wait(timeout=PATIENCE).shape == (1_000_000,)
+        assert counted().bytes_in_flight == 0
+        assert rpc_sync(ME, same, (torch.zeros(1_000_000),)).shape == (1_000_000,)
+
+
+# ---- waiting that ends otherwise
+
+
+def test_waiting_for_room_has_the_calls_timeout(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=1):
+        held = rpc_async(ME, waits, (gate, 1))
+        for timeout in (0.05, 0.0001):
+            with pytest.raises(TimeoutError, match=r"no room for another call to worker 'me' within"):
+                rpc_async(ME, add, (1, 2), timeout=timeout)
+        with pytest.raises(TimeoutError, match="no room"):
+            rpc_sync(ME, add, (1, 2), timeout=0.05)
+        assert (counted().calls, counted().waiting) == (1, 0)
+        gate.open()
+        assert held.wait(timeout=PATIENCE) == 1
+        assert rpc_sync(ME, add, (1, 2)) == 3
+
+
+class Recorder:
+    """An agent that remembers the timeouts that calls were sent with."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent, self.timeouts = agent, list[float]()
+
+    def call(self, to: int, payload: bytes, tensors: Any, timeout: float, listener: Any) -> None:
+        self.timeouts.append(timeout)
+        self.agent.call(to, payload, tensors, timeout, listener)
+
+
+def test_the_time_that_a_call_has_waited_is_of_its_timeout(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=1) as session, monkeypatch.context() as patch:
+        recorder = Recorder(session.agent)
+        patch.setattr(session, "agent", recorder)
+        patch.setattr(type(session), "has_agent", lambda _: True)
+        held = rpc_async(ME, pending, (gate,), timeout=0.2)
+        second = rpc_async(ME, same, (1,), timeout=PATIENCE)  # waits until the first one's time is over
+        assert isinstance(held.exception(), TimeoutError)
+        assert second.wait(timeout=PATIENCE) == 1
+        assert 0 < recorder.timeouts[0] <= 0.2
+        assert 0 < recorder.timeouts[1] < PATIENCE
+
+
+def test_a_session_that_ends_lets_go_who_waits(tmp_path: Path, gate: Gate) -> None:
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            rpc_async(ME, add, (1, 2), timeout=math.inf)
+        except BaseException as e:
+            raised.append(e)
+
+    with alone(tmp_path / "rendezvous", max_in_flight=1):
+        held = rpc_async(ME, pending, (gate,))
+        thread = in_thread(call)
+        wait_for(lambda: counted().waiting == 1)
+        rpc_ext.shutdown(graceful=False)
+        thread.join(PATIENCE)
+    assert isinstance(raised[0], InvalidStateError)
+    assert held.exception(timeout=PATIENCE) is not None
+
+
+@pytest.mark.parametrize("option", ["max_in_flight", "max_bytes_in_flight", "num_worker_threads"])
+def test_limits_are_at_least_one(option: str, tmp_path: Path) -> None:
+    limits: Any = {option: 0}
+    with pytest.raises(ValueError, match=option):
+        init_rpc(ME, rank=0, world_size=1, init_method=f"file://{tmp_path / 'rendezvous'}", **limits)
+
+
+# ---- what is counted
+
+
+def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous"):
+        nothing = counted()
+        assert nothing == rpc_ext.DestinationStatistics(
+            calls=0,
+            failed=0,
+            in_flight=0,
+            bytes_in_flight=0,
+            waiting=0,
+            bytes_sent=0,
+            bytes_received=0,
+            latency_p50=nothing.latency_p50,
+            latency_p99=nothing.latency_p99,
+            latencies=(),
+        )
+        assert math.isnan(nothing.latency_p50)
+        for i in range(10):
+            rpc_sync(ME, same, (torch.zeros(1000 * i),))
+        sent = counted()
+        assert (sent.calls, sent.failed, sent.in_flight) == (10, 0, 0)
+        assert 45 * 4000 < sent.bytes_sent < 45 * 4000 + 10 * 500
+        assert 45 * 4000 < sent.bytes_received < 45 * 4000 + 10 * 500
+        for error in (LookupError("a"), SystemExit("b")):
+            with pytest.raises(Exception, match=r"[ab]"):
+                rpc_sync(ME, raises, (error,))
+        with pytest.raises(CallsFailedError):
+            broadcast_call([ME], raises, (LookupError("c"),)).wait(timeout=PATIENCE)
+        with pytest.raises(TimeoutError):
+            rpc_sync(ME, waits, (gate,), timeout=0.05)
+        cancelled = rpc_async(ME, same, (1,))
+        cancelled.cancel()
+        wait_for(lambda: counted().in_flight == 0)
+        assert (counted().calls, counted().failed) == (15, 4)
+        gate.open()
+
+
+def test_what_runs_here_is_counted(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous") as session:
+        statistics = rpc_ext.statistics()
+        assert (statistics.worker, statistics.served, statistics.serving) == (ME, 0, 0)
+        assert dict(statistics.refused) == {}
+        held = [rpc_async(ME, waits, (gate, 1)), rpc_async(ME, pending, (gate,))]
+        wait_for(lambda: rpc_ext.statistics().serving == 2)
+        assert rpc_sync(ME, forwarded, (ME, add, 1, 2)) == 3
+        assert session.statistics().served == 4
+        wait_for(lambda: len(gate.futures) == 1)
+        gate.open()
+        gate.futures[0].set_result(1)
+        wait_all(held, timeout=PATIENCE)
+        assert rpc_ext.statistics().serving == 0
+    with pytest.raises(InvalidStateError):
+        rpc_ext.statistics()
+
+
+def test_latencies_are_those_from_the_call_to_the_future(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous"):
+        slow = rpc_async(ME, waits, (gate,))
+        for i in range(99):
+            rpc_sync(ME, add, (i, 1))
+        with pytest.raises(TimeoutError):
+            slow.wait(timeout=0.5)
+        gate.open()
+        slow.wait(timeout=PATIENCE)
+        found = counted()
+    assert sum(count for _, count in found.latencies) == 100
+    assert [upper for upper, _ in found.latencies] == sorted(upper for upper, _ in found.latencies)
+    assert found.latencies[-1][0] >= 0.5
+    assert 0 < found.latency_p50 <= found.latency_p99 <= found.latencies[-1][0]
+
+
+def test_calls_of_a_batch_are_counted_one_by_one(tmp_path: Path) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=50):
+        with batch(ME):
+            futures = [rpc_async(ME, add, (i, 1)) for i in range(500)]
+        wait_all(futures, timeout=PATIENCE)
+        assert (counted().calls, counted().in_flight, rpc_ext.statistics().served) == (500, 0, 500)
+
+
+def test_references_are_made_beside_the_limits(tmp_path: Path, gate: Gate) -> None:
+    with alone(tmp_path / "rendezvous", max_in_flight=1):
+        held = rpc_async(ME, waits, (gate, 1))
+        assert remote(ME, add, (1, 2)).to_here() == 3
+        gate.open()
+        assert held.wait(timeout=PATIENCE) == 1
+
+
+@pytest.mark.soak
+def test_room_is_given_back_whatever_happens(tmp_path: Path) -> None:
+    calls = soak_count(1000)
+
+    def use(thread: int) -> None:
+        for i in range(calls):
+            kind = (i + thread) % 4
+            if kind == 0:
+                rpc_async(ME, add, (i, 1)).cancel()
+            elif kind == 1:
+                rpc_async(ME, raises, (LookupError(),)).exception(timeout=PATIENCE)
+            elif kind == 2:
+                rpc_async(ME, same, (torch.zeros(i),))
+            else:
+                with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+                    rpc_async(ME, same, (lambda: 1,))
+
+    with alone(tmp_path / "rendezvous", max_in_flight=3, max_bytes_in_flight=2000):
+        threads = [in_thread(lambda i=i: use(i)) for i in range(4)]  # type: ignore[misc]
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+        wait_for(lambda: counted().in_flight == 0)
+        assert (counted().bytes_in_flight, counted().waiting, counted().calls) == (0, 0, 3 * calls)

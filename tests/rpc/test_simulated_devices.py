@@ -1,0 +1,146 @@
+"""Calls of one worker to itself, with tensors on simulated devices: the race detector sees both ends."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import _C
+from cudafuture.testing import sim
+from rpc_ext import remote, rpc_async, rpc_sync
+from support import device_calls
+from support.device_calls import LONG, calling, doubled, filled, only
+from support.simulated import SCHEDULES
+from support.soak import soak_count
+
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-sim")]
+
+on_each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Path:
+    return tmp_path / "meeting"
+
+
+@on_each_schedule
+@pytest.mark.parametrize("scenario", device_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_no_schedule_shows_a_race(meeting: Path, scenario: Callable[[str], None], schedule: str) -> None:
+    with calling(schedule, meeting) as me:
+        scenario(me.name)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_no_seed_shows_a_race(tmp_path: Path) -> None:
+    scenarios = [s for s in device_calls.SCENARIOS if s is not device_calls.many_in_a_row]
+    for seed in range(soak_count(100)):
+        random.Random(seed).shuffle(scenarios)
+        with calling("jitter", tmp_path / str(seed), seed=seed) as me:
+            for scenario in scenarios:
+                scenario(me.name)
+
+
+# ---- what is ordered by what
+
+
+@contextlib.contextmanager
+def cut(edge: str) -> Iterator[None]:
+    _C.cut_edge(edge)
+    try:
+        yield
+    finally:
+        _C.cut_edge(None)
+
+
+def findings(scenario: Callable[[str], None], edge: str, meeting: Path) -> tuple[bool, bool]:
+    """Say whether a race was found with the edge cut, and whether the values were wrong."""
+    wrong = raced = False
+    try:
+        with calling("lazy", meeting) as me:
+            try:
+                with cut(edge):
+                    scenario(me.name)
+            except AssertionError:
+                wrong = True
+    except sim.RaceError:
+        raced = True
+    return raced, wrong
+
+
+@pytest.mark.parametrize("edge", ["copy.source_wait", "copy.done_record", "result.record", "wait.stream"])
+def test_a_missing_edge_is_found(meeting: Path, edge: str) -> None:
+    assert findings(device_calls.arguments_and_results, edge, meeting) == (True, True)
+
+
+@pytest.mark.parametrize("edge", ["then_async.events", "gather.events", "then.stream"])
+def test_a_missing_edge_between_an_object_and_its_method_is_found(meeting: Path, edge: str) -> None:
+    assert findings(device_calls.methods_of_references, edge, meeting)[0]
+
+
+def test_a_message_that_is_sent_before_the_host_may_read_it_has_wrong_values(meeting: Path) -> None:
+    """What TensorPipe reads the detector does not see: under this schedule it reads what nobody has written yet."""
+    assert findings(device_calls.arguments_and_results, "host.query", meeting)[1]
+
+
+@on_each_schedule
+def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str) -> None:
+    with calling(schedule, meeting) as me:
+        future = rpc_async(me.name, doubled, (filled(1.0),))
+        done = threading.Event()  # wait() would order this thread's streams, too
+        future.add_done_callback(lambda _: done.set())
+        assert done.wait(LONG)
+        with pytest.raises(sim.RaceError, match="copy_"), sim.detect_races(), torch.Stream("sim:0"):
+            future.value() * 2
+        sim.finish()
+
+
+# ---- devices that fail
+
+
+@pytest.mark.parametrize("call", ["rpc_async", "batch"])
+def test_a_device_that_is_lost_before_its_tensors_have_left_fails_the_call(meeting: Path, call: str) -> None:
+    with calling("lazy", meeting, devices=2) as me:
+        x = filled(1.0)
+        sim.fail("a broken bit")
+        if call == "batch":
+            with rpc_ext.batch(me.name):
+                future = rpc_async(me.name, doubled, (x,))
+        else:
+            future = rpc_async(me.name, doubled, (x,))
+        with pytest.raises(RuntimeError, match="a broken bit"):
+            future.wait(timeout=LONG)
+        sim.clear_error()
+        assert rpc_sync(me.name, divmod, (7, 2)) == (3, 1)
+        assert only(rpc_sync(me.name, doubled, (filled(2.0, 1),))) == 4.0
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_a_call_whose_device_does_not_finish_in_time_is_over_in_time(meeting: Path, in_batch: bool) -> None:
+    with calling("lazy", meeting) as me:
+        with sim.hold():
+            with rpc_ext.batch(me.name) if in_batch else contextlib.nullcontext():
+                stuck = rpc_async(me.name, doubled, (filled(1.0),), timeout=0.05)
+            with pytest.raises(TimeoutError, match=r"doubled on worker 'worker0' has not answered within 0\.05 s"):
+                stuck.wait(timeout=LONG)
+        assert only(rpc_sync(me.name, doubled, (filled(2.0),))) == 4.0
+        assert me.statistics().destinations[me.name].in_flight == 0
+
+
+def test_remote_refuses_tensors_that_go_through_the_host(meeting: Path) -> None:
+    with calling("lazy", meeting) as me:
+        register = remote(me.name, device_calls.Register, (1.0,))
+        for call in (lambda x: remote(me.name, doubled, (x,)), register.remote().add):
+            with pytest.raises(
+                ValueError, match=r"a tensor on sim:0 cannot be sent to worker 'worker0'.*copy it to the host first"
+            ):
+                call(filled(1.0))
+        assert only(register.remote().add_number(2.0).to_here()) == 3.0
+        assert only(register.rpc_sync().add(filled(2.0))) == 5.0

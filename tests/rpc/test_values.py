@@ -1,0 +1,210 @@
+"""What travels with calls and their answers: values and tensors of every kind. One worker that calls itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture.errors import RemoteError
+from rpc_ext import rpc_async, rpc_sync
+from support.comparison import DTYPES, bits, values
+from support.parity import answers
+from support.rpc_callees import ME, Adder, add, alone, same
+
+pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-values")]
+
+ONES = torch.ones(2, 2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
+    with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=4) as session:
+        yield session
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Boxed:
+    tensor: torch.Tensor
+    name: str = "box"
+
+
+@answers("test_py_built_in", "test_py_user_defined", "test_scalar_add", "test_py_no_return_result")
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        2.5,
+        1 + 2j,
+        "text",
+        "\udcff\0",
+        b"\0" * 100_000,
+        [],
+        {},
+        {1: (2, [3, {4}])},
+        Point(1, "y"),
+        Adder,
+        1 << 99,
+    ],
+    ids=lambda v: type(v).__name__ + str(len(str(v))),
+)
+def test_values_arrive_as_they_are(value: Any) -> None:
+    returned = rpc_sync(ME, same, (value,))
+    assert returned == value
+    assert type(returned) is type(value)
+    assert rpc_sync(ME, same, kwargs={"value": value}) == value
+
+
+@answers("test_py_tensors", "test_py_tensors_in_container", "test_py_nested_pickle", "test_async_add", "test_nonzero")
+def test_tensors_arrive_wherever_they_stand() -> None:
+    one = torch.randn(3, 4)
+    array = np.arange(6.0).reshape(2, 3)
+    sent = {"a": [one, (one + 1, {"b": one * 2})], "p": Point(one, array), "box": Boxed(one)}
+    got = rpc_sync(ME, same, (sent,))
+    assert torch.equal(got["a"][0], one)
+    assert torch.equal(got["a"][1][0], one + 1)
+    assert torch.equal(got["a"][1][1]["b"], one * 2)
+    assert np.array_equal(got["p"].y, array)
+    assert torch.equal(got["box"].tensor, one)
+    # What was one object is one object there, and another one than here.
+    assert got["a"][0] is got["p"].x is got["box"].tensor
+    got["a"][0].zero_()
+    assert one.any()
+    assert [t.tolist() for t in rpc_sync(ME, torch.nonzero, (torch.eye(2),))] == [[0, 0], [1, 1]]
+
+
+def test_every_dtype_arrives_or_is_refused_before_it_is_sent() -> None:
+    refused = []
+    for dtype in DTYPES:
+        tensor = values(dtype, 5, 3)
+        try:
+            got = rpc_sync(ME, same, (tensor,))
+        except RuntimeError:
+            refused.append(dtype)
+        else:
+            assert got.dtype == dtype
+            assert torch.equal(bits(got), bits(tensor)), dtype
+    assert all(str(dtype).startswith("torch.q") for dtype in refused)  # memory alone says nothing without a scale
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_quantized_tensors_arrive() -> None:
+    for tensor in (
+        torch.quantize_per_tensor(ONES, 0.5, 1, torch.qint8),
+        torch.quantize_per_channel(ONES, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.quint8),
+    ):
+        got = rpc_sync(ME, same, (tensor,))
+        assert torch.equal(got, tensor)
+        assert got.qscheme() == tensor.qscheme()
+
+
+@answers("test_non_cont_tensors", "test_tensor_view_as_return_value")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.empty(2, 0, 3),
+        torch.arange(20).view(4, 5).narrow(1, 2, 2),
+        torch.arange(20).view(4, 5).t(),
+        torch.arange(5)[1:4],
+        torch.ones(1).expand(1000, 1000),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.randn(1 << 21),
+    ],
+    ids=["scalar", "empty", "zero", "narrow", "t", "slice", "expanded", "channels", "conj", "neg", "8MiB"],
+)
+def test_views_and_strange_shapes_arrive(tensor: torch.Tensor) -> None:
+    for got in (rpc_sync(ME, same, (tensor,)), rpc_ext.remote(ME, same, (tensor,)).to_here()):
+        assert got.shape == tensor.shape
+        assert torch.equal(got, tensor)
+
+
+def coo() -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3), check_invariants=True)
+
+
+@answers(
+    "test_send_to_rank_sparse",
+    "test_py_sparse_tensors_in_container",
+    "test_self_py_udf_remote_sparse",
+    "test_world_size_one_sparse",
+    "test_multi_rpc_sparse",
+    "test_builtin_remote_ret_sparse",
+    "test_builtin_remote_self_sparse",
+    "test_multi_builtin_remote_ret_sparse",
+    "test_multi_py_udf_remote_sparse",
+)
+@pytest.mark.filterwarnings("ignore:.*CSR.*:UserWarning", "ignore:.*prototype.*:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [coo, lambda: coo().coalesce(), lambda: coo().to_sparse_csr(), lambda: coo().to_sparse_csc()],
+    ids=["coo", "coalesced", "csr", "csc"],
+)
+def test_sparse_tensors_arrive(make: Any) -> None:
+    tensor = make()
+    for got in (
+        *rpc_sync(ME, same, ([tensor],)),
+        rpc_ext.remote(ME, same, (tensor,)).to_here(),
+        rpc_sync(ME, torch.mul, (tensor, 1)),
+    ):
+        assert got.layout == tensor.layout
+        assert got.layout != torch.sparse_coo or got.is_coalesced() == tensor.is_coalesced()
+        assert torch.equal(got.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.slow  # torch imports much for them
+@pytest.mark.filterwarnings("ignore:.*prototype.*:UserWarning", "ignore:.*deprecat.*")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_arrive(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=layout)
+    got = rpc_sync(ME, same, (nested,))
+    assert got.layout == layout
+    assert [t.tolist() for t in got.unbind()] == [[1, 1], [0, 1, 2]]
+
+
+def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    got, leaf, of_graph = rpc_sync(ME, same, ((parameter, torch.ones(1, requires_grad=True), parameter * 2),))
+    assert isinstance(got, torch.nn.Parameter)
+    assert (got.requires_grad, leaf.requires_grad, of_graph.requires_grad) == (True, True, True)
+    assert of_graph.is_leaf  # the graph stays here
+    model = torch.nn.Linear(2, 3)
+    assert torch.equal(rpc_sync(ME, model, (ONES,)), model(ONES))
+
+
+def test_a_tensor_without_storage_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        rpc_async(ME, same, (torch.ones(2, device="meta"),))
+    with pytest.raises(ValueError, match="meta"):
+        rpc_sync(ME, torch.ones, (2,), {"device": "meta"})
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_a_tensor_inside_of_a_transform_is_refused(transform: Any) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RemoteError, match=r"same on worker 'me' .*storage"):
+            rpc_sync(ME, same, (x,))
+        return x
+
+    transform(body)(torch.ones(3, 2))
+
+
+def test_tensors_of_inference_mode_and_no_grad_arrive() -> None:
+    with torch.inference_mode():
+        assert torch.equal(rpc_sync(ME, add, (ONES, 1)), ONES + 1)
+    with torch.no_grad():
+        assert rpc_async(ME, add, (ONES, 1)).then(lambda f: torch.is_grad_enabled()).wait() is False

@@ -1,0 +1,508 @@
+"""Calls with tensors on simulated devices, each of which must go right and without a race under any schedule.
+
+Every scenario takes the name of the worker that it calls, which may be its own. So it runs between two processes, and
+in one, where the race detector sees both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rpc_ext
+from cudafuture import CUDAFuture, copy, gather, submit
+from cudafuture.testing import sim
+from rpc_ext import RRef, remote, rpc_async, rpc_sync
+from support.simulated import simulated
+
+LONG = 40.0  # seconds; much more than anything takes
+SIZE = 64
+
+
+@contextlib.contextmanager
+def calling(
+    schedule: str, meeting: Path, *, rank: int = 0, size: int = 1, devices: int = 2, seed: int = 7, **more: Any
+) -> Iterator[rpc_ext.Session]:
+    """Begin RPC in this process, between simulated devices; afterwards raise if a race was found."""
+    with (
+        simulated(schedule, devices, seed),
+        rpc_ext.init_rpc(
+            rank=rank, world_size=size, init_method=f"file://{meeting}", rpc_timeout=LONG, **more
+        ) as session,
+    ):
+        yield session
+
+
+def filled(value: float, index: int = 0, size: int = SIZE) -> Tensor:
+    """Return a tensor that the device fills, after a while."""
+    with torch.accelerator.device_index(index):
+        sim.sleep(1)
+        return torch.empty(size, device=f"sim:{index}").fill_(value)
+
+
+def only(tensor: Tensor) -> float:
+    """Return the value that fills a tensor, as the current stream of its device sees it."""
+    low, high = (tensor * 1.0).aminmax()
+    assert low.item() == high.item(), f"{low.item()} to {high.item()}"
+    return float(high.item())
+
+
+def where(tensor: Tensor) -> str:
+    return str(tensor.device)
+
+
+# ---- what is called
+
+
+def doubled(x: Tensor) -> Tensor:
+    with torch.accelerator.device_index(x.device.index):
+        sim.sleep(1)
+    return x * 2
+
+
+def used(x: Tensor) -> None:
+    """Leave work behind that nobody waits for."""
+    doubled(x)
+
+
+def added(*tensors: Tensor) -> Tensor:
+    """Return the sum of what may be on several devices, on the first."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor.to(total.device)
+    return total
+
+
+def echoed(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def placed(value: Any) -> Any:
+    """Say what kind of tensor came, and what it holds."""
+    return [(where(t), tuple(t.shape), t.stride(), t.dtype, t.tolist()) for t in value]
+
+
+def made(value: float, index: int = 0, size: int = SIZE) -> Tensor:
+    return filled(value, index, size)
+
+
+@rpc_ext.async_execution
+def doubled_later(x: Tensor) -> CUDAFuture[Tensor]:
+    """Return a future that is done at once, and whose device is still at work on a stream of its own."""
+    came = CUDAFuture.completed(x)
+    with torch.Stream(x.device):
+        return CUDAFuture.completed(doubled(came.wait(non_blocking=True)))
+
+
+def doubled_there(value: float, index: int = 0) -> Tensor:
+    """Double a tensor of the callee."""
+    return doubled(filled(value, index))
+
+
+@rpc_ext.async_execution
+def doubled_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
+    """Return a future of a tensor of the callee, on which its device is still at work."""
+    return doubled_later(filled(value, index))  # type: ignore[no-any-return]
+
+
+@rpc_ext.async_execution
+def doubled_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
+    """Return a future that is done when a thread of the host has come to it."""
+    return gather(CUDAFuture.completed(x), submit(int, 2)).then(lambda both: both.value()[0] * both.value()[1])
+
+
+@rpc_ext.async_execution
+def doubled_by(to: str, x: Tensor) -> CUDAFuture[Tensor]:
+    return rpc_async(to, doubled, (x,))
+
+
+def refused_there() -> Tensor:
+    return refused(filled(1.0))
+
+
+def refused(x: Tensor) -> Tensor:
+    raise LookupError(f"no such tensor on {x.device}")
+
+
+def added_to(rref: RRef[Tensor], x: Tensor) -> Tensor:
+    return rref.local_value() + x
+
+
+@rpc_ext.async_execution
+def added_later(rref: RRef[Tensor], x: Tensor) -> CUDAFuture[Tensor]:
+    """Wait for neither."""
+    return gather(rref.get_future(), CUDAFuture.completed(x)).then(lambda both: both.value()[0] + both.value()[1])
+
+
+def broken(x: Tensor) -> Tensor:
+    sim.fail("a broken bit")
+    return x * 2
+
+
+@rpc_ext.async_execution
+def broken_later(x: Tensor) -> CUDAFuture[Tensor]:
+    return CUDAFuture.completed(broken(x))
+
+
+def streams() -> list[int]:
+    return [torch.accelerator.current_stream(f"sim:{i}").stream_id for i in range(2)]
+
+
+def streams_with(x: Tensor) -> list[int]:
+    """Leave other streams current, and another device, than was so before."""
+    ids = streams()
+    torch.accelerator.set_stream(torch.Stream(x.device))
+    torch.accelerator.set_device_index(1)
+    return ids
+
+
+class Register:
+    """A value that lives on a device of its owner."""
+
+    def __init__(self, start: float) -> None:
+        self.total = filled(start)
+
+    def add(self, x: Tensor) -> Tensor:
+        self.total = self.total + x
+        return self.total
+
+    @rpc_ext.async_execution
+    def add_later(self, x: Tensor) -> CUDAFuture[Tensor]:
+        return CUDAFuture.completed(self.add(x)).then(lambda done: done.value() * 1)
+
+    def add_number(self, x: float) -> Tensor:
+        return self.add(filled(x))
+
+    def set(self, x: Tensor) -> None:
+        self.total.copy_(x)
+
+
+_held: list[Tensor] = []  # on a device of this worker, between calls
+
+
+def hold(x: Tensor) -> None:
+    _held[:] = [x.clone()]
+
+
+def fill_held(x: Tensor) -> None:
+    """Change the tensor on the device, and return nothing that says when the device has done so."""
+    with torch.accelerator.device_index(x.device.index):
+        sim.sleep(1)
+    _held[0].copy_(x)
+
+
+def fill_held_by_number(value: float) -> None:
+    _held[0].fill_(value)
+
+
+def fill_held_and_fail(x: Tensor) -> None:
+    fill_held(x)
+    raise LookupError("after the device was given work")
+
+
+def fill_held_elsewhere(x: Tensor) -> None:
+    """Leave another stream current than the one that has the work."""
+    fill_held(x)
+    torch.accelerator.set_stream(torch.Stream(x.device))
+
+
+@rpc_ext.async_execution
+def fill_held_later(x: Tensor) -> CUDAFuture[None]:
+    """Complete with None, and with events of the tensor."""
+    filled_later: CUDAFuture[None] = CUDAFuture()
+
+    def fill(done: CUDAFuture[list[Any]]) -> None:
+        fill_held(done.value()[0])
+        filled_later.set_result(None, tensors=[_held[0]])
+
+    gather(CUDAFuture.completed(x), submit(int, 2)).then(fill)
+    return filled_later
+
+
+def held() -> Tensor:
+    return _held[0]
+
+
+def held_plus(x: Tensor) -> Tensor:
+    return _held[0] + x
+
+
+def release_held() -> None:
+    _held.clear()
+
+
+# ---- scenarios
+
+
+def arguments_and_results(to: str) -> None:
+    """They are read after what the caller has enqueued, and written before whoever waits for the answer."""
+    with torch.Stream("sim:0"):
+        future = rpc_async(to, doubled, (filled(3.0),))
+    with torch.Stream("sim:0"):
+        result = future.wait(non_blocking=True)
+        assert only(result) == 6.0
+    assert where(result) == "sim:0"
+    assert list(future.events) == [torch.device("sim:0")]
+    assert only(rpc_sync(to, doubled, (filled(4.0, 1),))) == 8.0
+
+
+def dropped_at_once(to: str) -> None:
+    """Nobody keeps the arguments, and their memory is handed out again while the copies are still to come."""
+    with torch.Stream("sim:0"):
+        futures = []
+        for value in (1.0, 2.0, 3.0):
+            with sim.hold():
+                x = filled(value)
+                futures.append(rpc_async(to, doubled, (x,)))
+                del x
+                torch.empty(SIZE, device="sim:0").fill_(100.0)
+        assert [only(future.wait(timeout=LONG)) for future in futures] == [2.0, 4.0, 6.0]
+
+
+def changed_by_who_waits(to: str) -> None:
+    """Who waits for the answer may write the arguments, and the answer."""
+    x = filled(2.0)
+    future = rpc_async(to, doubled, (x,))
+    with torch.Stream("sim:0"):
+        result = future.wait(non_blocking=True)
+        x.fill_(9.0)
+        assert only(result) == 4.0
+        result.zero_()
+        assert only(x) == 9.0
+
+
+def nobody_waits(to: str) -> None:
+    """An answer that is dropped does no harm to memory that is handed out again."""
+    for future in [rpc_async(to, doubled, (filled(float(i)),)) for i in range(4)]:
+        future.wait(non_blocking=True)
+    del future
+    torch.full((640,), 3.0, device="sim:0")
+
+
+def many_in_a_row(to: str) -> None:
+    """More calls than a device has streams, some of which leave work behind that nobody waits for."""
+    for value in range(20):
+        rpc_sync(to, used, (filled(float(value)),))
+        assert only(rpc_sync(to, doubled, (filled(float(value)),))) == 2.0 * value
+
+
+def while_the_device_is_at_work(to: str) -> None:
+    """Nothing blocks the caller while its device has not finished."""
+    with torch.Stream("sim:0"):
+        with sim.hold():
+            x = filled(1.0)
+            call = rpc_async(to, doubled, (x,))
+            rref = remote(to, doubled_there, (1.0,))
+            assert not call.done()
+        assert only(call.wait(timeout=LONG)) == 2.0
+        assert only(rref.to_here()) == 2.0
+
+
+def several_devices(to: str) -> None:
+    """Each tensor arrives on its own device, and those on the host stay there."""
+    on_host = torch.arange(4.0)
+    first, second = filled(1.0), filled(2.0, 1)
+    nested = {"a": [first, (second, on_host)], "b": {"n": 7}}
+    (back,), _ = rpc_async(to, echoed, (nested,)).wait(non_blocking=True)
+    assert (where(back["a"][0]), where(back["a"][1][0]), where(back["a"][1][1])) == ("sim:0", "sim:1", "cpu")
+    assert (only(back["a"][0]), only(back["a"][1][0])) == (1.0, 2.0)
+    assert torch.equal(back["a"][1][1], on_host)
+    assert back["b"] == {"n": 7}
+    total = rpc_async(to, added, (second, first, torch.full((SIZE,), 4.0)))
+    assert only(total.wait(non_blocking=True)) == 7.0
+    assert list(total.events) == [torch.device("sim:1")]
+
+
+def layouts(to: str) -> None:
+    """What is not all of its memory arrives as what it shows; views of one tensor as tensors of their own."""
+    x = torch.arange(24.0, device="sim:0").view(4, 6)
+    views = [x, x.t(), x[:, ::2], x[1], x[0, 0], x[:0], x[:1].expand(3, -1), x.to(torch.int16), x > 3, x.detach()]
+    found = rpc_sync(to, placed, (views,))
+    for view, (device, shape, _, dtype, values) in zip(views, found, strict=True):
+        assert (device, shape, dtype, values) == ("sim:0", tuple(view.shape), view.dtype, view.tolist())
+    parts, whole = rpc_sync(to, echoed, ([x[0], x[0]], x))[0]
+    parts[0].zero_()
+    assert only(parts[0]) == 0.0
+    assert torch.equal(parts[1].cpu(), x[0].cpu())
+    assert torch.equal(whole.cpu(), x.cpu())
+    assert torch.equal(rpc_sync(to, doubled, (torch.nn.Parameter(x),)).cpu(), 2 * x.cpu())
+
+
+def large_ones(to: str) -> None:
+    """More than a thread copies to pinned memory in passing."""
+    size = 400_000  # floats
+    x = filled(1.5, size=size)
+    future = rpc_async(to, doubled, (x,))
+    del x
+    with torch.Stream("sim:0"):
+        assert only(future.wait(non_blocking=True)) == 3.0
+    mixed = rpc_async(to, added, (filled(1.0, 1, size), torch.full((size,), 2.0)))
+    assert only(mixed.wait(non_blocking=True)) == 3.0
+
+
+def made_there(to: str) -> None:
+    """A function without any tensor among its arguments may return some."""
+    futures = [rpc_async(to, made, (float(i), i % 2)) for i in range(4)]
+    assert [only(future.wait(non_blocking=True)) for future in futures] == [0.0, 1.0, 2.0, 3.0]
+    assert [where(future.value()) for future in futures] == ["sim:0", "sim:1"] * 2
+
+
+def futures_there(to: str) -> None:
+    """An answer that is a future's outcome is read when that is done, and its device has finished."""
+    with torch.Stream("sim:1"):
+        assert only(rpc_async(to, doubled_later, (filled(3.0, 1),)).wait(non_blocking=True)) == 6.0
+    assert only(rpc_sync(to, doubled_elsewhere, (filled(3.0),))) == 6.0
+    assert only(rpc_sync(to, doubled_by, (to, filled(3.0)))) == 6.0
+
+
+def callbacks(to: str) -> None:
+    """A callback is ordered after the answer, and a call in it after the callback."""
+    first = rpc_async(to, doubled, (filled(1.0),))
+    second = first.then_async(lambda done: rpc_async(to, doubled, (done.value() + 1,)))
+    third = second.then(lambda done: done.value() + 1)
+    waiting = first.then(lambda done: rpc_sync(to, doubled, (done.value(),)))  # holds the callback thread
+    assert only(waiting.wait(timeout=LONG)) == 4.0
+    both = gather(first, third).then(lambda done: sum(done.value()))
+    assert only(both.wait(timeout=LONG)) == 9.0
+
+
+def batched(to: str) -> None:
+    """Calls that travel together have each its own tensors, of the streams that were current when it was made."""
+    with rpc_ext.batch(to):
+        with torch.Stream("sim:0"):
+            futures = [rpc_async(to, doubled, (filled(float(i), i % 2),)) for i in range(6)]
+        with torch.Stream("sim:0"):
+            futures.append(rpc_async(to, doubled_later, (filled(6.0),)))
+        futures.append(rpc_async(to, doubled, (torch.full((SIZE,), 7.0, device="sim:0"),)))
+        numbers = [rpc_async(to, divmod, (i, 2)) for i in range(3)]
+        failing = rpc_async(to, refused, (filled(1.0, 1),))
+    assert [only(future.wait(non_blocking=True)) for future in futures] == [2.0 * i for i in range(8)]
+    assert [number.wait() for number in numbers] == [(0, 0), (0, 1), (1, 0)]
+    assert isinstance(failing.exception(timeout=LONG), LookupError)
+
+
+def messages_of_a_batch(to: str) -> None:
+    """Most of a batch is sent by the thread that takes an answer."""
+    with torch.Stream("sim:0"), rpc_ext.batch(to):
+        futures = [rpc_async(to, doubled, (filled(float(i)),)) for i in range(80)]
+    assert [only(future.wait(timeout=LONG)) for future in futures] == [2.0 * i for i in range(80)]
+
+
+def references(to: str) -> None:
+    """What an RRef refers to stays on its owner's device, where all that use it are ordered after its making."""
+    with torch.Stream("sim:0"):
+        rref = remote(to, doubled_there, (2.0,))
+    later = remote(to, doubled_there_later, (5.0, 1))
+    with torch.Stream("sim:0"):
+        assert only(rref.get_future().wait(non_blocking=True)) == 4.0
+        assert only(rpc_sync(to, added_to, (rref, filled(1.0)))) == 5.0
+        assert only(rpc_sync(to, added_to, (rref, filled(2.0)))) == 6.0
+    assert only(later.to_here()) == 10.0
+    assert isinstance(remote(to, refused_there).get_future().exception(timeout=LONG), LookupError)
+
+
+def methods_of_references(to: str) -> None:
+    """A method is ordered after its object, and after its own arguments."""
+    register = remote(to, Register, (1.0,))
+    with torch.Stream("sim:0"):
+        assert only(register.rpc_async().add(filled(2.0)).wait(non_blocking=True)) == 3.0
+    with torch.Stream("sim:0"):
+        assert only(register.rpc_sync().add_later(filled(3.0))) == 6.0
+        assert only(register.remote().add_number(4.0).to_here()) == 10.0
+    later = remote(to, doubled_there_later, (5.0,))
+    assert later.rpc_sync().sum().item() == 10.0 * SIZE
+
+
+def state_that_calls_change(to: str) -> None:
+    """A call is ordered after the device work of the same caller's earlier calls, which have returned no tensor."""
+    rpc_sync(to, hold, (filled(1.0),))
+    for value, fill in enumerate([fill_held, fill_held_elsewhere, fill_held_later, fill_held], 2):
+        rpc_sync(to, fill, (filled(float(value)),))
+        assert only(rpc_sync(to, held)) == value
+        rpc_sync(to, fill_held_by_number, (10.0 * value,))
+        assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 10.0 * value + 1
+    assert isinstance(rpc_async(to, fill_held_and_fail, (filled(6.0),)).exception(timeout=LONG), LookupError)
+    assert only(rpc_sync(to, held)) == 6.0
+    kept = remote(to, fill_held_by_number, (7.0,))
+    assert kept.to_here() is None
+    assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 8.0
+    with rpc_ext.batch(to):
+        rpc_async(to, fill_held, (filled(8.0),))
+        first = rpc_async(to, held_plus, (filled(1.0),))
+        rpc_async(to, fill_held_by_number, (9.0,))
+        second = rpc_async(to, held_plus, (filled(1.0),))
+    assert (only(first.wait(timeout=LONG)), only(second.wait(timeout=LONG))) == (9.0, 10.0)
+    rpc_sync(to, release_held)
+
+
+def objects_that_methods_change(to: str) -> None:
+    """The methods of an object are ordered like functions, where none returns a tensor."""
+    register = remote(to, Register, (1.0,))
+    for value in (2.0, 3.0, 4.0):
+        register.rpc_sync().set(filled(value))
+        assert only(register.rpc_sync().add(filled(1.0))) == value + 1
+
+
+def what_is_current(to: str) -> None:
+    """A call with tensors runs on streams of its own, and leaves the thread as it was."""
+    before = rpc_sync(to, streams)
+    assert rpc_sync(to, streams_with, (filled(1.0),))[0] not in (0, before[0])
+    assert rpc_sync(to, streams) == before == [0, 0]
+    assert rpc_sync(to, torch.accelerator.current_device_index) == 0
+
+
+def failures(to: str) -> None:
+    """What is raised arrives, whatever the tensors were about."""
+    error = rpc_async(to, refused, (filled(1.0, 1),)).exception(timeout=LONG)
+    assert isinstance(error, LookupError)
+    assert "sim:1" in str(error)
+    cancelled = rpc_async(to, doubled, (filled(1.0),))
+    assert cancelled.cancel()
+    assert only(rpc_sync(to, doubled, (filled(1.0),))) == 2.0
+
+
+def copies_of_their_own(to: str) -> None:
+    """The caller moves tensors between host and device before and after, without waiting."""
+    there = copy(torch.full((SIZE,), 2.0), "sim:0")
+    called = there.then_async(lambda done: rpc_async(to, doubled, (done.value(),)))
+    back = called.then_async(lambda done: copy(done.value(), "cpu"))
+    assert back.wait(timeout=LONG).tolist() == [4.0] * SIZE
+
+
+def several_workers(to: str) -> None:
+    """The same tensor goes to several workers, and what comes back belongs together."""
+    results = rpc_ext.broadcast_call([to, to], doubled, (filled(2.0),)).wait(non_blocking=True)
+    assert [only(result) for result in results] == [4.0, 4.0]
+    results = rpc_ext.map_call([to, to], doubled, [(filled(1.0),), (filled(2.0, 1),)]).wait(non_blocking=True)
+    assert [(where(result), only(result)) for result in results] == [("sim:0", 2.0), ("sim:1", 4.0)]
+
+
+SCENARIOS: tuple[Callable[[str], None], ...] = (
+    arguments_and_results,
+    dropped_at_once,
+    changed_by_who_waits,
+    nobody_waits,
+    many_in_a_row,
+    while_the_device_is_at_work,
+    several_devices,
+    layouts,
+    large_ones,
+    made_there,
+    futures_there,
+    callbacks,
+    batched,
+    messages_of_a_batch,
+    references,
+    methods_of_references,
+    state_that_calls_change,
+    objects_that_methods_change,
+    what_is_current,
+    failures,
+    copies_of_their_own,
+    several_workers,
+)
