@@ -323,11 +323,11 @@ def leave_while_a_thread_blocks(rank: int, kind: str) -> None:
     dist.barrier()
     if rank == 0 and kind == "objects":
         cfd.all_gather_object([None, None], 1)
-    if rank == 0 and kind == "companion":
+    if rank == 0 and kind == "side group":
         queue = cfd.ProcessGroup().queue
         CUDAFuture.completed(0).then_async(lambda f: cfd.all_reduce(ones(1)), executor=queue)
 
 
-@pytest.mark.parametrize("kind", ["objects", "companion"])
+@pytest.mark.parametrize("kind", ["objects", "side group"])
 def test_a_process_ends_while_a_thread_waits_for_the_others(kind: str) -> None:
     run_ranks(2, leave_while_a_thread_blocks, kind)
