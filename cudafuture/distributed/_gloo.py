@@ -36,8 +36,8 @@ def _keep_groups(message: str) -> object:
             _started = True
         except RuntimeError:  # the system has no more threads; the next failure tries again
             _logger.exception("overdue collectives stay pending: no thread could be started to fail them")
-    companions = [companion for _, state in list(groups.values()) for companion in state.companions()]
-    return [*c10d._world.pg_map, *companions]
+    side_groups = [side_group for _, state in list(groups.values()) for side_group in state.side_groups()]
+    return [*c10d._world.pg_map, *side_groups]
 
 
 def _fail_overdue() -> None:

@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
 from cudafuture.distributed import _backends
-from cudafuture.distributed._companion import kind_of, make_companion, timeout_of
 from cudafuture.distributed._monitored_barrier import MonitoredBarrier
+from cudafuture.distributed._side_group import kind_of, make_side_group, timeout_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
 __all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
@@ -41,12 +41,12 @@ _DEEPEST = 32  # steps of a chain that issue; each has its own connections and t
 class Issuer:
     """Issuer of operations on one communicator in one order: the program, or one serial queue of callbacks."""
 
-    __slots__ = ("issued", "lane", "lost", "process_group")
+    __slots__ = ("issued", "lost", "process_group", "queue")
 
-    def __init__(self, process_group: dist.ProcessGroup | None, lane: str | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, queue: str | None) -> None:
         # None: the group itself, which an Issuer does not keep alive; or a side group that no operation has needed yet.
         self.process_group = process_group
-        self.lane = lane
+        self.queue = queue
         self.issued = 0
         self.lost: BaseException | None = (
             None  # why a staged operation was not issued here: the next one would take its place
@@ -78,12 +78,12 @@ class Group:
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
         self.detours: dict[tuple[str, str], str | None] = {}  # per operation and type of device
         self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
-        self._companions: dict[str, Issuer] = {}
+        self._side_groups: dict[str, Issuer] = {}
         self._queues_in_issue_order: set[str] = set()
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
-        self._lock = threading.Lock()  # guards _companions and sends_waiting
+        self._lock = threading.Lock()  # guards _side_groups and sends_waiting
 
-    def companion(self, process_group: dist.ProcessGroup, lane: str, *, connected: bool = True) -> Issuer:
+    def side_group(self, process_group: dist.ProcessGroup, queue: str, *, connected: bool = True) -> Issuer:
         """Return the issuer for the callbacks of a serial queue; only the thread that runs them calls this.
 
         `connected`: create its side group too, if that does not exist yet.
@@ -92,21 +92,21 @@ class Group:
             InvalidStateError: some rank of this group has no such queue.
         """
         with self._lock:
-            issuer = self._companions.get(lane)
+            issuer = self._side_groups.get(queue)
         if issuer is None:  # only this thread uses this queue's entry
-            self._require_everywhere(lane)
-            issuer = Issuer(None, lane)
+            self._require_everywhere(queue)
+            issuer = Issuer(None, queue)
         if connected and issuer.process_group is None:
             _C.set_leavable(True)  # creation blocks until the other ranks arrive, and cannot be interrupted
             try:
-                issuer.process_group = make_companion(process_group, lane)
+                issuer.process_group = make_side_group(process_group, queue)
             finally:
                 _C.set_leavable(False)
         with self._lock:
-            self._companions[lane] = issuer
+            self._side_groups[queue] = issuer
         return issuer
 
-    def wait_for_issue_order(self, operation: str, lane: str | None) -> None:
+    def wait_for_issue_order(self, operation: str, queue: str | None) -> None:
         """Wait until every operation before this point has been issued, to issue on the group over NCCL.
 
         Raises:
@@ -114,10 +114,10 @@ class Group:
                 no place in the issue order.
             CollectiveError: the callbacks before this point have not run within the group's timeout.
         """
-        if lane is not None and lane not in self._queues_in_issue_order:
-            self._require_everywhere(lane)
-            self._require_issue_order(lane)
-            self._queues_in_issue_order.add(lane)
+        if queue is not None and queue not in self._queues_in_issue_order:
+            self._require_everywhere(queue)
+            self._require_issue_order(queue)
+            self._queues_in_issue_order.add(queue)
         if not _C.wait_for_issue_order(self.timeout):
             raise CollectiveError(
                 f"{operation} on group '{self.name}', rank {self.rank}: over NCCL it runs after the callbacks that "
@@ -139,19 +139,19 @@ class Group:
             self._barriers[queue] = MonitoredBarrier(process_group, queue)
         return self._barriers[queue]
 
-    def companions(self) -> list[dist.ProcessGroup]:
+    def side_groups(self) -> list[dist.ProcessGroup]:
         """Return the side groups that exist so far."""
         with self._lock:
-            return [i.process_group for i in self._companions.values() if i.process_group is not None]
+            return [i.process_group for i in self._side_groups.values() if i.process_group is not None]
 
     def count_sends(self, change: int) -> None:
         """Add to the number of sends that wait in the queue `sends`."""
         with self._lock:
             self.sends_waiting += change
 
-    def _require_issue_order(self, lane: str) -> None:
+    def _require_issue_order(self, queue: str) -> None:
         of_name = {state.name: state for _, state in list(groups.values())}
-        for name in _queue_names(lane):
+        for name in _queue_names(queue):
             if name not in of_name or not of_name[name].has_nccl:
                 raise InvalidStateError(
                     f"a callback of '{name}' issues a collective over NCCL on group '{self.name}': such a callback has "
@@ -159,10 +159,10 @@ class Group:
                     f"orders. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
                 )
 
-    def _require_everywhere(self, lane: str) -> None:
+    def _require_everywhere(self, queue: str) -> None:
         attachers = [
-            line.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged")
-            for line in _queue_names(lane)
+            name.removesuffix("/objects").removesuffix("/barriers").removesuffix("/staged")
+            for name in _queue_names(queue)
         ]
         of_name = {state.name: state for _, state in list(groups.values())}
         for name in attachers:
@@ -172,7 +172,7 @@ class Group:
                     "have no such callback, or another group's callback in its place, so that their collectives cannot "
                     f"be paired. Give then() executor=ProcessGroup(group).queue of the group '{self.name}'"
                 )
-        depth = sum(1 + int(step.rpartition(".")[2]) for step in lane.split(">"))
+        depth = sum(1 + int(step.rpartition(".")[2]) for step in queue.split(">"))
         if depth > _DEEPEST:
             raise InvalidStateError(
                 f"a chain has more than {_DEEPEST} steps that issue collectives: each step has its own connections; "
@@ -180,9 +180,9 @@ class Group:
             )
 
 
-def _queue_names(lane: str) -> list[str]:
+def _queue_names(queue: str) -> list[str]:
     """Return the names of the groups, or of their queues, whose callbacks attach to the queue; its own is last."""
-    return [step.rpartition(".")[0] for step in lane.split(">")]
+    return [step.rpartition(".")[0] for step in queue.split(">")]
 
 
 groups: dict[int, tuple[weakref.ref[Any], Group]] = {}  # by id(), for lookup on every collective

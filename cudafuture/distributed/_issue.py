@@ -24,14 +24,14 @@ from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import Layout, Operation
-from cudafuture.distributed._twins import each
+from cudafuture.distributed._staging_buffers import each
 from cudafuture.errors import CollectiveError
 
 __all__ = [
     "Issue",
     "begin",
     "begin_beside",
-    "begin_in_line",
+    "begin_in_queue",
     "keep_until_ready",
     "nothing",
 ]
@@ -68,7 +68,7 @@ class Issue(NamedTuple):
         if isinstance(cause, CollectiveError) or not isinstance(cause, RuntimeError):
             return cause
         group = self.group
-        beside = f" in serial queue '{self.issuer.lane}'" if self.issuer.lane is not None else ""
+        beside = f" in serial queue '{self.issuer.queue}'" if self.issuer.queue is not None else ""
         tensors = f" of {self.signature}" if self.tensors else ""
         why = str(cause).strip() or type(cause).__name__
         if _gloo.failures:
@@ -152,12 +152,12 @@ class Issue(NamedTuple):
         future.set_exception(self.error(cause))
         return future
 
-    def run_in_line(self, process_group: dist.ProcessGroup, function: Callable[..., object], value: T) -> _Future[T]:
+    def run_in_queue(self, process_group: dist.ProcessGroup, function: Callable[..., object], value: T) -> _Future[T]:
         """Issue an operation that blocks: call `function` on a library thread, after those issued before it."""
         group = self.group
 
         def call_on_side_group(queue: str) -> None:
-            side_group = group.companion(process_group, queue).process_group
+            side_group = group.side_group(process_group, queue).process_group
             assert side_group is not None
             function(group=side_group)
 
@@ -231,7 +231,7 @@ def begin(
         state = group_of(process_group)
     else:
         state = known[1]
-    lane = _C.issuing_serial_queue(state.callbacks)
+    queue = _C.issuing_serial_queue(state.callbacks)
     first = tensors[0] if len(tensors) == 1 else None
     if (
         isinstance(first, torch.Tensor)
@@ -247,19 +247,19 @@ def begin(
         detour = _staged.detour_of(state, process_group, operation, tensors)
         over_nccl = state.has_nccl and _is_over_nccl(state, tensors, on_device)
     if over_nccl:
-        state.wait_for_issue_order(operation.name, lane)
+        state.wait_for_issue_order(operation.name, queue)
         issuer = state.program
-    elif lane is None:
+    elif queue is None:
         issuer = state.program
     else:
-        issuer = state.companion(process_group, lane, connected=detour != _staged.STAGED)
+        issuer = state.side_group(process_group, queue, connected=detour != _staged.STAGED)
     sequence = issuer.issued
     issuer.issued = sequence + 1
     return _new(Issue, (operation, state, issuer, sequence, facts, detour)), process_group
 
 
-def begin_in_line(operation: Operation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
-    """Begin an operation that runs in its own serial queue (`Issue.run_in_line`), on a side group."""
+def begin_in_queue(operation: Operation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
+    """Begin an operation that runs in its own serial queue (`Issue.run_in_queue`), on a side group."""
     begun = begin_beside(operation, group, ())
     if begun is not None:
         _C.issuing_serial_queue(begun[0].group.callbacks)  # raises if there is no order

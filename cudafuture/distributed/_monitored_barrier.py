@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from cudafuture.distributed._companion import store_of
+from cudafuture.distributed._side_group import store_of
 
 __all__ = ["Deadline", "MonitoredBarrier"]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from cudafuture.distributed._backends import unwrapped
-from cudafuture.distributed._companion import kind_of
+from cudafuture.distributed._side_group import kind_of
 
 __all__ = ["Layout", "Operation"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture.distributed._companion import store_of
+from cudafuture.distributed._side_group import store_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Entry:
         issue = self.issue
         return CollectiveError(
             f"the ranks of group '{issue.group.name}' issue different collectives"
-            f"{f' in serial queue {issue.issuer.lane!r}' if issue.issuer.lane else ''}, first as #{issue.sequence}:\n"
+            f"{f' in serial queue {issue.issuer.queue!r}' if issue.issuer.queue else ''}, first as #{issue.sequence}:\n"
             f"  rank {issue.group.rank}: {self.shown['what']} at {self.shown['where']}\n"
             f"  rank {rank}: {other['what']} at {other['where']}",
             operation=issue.operation.name,
@@ -103,7 +103,7 @@ class _Comparison:
 
     def __init__(self, issuer: Issuer, process_group: dist.ProcessGroup) -> None:
         self.issuer = issuer
-        self.store = store_of(process_group, f"order/{issuer.lane or ''}")
+        self.store = store_of(process_group, f"order/{issuer.queue or ''}")
         self.lock = threading.Lock()  # guards what follows
         self.entries: list[_Entry] = []
         self.running = False

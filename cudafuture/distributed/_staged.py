@@ -23,10 +23,10 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete
-from cudafuture.distributed._companion import kind_of
 from cudafuture.distributed._group import Group
 from cudafuture.distributed._operations import Operation
-from cudafuture.distributed._twins import Twins, are_on_host, each, record
+from cudafuture.distributed._side_group import kind_of
+from cudafuture.distributed._staging_buffers import StagingBuffers, are_on_host, each, record
 
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
@@ -121,29 +121,29 @@ class _StagedOperation(Generic[T]):
         self.issue, self.process_group, self.value = issue, process_group, value
 
     def start(
-        self, function: Call, tensors: tuple[Any, ...], roles: str, line: _C.HostExecutor | None
+        self, function: Call, tensors: tuple[Any, ...], roles: str, queue: _C.HostExecutor | None
     ) -> CUDAFuture[T]:
-        """Copy to the host, and take a place in the queue `line`, or issue at once without a queue."""
-        self.line = line
+        """Copy to the host, and take a place in `queue`, or issue at once without a queue."""
+        self.queue = queue
         group = self.issue.group
         is_alone = True  # True where an error concerns this rank only: the other ranks issue the operation
         try:
-            self.twins = Twins(tensors, roles)
+            self.buffers = StagingBuffers(tensors, roles)
             is_alone = False
-            self.issue_on = record(self.process_group, function, self.twins.arguments)
+            self.issue_on = record(self.process_group, function, self.buffers.arguments)
             is_alone = True
-            fetched = self.twins.fetch()
+            fetched = self.buffers.fetch()
         except BaseException as e:
-            if is_alone and line is not None and isinstance(e, RuntimeError):
+            if is_alone and queue is not None and isinstance(e, RuntimeError):
                 self.issue.issuer.lost = e
             return self.issue.refused(e)
         self.future: CUDAFuture[T] = _C.issued(self.issue.operation.name, group.callbacks, self.issue)
-        if line is None:
+        if queue is None:
             self.begin(fetched)
             return self.future
-        if line is group.sends:
+        if queue is group.sends:
             group.count_sends(1)
-        begun = fetched.then(self.begin, executor=line, non_blocking=not _C.edge_stands("staging.out_done"))
+        begun = fetched.then(self.begin, executor=queue, non_blocking=not _C.edge_stands("staging.out_done"))
         begun.add_done_callback(self.check, executor=_C.inline_executor)
         return self.future
 
@@ -161,7 +161,7 @@ class _StagedOperation(Generic[T]):
 
     def check(self, begun: CUDAFuture[None]) -> None:
         """Leave the queue; fail the future if begin() could not be called because the device is broken."""
-        if self.line is self.issue.group.sends:
+        if self.queue is self.issue.group.sends:
             self.issue.group.count_sends(-1)
         error = begun.exception()
         if error is not None and not self.future.done():
@@ -172,7 +172,7 @@ class _StagedOperation(Generic[T]):
         """Raise if the copies failed, or if an earlier operation was not issued for such a reason."""
         if self.issue.group.is_broken:
             raise RuntimeError("the group's Gloo thread has ended; create a new group")
-        if self.line is None:
+        if self.queue is None:
             return
         issuer = self.issue.issuer
         if issuer.lost is not None:
@@ -184,13 +184,13 @@ class _StagedOperation(Generic[T]):
     def communicator(self) -> dist.ProcessGroup:
         """Return the group to issue on: for collectives, the side group of the serial queue."""
         group = self.issue.group
-        if self.line is not group.staged:
+        if self.queue is not group.staged:
             return self.process_group
-        lane = _C.issuing_serial_queue(group.staged)
-        assert lane is not None
-        companion = group.companion(self.process_group, lane).process_group
-        assert companion is not None
-        return companion
+        name = _C.issuing_serial_queue(group.staged)
+        assert name is not None
+        side_group = group.side_group(self.process_group, name).process_group
+        assert side_group is not None
+        return side_group
 
     def end(self, host: CUDAFuture[Any]) -> None:
         """Copy to the device and complete the future; called when the host has received the data."""
@@ -198,6 +198,6 @@ class _StagedOperation(Generic[T]):
             error = host.exception()
             if error is not None:
                 raise error
-            complete(self.future, self.value(self.work), self.twins.store(), "staging.in_record")
+            complete(self.future, self.value(self.work), self.buffers.store(), "staging.in_record")
         except BaseException as e:
             self.future.set_exception(self.issue.error(e))

@@ -46,7 +46,7 @@ from cudafuture.distributed._operations import (
     SCATTER,
     Operation,
 )
-from cudafuture.distributed._twins import each
+from cudafuture.distributed._staging_buffers import each
 
 __all__ = [
     "all_gather",

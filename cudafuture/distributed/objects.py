@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._companion import timeout_of
-from cudafuture.distributed._issue import begin_in_line, nothing
+from cudafuture.distributed._issue import begin_in_queue, nothing
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import (
     ALL_GATHER_OBJECT,
@@ -35,6 +34,7 @@ from cudafuture.distributed._operations import (
     SCATTER_OBJECT_LIST,
     Operation,
 )
+from cudafuture.distributed._side_group import timeout_of
 
 __all__ = [
     "all_gather_object",
@@ -54,14 +54,14 @@ def _issue(
     **options: Any,
 ) -> CUDAFuture[Any]:
     """Issue the object collective of a row of the table, with the given root and options for torch's function."""
-    begun = begin_in_line(operation, group)
+    begun = begin_in_queue(operation, group)
     if begun is None:
         return nothing()
     issue, process_group = begun
     is_root = operation.root is None or issue.choose_root(process_group, rank, group_rank, options)
     has_output = is_root or operation.root == "src"
     value = arguments[operation.output] if has_output and operation.output is not None else None
-    return issue.run_in_line(process_group, partial(operation.function, *arguments, **options), value)
+    return issue.run_in_queue(process_group, partial(operation.function, *arguments, **options), value)
 
 
 def _safely(weights_only: bool) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def monitored_barrier(
 
     >>> monitored_barrier(timeout=timedelta(seconds=5)).wait()
     """
-    issued = begin_in_line(MONITORED_BARRIER, group)
+    issued = begin_in_queue(MONITORED_BARRIER, group)
     if issued is None:
         return nothing()
     issue, pg = issued

@@ -45,7 +45,7 @@ class Ranks:
         monkeypatch.setattr(_order, "store_of", lambda *_: self.store)
         monkeypatch.setattr(_C, "issued", lambda *_: CUDAFuture[Any]())
         self.group = SimpleNamespace(size=2, rank=0, name="two", callbacks=executors.inline)
-        self.issuer = SimpleNamespace(lane=None)
+        self.issuer = SimpleNamespace(queue=None)
         self.sequence = -1
 
     def issue(self, future: CUDAFuture[Any]) -> CUDAFuture[Any]:

@@ -109,7 +109,7 @@ def differ_in_a_callback(rank: int) -> None:
     assert "in second()" in str(error)
 
 
-def test_a_difference_between_callbacks_names_their_lane() -> None:
+def test_a_difference_between_callbacks_names_their_serial_queue() -> None:
     run_ranks(2, differ_in_a_callback)
 
 

@@ -23,10 +23,10 @@ from torch.distributed import distributed_c10d as c10d
 from cudafuture.distributed._backends import unwrapped
 from cudafuture.errors import CollectiveError
 
-__all__ = ["kind_of", "make_companion", "store_of", "timeout_of"]
+__all__ = ["kind_of", "make_side_group", "store_of", "timeout_of"]
 
 
-def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def make_side_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """Return a process group of the same ranks, unknown to torch's registry; every rank must ask for `name`.
 
     Raises:
@@ -35,15 +35,15 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     rank, size = group.rank(), group.size()
     made: dict[int, Any] = {}
     try:
-        store = store_of(group, f"companion/{name}")
-        companion = dist.ProcessGroup(store, rank, size)
+        store = store_of(group, f"side_group/{name}")
+        side_group = dist.ProcessGroup(store, rank, size)
         for device, backend in _copied_backends(group):
             if id(backend) not in made:
                 made[id(backend)] = _like(backend, PrefixStore(f"{device.type}/", store), rank, size, timeout_of(group))
             kind = _kind_of(backend)
             if len(made) == 1:
-                companion._set_default_backend(kind)
-            companion._register_backend(device, kind, made[id(backend)])
+                side_group._set_default_backend(kind)
+            side_group._register_backend(device, kind, made[id(backend)])
     except (RuntimeError, KeyError) as e:
         raise CollectiveError(
             f"rank {rank} could not create the side group '{name}' of group '{group.group_name}', on which its "
@@ -53,10 +53,10 @@ def make_companion(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
             rank=rank,
         ) from e
     full_name: Any = f"{group.group_name}/{name}"
-    companion._set_group_name(full_name)
-    companion._set_group_desc(f"callbacks of {group.group_name}")
-    weakref.finalize(group, companion.shutdown).atexit = False  # a process that exits does not need the shutdown
-    return companion
+    side_group._set_group_name(full_name)
+    side_group._set_group_desc(f"callbacks of {group.group_name}")
+    weakref.finalize(group, side_group.shutdown).atexit = False  # a process that exits does not need the shutdown
+    return side_group
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:

@@ -14,7 +14,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture._staging import copy_between, devices_of, earlier_work, is_on_device, streams_after, twin, used_on
 from cudafuture.streams import use_streams
 
-__all__ = ["Twins", "are_on_host", "each", "record"]
+__all__ = ["StagingBuffers", "are_on_host", "each", "record"]
 
 Call = Callable[..., Any]
 _HOST = torch.device("cpu")
@@ -40,14 +40,14 @@ def each(tensors: Any) -> Iterator[torch.Tensor]:
             yield from each(one)
 
 
-class Twins:
+class StagingBuffers:
     """Tensors of one operation, with their staging buffers on the host.
 
     `roles` has one letter for each argument in `tensors`: "r" is read, "w" written, "x" both, "-" neither.
     """
 
     def __init__(self, tensors: tuple[Any, ...], roles: str) -> None:
-        self._twins: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
         self._read: list[torch.Tensor] = []
         self._written: list[torch.Tensor] = []
         self.arguments = [self._on_host(t) for t in tensors]
@@ -56,22 +56,22 @@ class Twins:
             staged = [t for t in each((argument,)) if is_on_device(t)]
             self._read += staged if role in "rx" else []
             self._written += staged if role in "wx" else []
-        self._written_twins = [self._twins[id(t)] for t in self._written]
+        self._written_buffers = [self._buffers[id(t)] for t in self._written]
         self._earlier = earlier_work(devices_of(each(tensors)))
 
     def _on_host(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            return self._twin(argument) if is_on_device(argument) else argument
+            return self._buffer(argument) if is_on_device(argument) else argument
         if isinstance(argument, (list, tuple)):
             return [self._on_host(t) for t in argument]
         return argument
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device} cannot go through the host")
-        known = self._twins.get(id(tensor))  # given twice, as in an in-place collective
+        known = self._buffers.get(id(tensor))  # given twice, as in an in-place collective
         if known is None:
-            known = self._twins[id(tensor)] = twin(tensor, _HOST)
+            known = self._buffers[id(tensor)] = twin(tensor, _HOST)
         return known
 
     def fetch(self) -> CUDAFuture[None]:
@@ -81,7 +81,7 @@ class Twins:
             with use_streams(*streams):
                 for tensor in self._read:
                     used_on(streams, tensor, "staging.out_record_stream")
-                    copy_between(self._twins[id(tensor)], tensor)
+                    copy_between(self._buffers[id(tensor)], tensor)
         except BaseException:
             for stream, current in zip(streams, _C.current_streams([s.device for s in streams]), strict=True):
                 current.wait_stream(stream)  # later work on the tensors comes after the copies that were enqueued
@@ -89,7 +89,7 @@ class Twins:
         fetched: CUDAFuture[None] = CUDAFuture()
         fetched.set_result(None, stream=streams)
         self._read.clear()
-        self._twins.clear()
+        self._buffers.clear()
         return fetched
 
     def store(self) -> list[torch.Stream]:
@@ -97,7 +97,7 @@ class Twins:
         streams = streams_after(self._earlier, devices_of(self._written), 0, "staging.in_wait")
         try:
             with use_streams(*streams):
-                for tensor, host in zip(self._written, self._written_twins, strict=True):
+                for tensor, host in zip(self._written, self._written_buffers, strict=True):
                     used_on(streams, tensor, "staging.in_record_stream")
                     copy_between(tensor, host)
         except BaseException:
