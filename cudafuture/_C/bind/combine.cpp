@@ -37,7 +37,7 @@ class Link final : public Continuation {
   std::size_t index = 0;
 
  private:
-  void let_go() noexcept;
+  void release() noexcept;
 };
 
 // Cancels futures without deep recursion. Parts that are gathers call this again; beyond a depth, they add theirs to
@@ -64,7 +64,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   Combined(How how, std::vector<PyObject*> parts, bool cancel_parts)
       : links(parts.size()), how_(how), cancel_parts_(cancel_parts), parts_(std::move(parts)), left_(parts_.size()) {}
 
-  ~Combined() override { let_go_of_parts(); }
+  ~Combined() override { release_parts(); }
 
   // Detaches from parts that are still pending, so that they keep neither the combined future nor this object alive.
   // They are cancelled only when the combined future is cancelled for good: a callback of a part may still complete it.
@@ -75,7 +75,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       for (PyObject* part : parts_) parts.push_back(nb::borrow(nb::handle(part)));
       cancel_in_turn(std::move(parts));
     }
-    let_go_of_parts();
+    release_parts();
   }
 
   int visit(ForeignVisitor visitor) const override {
@@ -136,7 +136,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     }
   }
 
-  void let_go_of_parts() noexcept {
+  void release_parts() noexcept {
     for (PyObject* part : std::exchange(parts_, {})) release_foreign(part);
   }
 
@@ -255,15 +255,15 @@ void Link::run(Future& part) noexcept {
     finish->parent = FuturePtr::unsafe_reclaim_from_nonowning(&part);
     CallbackThread::get().post(finish);
   }
-  let_go();
+  release();
 }
 
-void Link::abandon() noexcept { let_go(); }
+void Link::abandon() noexcept { release(); }
 
 int Link::visit(ForeignVisitor visitor) const { return visitor(whole); }
 
 // The link lives in the Combined, which may be destroyed here.
-void Link::let_go() noexcept {
+void Link::release() noexcept {
   PyObject* const future = std::exchange(whole, nullptr);
   const std::shared_ptr<Combined> last = std::move(combined);
   if (future != nullptr) release_foreign(future);

@@ -84,17 +84,17 @@ bool block(Future& future, const Deadline& deadline) {
 // The pauses of a thread that polls a device. They are short enough to notice the end within 30 us. They are long
 // enough that, with good timers, polling takes a fifth of a core, where a driver that spins takes a whole one. After a
 // tenth of a second the pauses grow longer.
-class Naps {
+class PollingPauses {
  public:
   // The kernel may lengthen a sleep by the thread's slack, usually 50 us.
-  Naps() noexcept : slack_before_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, kTimerSlack); }
-  ~Naps() {
+  PollingPauses() noexcept : slack_before_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, kTimerSlack); }
+  ~PollingPauses() {
     if (slack_before_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_before_));
   }
-  Naps(const Naps&) = delete;
-  Naps& operator=(const Naps&) = delete;
+  PollingPauses(const PollingPauses&) = delete;
+  PollingPauses& operator=(const PollingPauses&) = delete;
 
-  void nap(Clock::time_point now, nanoseconds waited) noexcept {
+  void pause(Clock::time_point now, nanoseconds waited) noexcept {
     const nanoseconds hasty = std::min<nanoseconds>(waited / 8, kShortPause);
     const nanoseconds patient = std::min<nanoseconds>(waited / 4096, kLongPause);
     const nanoseconds asked = std::max<nanoseconds>(std::max(hasty, patient) - overslept_, microseconds(1));
@@ -112,7 +112,7 @@ class Naps {
 void poll_devices(Future& future, const Deadline& deadline) {
   const Clock::time_point begin = Clock::now();
   Clock::time_point signals_seen = begin;
-  std::optional<Naps> naps;
+  std::optional<PollingPauses> pauses;
   bool finished = false;
   while (!finished) {
     {
@@ -125,8 +125,8 @@ void poll_devices(Future& future, const Deadline& deadline) {
           sched_yield();
           continue;
         }
-        if (!naps) naps.emplace();
-        naps->nap(now, now - begin);
+        if (!pauses) pauses.emplace();
+        pauses->pause(now, now - begin);
       }
     }
     signals_seen = Clock::now();

@@ -71,11 +71,11 @@ void Session::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
     taken(at::empty({static_cast<std::int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU)));
     return;
   }
-  std::function<void()> give_up = pool_->take(nbytes, std::move(taken));
-  if (!give_up) return;
+  std::function<void()> cancel = pool_->take(nbytes, std::move(taken));
+  if (!cancel) return;
   {
     const std::lock_guard lock(mutex_);
-    waits_.push_back({expires, std::move(give_up)});
+    waits_.push_back({expires, std::move(cancel)});
   }
   note_deadline(expires);
 }
@@ -106,19 +106,19 @@ std::optional<double> Session::look() {
       if (left > 0) due = std::min(due, left);
       return left <= 0;
     });
-    // A wait that was served is given up in vain.
+    // Cancelling a wait that was served does nothing.
     std::erase_if(waits_, [&](BufferWait& wait) {
       const double left = order->left(wait.expires);
       if (left > 0) {
         due = std::min(due, left);
       } else {
-        over.push_back(std::move(wait.give_up));
+        over.push_back(std::move(wait.cancel));
       }
       return left <= 0;
     });
     timer_at_ = now() + due;
   }
-  for (const auto& give_up : over) give_up();
+  for (const auto& cancel : over) cancel();
   return due == kNever ? std::nullopt : std::optional(due);
 }
 

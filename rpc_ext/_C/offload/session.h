@@ -68,7 +68,7 @@ class Session final : public std::enable_shared_from_this<Session> {
   };
   struct BufferWait {
     double expires;
-    std::function<void()> give_up;
+    std::function<void()> cancel;
   };
 
   void note_deadline(double expires);
