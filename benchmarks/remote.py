@@ -328,7 +328,7 @@ def small(direction: str, rounds: int) -> Row:
     same = [a / b for a, b in zip(took[3], took[2], strict=True)]
     one_by_one, together, them = (statistics.median(figures) / 1e3 for figures in took[:3])
     us = min(one_by_one, together)
-    what = f"{direction} 1,024 x 64 KiB under way (a call each {one_by_one:,.0f}, one call {together:,.0f})"
+    what = f"{direction} 1,024 x 64 KiB in flight (a call each {one_by_one:,.0f}, one call {together:,.0f})"
     return Row(
         f"{direction}-64KiB", what, "us", us, them, f"{peer}, a call each", "x", us / them, 1 / 8, *control(peer, same)
     )

@@ -3,7 +3,7 @@
     python benchmarks/rings.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
 fio (3.30 or newer) stands for what could be built: it does nothing but ask the kernel. "One ring" is a thread with 32
-blocks under way; "four rings" are four threads with eight each. The limits say when one is enough: when it moves at
+blocks in flight; "four rings" are four threads with eight each. The limits say when one is enough: when it moves at
 least 0.95 times as much, and takes no more processor time; and when files that are registered with the ring are hardly
 faster than files that are not. The folder is CUDAFUTURE_BENCH_DIR, or the current one, and has to have O_DIRECT.
 """

@@ -119,7 +119,7 @@ def row(
 
 
 EMPTY = "an empty call", partial(one_by_one, calls=200)
-PIPELINED = "1,000 empty calls under way, for one", partial(pipelined, calls=1000)
+PIPELINED = "1,000 empty calls in flight, for one", partial(pipelined, calls=1000)
 BATCHED = "1,000 empty calls in a batch, for one", partial(batched, calls=1000)
 
 SIXTEEN = "a tensor of 16 MiB", partial(tensors, calls=5, mebibytes=16)

@@ -67,7 +67,7 @@ def streams_after(
         for device in devices
     ]
     events = earlier.events
-    if events and _C.edge_stands(edge):
+    if events and _C.has_sync_edge(edge):
         for stream in streams:
             event = events.get(stream.device)
             if event is not None:
@@ -77,7 +77,7 @@ def streams_after(
 
 def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) -> None:
     """Record in the allocator that the streams use the tensor's memory, which its owner may drop at any time."""
-    if not _C.edge_stands(edge):
+    if not _C.has_sync_edge(edge):
         return
     of_device = {stream.device: stream for stream in streams}
     parts = [tensor] if tensor.layout is torch.strided else find_tensors(tensor)
@@ -95,7 +95,7 @@ def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def complete(future: CUDAFuture[T], value: T, streams: list[torch.Stream], edge: str) -> None:
     """Complete the future with events of the streams that produce its value."""
-    future.set_result(value, stream=streams if _C.edge_stands(edge) else None)
+    future.set_result(value, stream=streams if _C.has_sync_edge(edge) else None)
 
 
 def are_dense(tensor: torch.Tensor) -> bool:

@@ -156,7 +156,7 @@ class Counts:
     unchanged: int = 0  # evicted without being written again
     read: int = 0
     waited: float = 0.0
-    busy: float = 0.0  # while a read or write was under way
+    busy: float = 0.0  # while a read or write was in flight
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Pool:
         self.held: set[int] = set()  # blocks that must stay: of the turns that are expected
         self.writes: dict[int, CUDAFuture[int]] = {}  # the last one of each block that was ever written
         self.ended: list[CUDAFuture[Any]] = []  # writes and deletions of blocks that are forgotten
-        self.spans: list[CUDAFuture[tuple[float, float]]] = []  # when reads and writes were under way
+        self.spans: list[CUDAFuture[tuple[float, float]]] = []  # when reads and writes were in flight
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """Begin to read what a turn will want, and those after it."""
@@ -223,7 +223,7 @@ class Pool:
         return write.released or write
 
     def timed(self, future: CUDAFuture[T]) -> CUDAFuture[T]:
-        """Note when it was under way."""
+        """Note when it was in flight."""
         begin = time.perf_counter()
         self.spans.append(future.then(lambda _: (begin, time.perf_counter())))
         return future
@@ -254,11 +254,11 @@ class Pool:
         """Free their places, here and in the store."""
         for block in blocks:
             self.free.append(self.slots.pop(block).index)
-            if block in self.writes:  # a write that is under way is no matter: the last request wins
+            if block in self.writes:  # a write in flight is no matter: the last request wins
                 self.ended += [self.writes.pop(block), self.store.delete(str(block))]
 
     def finish(self) -> None:
-        """Wait for what is under way; an error of any of it comes out here."""
+        """Wait for the reads and writes in flight; raise their first error."""
         wait_all([*self.writes.values(), *self.ended])
         end = 0.0
         for span in sorted(wait_all(self.spans)):

@@ -45,12 +45,12 @@ class Saved:
 class OffloadActivations:
     """A context for forward: what autograd saves there is kept in a store.
 
-    At most `under_way` bytes are on their way to the disk, whose memory cannot be given back yet; forward waits for the
+    At most `in_flight` bytes are on their way to the disk, whose memory cannot be given back yet; forward waits for the
     disk beyond that. Backward has `ahead` activations more than it asks for.
     """
 
-    def __init__(self, store: Offloader, at_least: int = MIB, under_way: int = 128 * MIB, ahead: int = 2) -> None:
-        self.store, self.at_least, self.under_way, self.ahead = store, at_least, under_way, ahead
+    def __init__(self, store: Offloader, at_least: int = MIB, in_flight: int = 128 * MIB, ahead: int = 2) -> None:
+        self.store, self.at_least, self.in_flight, self.ahead = store, at_least, in_flight, ahead
         self.saved: list[Saved] = []
         self.known: dict[tuple[int, int], tuple[Saved, CUDAFuture[int]]] = {}  # by memory, while that is being written
         self.writes: deque[tuple[tuple[int, int], CUDAFuture[int], Tensor]] = deque()
@@ -81,12 +81,12 @@ class OffloadActivations:
     def wait_for_room(self, nbytes: int) -> None:
         """Wait until so much more may be on its way to the disk."""
         while self.writes and (
-            sum(t.nbytes for _, _, t in self.writes) + nbytes > self.under_way or self.writes[0][1].done()
+            sum(t.nbytes for _, _, t in self.writes) + nbytes > self.in_flight or self.writes[0][1].done()
         ):
             self.finish_write()
 
     def finish_write(self) -> None:
-        """Wait until the first of those that are under way is on the disk."""
+        """Wait until the first write in flight is on the disk."""
         memory, write, tensor = self.writes.popleft()
         write.wait()  # raises what the disk has to say
         del self.known[memory]  # from now on other tensors may lie there
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--folder", default="activations", help="where the store is to be")
     parser.add_argument("--depth", type=int, default=16, help="layers")
     parser.add_argument("--rows", type=int, default=73728, help="of a batch; 128 numbers each")
-    parser.add_argument("--under-way", type=int, default=128, help="MiB that may be on their way to the disk")
+    parser.add_argument("--in-flight", type=int, default=128, help="MiB that may be on their way to the disk")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # memory goes back to the system at once, so that peaks show
@@ -181,7 +181,7 @@ def main() -> None:
     step(model, batch, None)  # warm
     wanted, plain_seconds, plain_peak = step(model, batch, None)
     with Offloader(arguments.folder) as store:
-        offload = OffloadActivations(store, under_way=arguments.under_way * MIB)
+        offload = OffloadActivations(store, in_flight=arguments.in_flight * MIB)
         step(model, batch, offload)
         offload.end_step()
         gradients, seconds, peak = step(model, batch, offload)

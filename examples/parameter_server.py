@@ -7,7 +7,7 @@ batches of their own. As soon as backward has filled the gradients of a shard:
 
     shard.rpc_async().push(gradients).then(load the values that come back)
 
-Backward goes on meanwhile, and the pushes of other layers are under way. Each layer's next forward waits for the one
+Backward goes on meanwhile, and the pushes of other layers are in flight. Each layer's next forward waits for the one
 future that stands for its own values. The server applies a gradient when it comes, whoever sends it; so it was computed
 with values that are a few updates old by then, its staleness. To bound that, `push` itself returns a future: a trainer
 that is too far ahead of the slowest gets its answer later, and no thread of the server waits meanwhile.

@@ -259,7 +259,7 @@ def serve(args: argparse.Namespace) -> None:
                 "written": f"{s.bytes_written / 1e6:.1f} MB",
                 "read": f"{s.bytes_read / 1e6:.1f} MB",
                 "requests": f"{s.requests}, refused {s.refused}",
-                "most under way": f"{s.most_under_way / 1e6:.2f} MB",
+                "most in flight": f"{s.most_in_flight / 1e6:.2f} MB",
                 "latency": f"p50 {s.latency_p50 * 1e3:.2f} ms, p99 {s.latency_p99 * 1e3:.2f} ms",
                 "on disk": f"{store.keys} tensors, {store.bytes / 1e6:.2f} MB",
                 "checksum errors": str(store.checksum_errors),

@@ -6,7 +6,7 @@
 `NaivePrefetcher` copies the next batch to the device on a stream of its own while the current batch is worked on. It
 has passed every test on a GPU, and has two bugs that are found in many programs: the memory of a batch can be handed
 out again while the consumer's stream still reads it, and the pinned buffer can be filled again while the copy out of it
-is still under way. Both show here at once, each time, with the two places in the source.
+is still running. Both show here at once, each time, with the two places in the source.
 """
 
 from __future__ import annotations

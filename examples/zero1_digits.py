@@ -9,7 +9,7 @@ Parameters and gradients lie in flat buckets, of which each rank owns one shard.
 
     cfd.reduce_scatter_tensor(gradients).then_async(step Adam on my shard, return cfd.all_gather_into_tensor(values))
 
-Backward goes on meanwhile, and several buckets are under way. The first step of the next bucket does not wait for the
+Backward goes on meanwhile, and several buckets are in flight. The first step of the next bucket does not wait for the
 second step of this one. Each layer's next forward waits for the one future that stands for the whole chain.
 
 At the end the program trains the same model again as plain torch does it, with every gradient averaged and all of
@@ -100,18 +100,18 @@ class Run:
 
 
 def train_zero1(args: argparse.Namespace, digits: Digits, store: Offloader | None) -> tuple[Run, int]:
-    """Train with sharded state. Beside the run: the most buckets that were under way when backward returned."""
+    """Train with sharded state. Beside the run: the most buckets that were in flight when backward returned."""
     torch.manual_seed(args.seed)
     model = make_model().to(digits.device)
     groups = layer_groups(model, args.bucket_kib)
     buckets = [Bucket(group.values(), store, f"bucket {i}") for i, group in enumerate(groups)]
-    under_way = 0
+    in_flight = 0
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        under_way = max(under_way, sum(not bucket.updated.done() for bucket in buckets))
+        in_flight = max(in_flight, sum(not bucket.updated.done() for bucket in buckets))
     wait_all([bucket.updated for bucket in buckets])
-    return Run(model, loss.item(), sum(state_bytes(bucket.optimizer) for bucket in buckets)), under_way
+    return Run(model, loss.item(), sum(state_bytes(bucket.optimizer) for bucket in buckets)), in_flight
 
 
 def train_plain(args: argparse.Namespace, digits: Digits) -> Run:
@@ -152,7 +152,7 @@ class Results:
     state_bytes: int
     full_state_bytes: int
     largest_difference: float
-    most_buckets_under_way: int
+    most_buckets_in_flight: int
     checks: dict[str, bool]
 
     def __str__(self) -> str:
@@ -160,14 +160,14 @@ class Results:
         lines = [
             f"ZeRO-1 on {dist.get_world_size()} ranks: last loss {self.loss:.4f}, accuracy {self.accuracy:.3f}",
             f"optimizer state: {self.state_bytes:,} bytes per rank, {share:.1%} of the full {self.full_state_bytes:,}",
-            f"under way after backward: up to {self.most_buckets_under_way} buckets",
+            f"in flight after backward: up to {self.most_buckets_in_flight} buckets",
             f"largest difference from plain torch: {self.largest_difference:.2g}, allowed {TOLERANCE:g}",
             *(f"{'passed' if passed else 'FAILED'}  {check}" for check, passed in self.checks.items()),
         ]
         return "\n".join(lines)
 
 
-def compare(digits: Digits, zero1: Run, plain: Run, under_way: int) -> Results:
+def compare(digits: Digits, zero1: Run, plain: Run, in_flight: int) -> Results:
     """Check what the program claims."""
     accuracy = digits.accuracy(zero1.model)
     difference = largest_difference(zero1.model, plain.model)
@@ -178,7 +178,7 @@ def compare(digits: Digits, zero1: Run, plain: Run, under_way: int) -> Results:
         "same as plain torch": difference <= TOLERANCE,
         "an even share of the state": zero1.state_bytes <= 1.01 * even_share,  # and the padding
     }
-    return Results(zero1.loss, accuracy, zero1.state_bytes, plain.state_bytes, difference, under_way, checks)
+    return Results(zero1.loss, accuracy, zero1.state_bytes, plain.state_bytes, difference, in_flight, checks)
 
 
 def arguments() -> argparse.Namespace:
@@ -212,8 +212,8 @@ def main() -> int:
         if args.state == "disk":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             store = stack.enter_context(Offloader(folder))
-        zero1, under_way = train_zero1(args, digits, store)
-        results = compare(digits, zero1, train_plain(args, digits), under_way)
+        zero1, in_flight = train_zero1(args, digits, store)
+        results = compare(digits, zero1, train_plain(args, digits), in_flight)
         if store is not None:
             results.checks["the state is on disk"] = store.statistics().used >= zero1.state_bytes
     if dist.get_rank() == 0:

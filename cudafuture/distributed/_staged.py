@@ -143,7 +143,7 @@ class _StagedOperation(Generic[T]):
             return self.future
         if queue is group.sends:
             group.count_sends(1)
-        begun = fetched.then(self.begin, executor=queue, non_blocking=not _C.edge_stands("staging.out_done"))
+        begun = fetched.then(self.begin, executor=queue, non_blocking=not _C.has_sync_edge("staging.out_done"))
         begun.add_done_callback(self.check, executor=_C.inline_executor)
         return self.future
 

@@ -171,5 +171,5 @@ def _mark(stream: AbstractStream) -> _Mark | None:
 
 
 def _wait_for(mark: _Mark | None, stream: AbstractStream) -> None:
-    if mark is not None and isinstance(stream, torch.Stream) and _C.edge_stands("pipeline.wait_stream"):
+    if mark is not None and isinstance(stream, torch.Stream) and _C.has_sync_edge("pipeline.wait_stream"):
         mark.events[stream.device].wait(stream)

@@ -174,7 +174,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
         return
     if not isinstance(source, torch.Stream):
         target.synchronize()
-    elif _C.edge_stands("pipeline.wait_stream"):
+    elif _C.has_sync_edge("pipeline.wait_stream"):
         # The library's own event: destroying torch's with another device current would create a context.
         earlier: CUDAFuture[None] = CUDAFuture()
         earlier.set_result(None, stream=target)
@@ -189,7 +189,7 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
 
     >>> record_stream(torch.ones(2), CPUStream)
     """
-    if not isinstance(stream, torch.Stream) or not _C.edge_stands("pipeline.record_stream"):
+    if not isinstance(stream, torch.Stream) or not _C.has_sync_edge("pipeline.record_stream"):
         return
     for part in [tensor] if _is_plain(tensor) else find_tensors(tensor):
         if part.device.type == stream.device.type:

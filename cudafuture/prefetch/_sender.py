@@ -51,14 +51,14 @@ class Batch:
 
     def record_use(self, stream: torch.Stream) -> None:
         """Prevent the reuse of memory that does not belong to `stream` before the stream has reached this point."""
-        if not _C.edge_stands("prefetch.record_stream"):
+        if not _C.has_sync_edge("prefetch.record_stream"):
             return
         for tensor in self.others if stream == self.owner else [*self.others, *self.memory]:
             tensor.record_stream(stream)
 
     def drop(self) -> None:
         """Drop a batch that is not taken: its memory is reused when the copy into it has finished."""
-        if _C.edge_stands("prefetch.drop_wait"):
+        if _C.has_sync_edge("prefetch.drop_wait"):
             self.future.add_done_callback(functools.partial(_order_owner, self))
 
     def forget(self) -> None:
@@ -138,7 +138,7 @@ class Sender:
                 value = self._transform(value)
         if self._transform is not None or loose:
             batch.others = self._others(value, batch.memory)
-        stream = self.stream if _C.edge_stands("prefetch.ready_record") else None
+        stream = self.stream if _C.has_sync_edge("prefetch.ready_record") else None
         batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
         nbytes: int = sum(tensor.nbytes for tensor in packed)
         self.nbytes += nbytes + sum(tensor.nbytes for tensor in moved if tensor.device != self.device)
@@ -169,9 +169,9 @@ class Sender:
     def _wait_for_loader(self, loose: list[torch.Tensor]) -> None:
         """Order the sender's stream after the loader's work on tensors of the device, and keep their memory."""
         on_device = [tensor for tensor in loose if tensor.device == self.device]
-        if on_device and _C.edge_stands("prefetch.loader_wait"):
+        if on_device and _C.has_sync_edge("prefetch.loader_wait"):
             self.stream.wait_stream(_C.current_streams([self.device])[0])
-        if _C.edge_stands("prefetch.record_stream"):
+        if _C.has_sync_edge("prefetch.record_stream"):
             for tensor in on_device:
                 tensor.record_stream(self.stream)
 

@@ -23,7 +23,7 @@ class FaultyEngine(Engine):
         io_error, no_space, again, interrupted: rates of I/Os that fail with EIO, writes with ENOSPC, I/Os with EAGAIN
             and EINTR: from 0 to 1.
         cut_short, late: rates of I/Os that move less than requested, and of results that arrive after later ones.
-        held: hold all results until ``let_go()``.
+        held: hold all results until ``release_held()``.
         queue_depth, block_size, threads, max_pending: as for ``Engine``; so is `backend`.
 
     Raises:
@@ -79,10 +79,10 @@ class FaultyEngine(Engine):
             _faults={"at": dict(at or {}), "seed": seed, "held": held, **rates},
         )
 
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         """Release the results of an engine that holds them, from now on.
 
         >>> with FaultyEngine(held=True) as engine:
-        ...     engine.let_go()
+        ...     engine.release_held()
         """
-        self._native.let_go()
+        self._native.release_held()

@@ -53,7 +53,7 @@ class Agent final : public rpc::TensorPipeAgent {
   void call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
             std::shared_ptr<CallListener> listener);
 
-  // Closes all connections, fails the calls that are under way, and waits for the functions that run here, as long as
+  // Closes all connections, fails the calls in flight, and waits for the functions that run here, as long as
   // `patience`. False where some still run: what they use lives on. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 

@@ -172,7 +172,7 @@ class Operations:
         with self._lock:
             return RemoteOffloaderStatistics(
                 pending=len(self._pending),
-                under_way=in_flight,
+                in_flight=in_flight,
                 waiting=waiting,
                 window=window,
                 bytes_written=self._bytes["write"],

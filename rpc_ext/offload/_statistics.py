@@ -15,9 +15,9 @@ class OffloadServiceStatistics:
     """open sessions"""
     namespaces: int
     """namespaces with a session or tensors, and some that had a session"""
-    under_way: int
+    in_flight: int
     """bytes of requests in flight"""
-    most_under_way: int
+    most_in_flight: int
     """the most bytes in flight so far"""
     bytes_written: int
     bytes_read: int
@@ -38,7 +38,7 @@ class RemoteOffloaderStatistics:
 
     pending: int
     """operations whose futures are not done"""
-    under_way: int
+    in_flight: int
     """bytes of requests in flight"""
     waiting: int
     """bytes of requests that wait for room in the window"""

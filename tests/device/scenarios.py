@@ -359,11 +359,11 @@ def process_group() -> Iterator[None]:
 @contextlib.contextmanager
 def cut(edge: str | None) -> Iterator[None]:
     """Leave out an edge for a scope."""
-    _C.cut_edge(edge)
+    _C.cut_sync_edge(edge)
     try:
         yield
     finally:
-        _C.cut_edge(None)
+        _C.cut_sync_edge(None)
 
 
 def run(scenario: Scenario, edge: str | None, device: Device) -> Exception | None:

@@ -241,7 +241,7 @@ def test_a_read_whose_last_copy_fails_keeps_the_events_of_the_others(accelerator
         x = torch.zeros(4, 4, device=accelerator.at())[:, ::2]  # filled from a dense tensor, in one copy at the end
         read = file.read(x)
         x.t_()  # another shape: that copy fails
-        engine._native.let_go()
+        engine._native.release_held()
         written.wait(timeout=PATIENCE)
         assert isinstance(read.exception(timeout=PATIENCE), RuntimeError)
         assert list(read.events) == [accelerator.at()]

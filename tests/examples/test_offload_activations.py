@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_activation
 
 
 def test_activations_go_to_disk_and_come_back(tmp_path: Path) -> None:
-    options = ["--folder", str(tmp_path / "store"), "--depth", "12", "--rows", "24576", "--under-way", "24"]
+    options = ["--folder", str(tmp_path / "store"), "--depth", "12", "--rows", "24576", "--in-flight", "24"]
     done = subprocess.run([sys.executable, str(EXAMPLE), *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = re.search(r"in memory +(\d+) MiB.*\noffloaded +(\d+) MiB", done.stdout)
@@ -44,6 +44,6 @@ def test_an_activation_that_is_changed_while_it_is_written_is_noticed(
             loss = (x * x).sum()
         with torch.no_grad():
             x.zero_()
-        engine._native.let_go()
+        engine._native.release_held()
         with pytest.raises(RuntimeError, match="changed in place"):
             loss.backward()

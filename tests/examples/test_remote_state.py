@@ -29,21 +29,21 @@ class Store:
 
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
-        self.under_way: dict[tuple[str, str], tuple[CUDAFuture[Any], torch.Tensor | None]] = {}
+        self.in_flight: dict[tuple[str, str], tuple[CUDAFuture[Any], torch.Tensor | None]] = {}
 
     def write(self, key: str, tensor: torch.Tensor) -> CUDAFuture[int]:
         future: CUDAFuture[int] = CUDAFuture(name=f"write {key}")
-        self.under_way["write", key] = future, tensor
+        self.in_flight["write", key] = future, tensor
         return future
 
     def read(self, key: str) -> CUDAFuture[torch.Tensor]:
         future: CUDAFuture[torch.Tensor] = CUDAFuture(name=f"read {key}")
-        self.under_way["read", key] = future, None
+        self.in_flight["read", key] = future, None
         return future
 
     def finish(self, what: str, key: str) -> Any:
         """Let one of them be done; a weak reference to the tensor that it was about."""
-        future, tensor = self.under_way.pop((what, key))
+        future, tensor = self.in_flight.pop((what, key))
         if tensor is None:
             tensor = self.kept[key].clone()
             future.set_result(tensor)
@@ -69,18 +69,18 @@ def state(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, St
 
 def test_memory_is_taken_again_only_when_the_disk_has_what_was_in_it(state: tuple[Any, Store, list[Any]]) -> None:
     states, store, (a, *_) = state
-    assert set(store.under_way) == {("read", "a/moments"), ("read", "b/moments")}, "two at a time"
+    assert set(store.in_flight) == {("read", "a/moments"), ("read", "b/moments")}, "two at a time"
     reduced: CUDAFuture[torch.Tensor] = CUDAFuture()
     updated = states.update(a, reduced)
     moments = store.finish("read", "a/moments")
     assert not updated.done(), "the gradients are not there yet"
     reduced.set_result(a.gradients)
     assert updated.wait() == a.parameters
-    assert set(store.under_way) == {("read", "b/moments"), ("write", "a/moments")}
+    assert set(store.in_flight) == {("read", "b/moments"), ("write", "a/moments")}
     assert moments() is not None
     store.finish("write", "a/moments")
     assert moments() is None, "nobody holds what the disk has"
-    assert set(store.under_way) == {("read", "b/moments"), ("read", "c/moments")}
+    assert set(store.in_flight) == {("read", "b/moments"), ("read", "c/moments")}
 
 
 def test_state_is_read_only_when_its_own_write_is_done_too(state: tuple[Any, Store, list[Any]]) -> None:
@@ -89,9 +89,9 @@ def test_state_is_read_only_when_its_own_write_is_done_too(state: tuple[Any, Sto
         store.finish("read", f"{'ab'[bucket.index]}/moments")
         states.update(bucket, CUDAFuture.completed(bucket.gradients)).wait()
     store.finish("write", "b/moments")  # which makes room for a; but a itself is still being written
-    assert set(store.under_way) == {("write", "a/moments")}
+    assert set(store.in_flight) == {("write", "a/moments")}
     store.finish("write", "a/moments")
-    assert set(store.under_way) == {("read", "a/moments"), ("read", "c/moments")}
+    assert set(store.in_flight) == {("read", "a/moments"), ("read", "c/moments")}
 
 
 def test_a_write_that_fails_fails_the_updates_that_follow(state: tuple[Any, Store, list[Any]]) -> None:
@@ -100,7 +100,7 @@ def test_a_write_that_fails_fails_the_updates_that_follow(state: tuple[Any, Stor
         store.finish("read", f"{'ab'[bucket.index]}/moments")
         states.update(bucket, CUDAFuture.completed(bucket.gradients)).wait()
     error = OSError("the disk is full")
-    store.under_way.pop(("write", "a/moments"))[0].set_exception(error)
+    store.in_flight.pop(("write", "a/moments"))[0].set_exception(error)
     store.finish("write", "b/moments")
     assert states.update(c, CUDAFuture.completed(c.gradients)).exception(timeout=10) is error
     assert states.update(a, CUDAFuture.completed(a.gradients)).exception(timeout=10) is error

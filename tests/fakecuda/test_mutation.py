@@ -175,4 +175,4 @@ def test_an_edge_that_is_listed_as_invisible_is_not_seen(cuda: Cuda, edge: str) 
 
 
 def test_each_edge_is_noticed_in_one_way_or_listed_as_invisible() -> None:
-    assert sorted([*REPORTED, *FAILED, *WITH_CONTEXT, *INVISIBLE]) == sorted(_C.edges())
+    assert sorted([*REPORTED, *FAILED, *WITH_CONTEXT, *INVISIBLE]) == sorted(_C.sync_edges())

@@ -137,7 +137,7 @@ def test_await_and_torchs_future_without_a_callback_thread_fail() -> None:
                         says_so(e)
                     else:
                         raise AssertionError("awaited without a thread")
-                    engine._native.let_go()
+                    engine._native.release_held()
                     write.wait(timeout=60)
                     try:
                         target.wait()

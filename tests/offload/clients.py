@@ -122,7 +122,7 @@ class Client:
         self._first = (number + 1) << 20  # versions of its own
         self._stores = {f"{server}/": RemoteOffloader(server, namespace="shared") for server in SERVERS}
         self._stores |= {f"{server}/{number}/": RemoteOffloader(server) for server in SERVERS}
-        self._under_way: collections.deque[Batch] = collections.deque()
+        self._in_flight: collections.deque[Batch] = collections.deque()
         self._lock = threading.Lock()
         self._left: int | None = None  # until it is killed
         self._ends: dict[int, int] = {}  # when reads have ended
@@ -131,10 +131,10 @@ class Client:
         """Do so much, some of it at a time, and wait for the end of all."""
         for _ in range(operations):
             self._begin()
-            while len(self._under_way) >= window:
-                self._look(self._under_way.popleft())
-        while self._under_way:
-            self._look(self._under_way.popleft())
+            while len(self._in_flight) >= window:
+                self._look(self._in_flight.popleft())
+        while self._in_flight:
+            self._look(self._in_flight.popleft())
 
     def die_after(self, operations: int, window: int) -> None:
         """Work until so much has ended, and be killed then."""
@@ -188,7 +188,7 @@ class Client:
 
     def _follow(self, number: int, place: str, keys: list[str], future: CUDAFuture[Any], begin: int = 0) -> None:
         future.add_done_callback(partial(self._ended, number))
-        self._under_way.append(Batch(number, begin or now(), place, keys, future))
+        self._in_flight.append(Batch(number, begin or now(), place, keys, future))
 
     def _ended(self, number: int, future: CUDAFuture[Any]) -> None:
         """Note at once that something has ended; and die, where that was to be the last."""
@@ -258,7 +258,7 @@ def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
         return {
             "grown": at_end - at_half,
             "written": statistics.bytes_written - written,
-            "most_under_way": statistics.most_under_way,
+            "most_in_flight": statistics.most_in_flight,
             "refused": statistics.refused,
         }
 
@@ -266,7 +266,7 @@ def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
 def wait_for(service: OffloadService, condition: Callable[[], bool]) -> None:
     """Wait until the service has noticed who is gone, and lets go of what it had of them; nothing tells of that."""
     end = time.monotonic() + LONG
-    while not condition() or service.statistics().under_way:
+    while not condition() or service.statistics().in_flight:
         assert time.monotonic() < end, service.statistics()
         service.store.flush().exception(timeout=LONG)
 

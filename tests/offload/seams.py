@@ -35,7 +35,7 @@ _sequences = itertools.count(1 << 40)  # of requests that a test makes itself
 
 
 def held() -> Engine:
-    """Return a disk that gives no result before ``let_go()``."""
+    """Return a disk that gives no result before ``release_held()``."""
     return Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
 
 
@@ -45,7 +45,7 @@ def let_go_at_the_end(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        engine._native.let_go()
+        engine._native.release_held()
 
 
 def spoil(folder: Path, tensor: torch.Tensor) -> Callable[[], None]:
@@ -88,7 +88,7 @@ def expect_idle(remote: RemoteOffloader) -> None:
 
     def is_idle() -> bool:
         found = remote.statistics()
-        return (found.pending, found.under_way, found.waiting) == (0, 0, 0)
+        return (found.pending, found.in_flight, found.waiting) == (0, 0, 0)
 
     wait_for(is_idle)
 
@@ -286,7 +286,7 @@ class Lost:
         self.made: deque[None] = deque()
         """one entry for each call that has been made in the end"""
 
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         """Have all of them made now."""
         self._goes_on.set()
 

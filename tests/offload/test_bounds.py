@@ -90,7 +90,7 @@ def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limit
         assert not asking.is_alive()
         assert len(asked) == 80
         assert not any(write.done() for write in asked)
-        engine._native.let_go()
+        engine._native.release_held()
         assert wait_all(asked, timeout=PATIENCE) == [data.nbytes] * 80
         for remote in remotes:
             reads = [remote.read(f"{i}") for i in range(40)]
@@ -135,7 +135,7 @@ def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) 
         with pytest.raises(ValueError, match=f"up to {PIECE} bytes"):
             put(remote, [small()], zeros(5 * PIECE))
         found = service.statistics()
-        assert (found.refused, found.most_under_way) == (1, 0)
+        assert (found.refused, found.most_in_flight) == (1, 0)
         assert remote.keys() == []
 
 
@@ -181,10 +181,10 @@ def test_a_request_that_waits_for_another_takes_no_memory_when_its_session_has_e
             else:
                 waiting = send(remote, verb, [change_of("x", after=1 << 50)])
             assert remote.keys() == []
-            assert service.statistics().under_way == (data.nbytes if verb == wire.PUT else 0)
+            assert service.statistics().in_flight == (data.nbytes if verb == wire.PUT else 0)
             assert not waiting.done()
         waiting.exception(timeout=PATIENCE)
-        wait_for(lambda: service.statistics().clients == service.statistics().under_way == 0)
+        wait_for(lambda: service.statistics().clients == service.statistics().in_flight == 0)
 
 
 # ---- quotas

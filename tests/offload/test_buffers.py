@@ -77,7 +77,7 @@ def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteOffloade
         assert torch.equal(remote.read("there").wait(timeout=PATIENCE), small(1))
         assert not held.kept.has_more()
         assert not any(write.done() for write in (*held.writes, *later))
-        assert remote.statistics().under_way == (BUFFERS + len(later)) * PACK
+        assert remote.statistics().in_flight == (BUFFERS + len(later)) * PACK
     wait_all([*held.writes, *later], timeout=PATIENCE)
     expected = pack_of("later 2")
     read = remote.readv(expected).wait(timeout=PATIENCE)
@@ -94,7 +94,7 @@ def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: OffloadSe
         first = remote.writev(dict(tensors[: IN_PACK // 2]))
         time.sleep(2)
         second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
-        assert remote.statistics().under_way == 2 * PACK
+        assert remote.statistics().in_flight == 2 * PACK
         for late in (brief, first):
             assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
         assert not second.done()
@@ -150,7 +150,7 @@ def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: Offload
     buffers = handler_of(service).session(remote._token).buffers
     unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
     mine = remote.read("x")
-    while not service.statistics().under_way:
+    while not service.statistics().in_flight:
         assert not mine.done()
     handler_of(service).end(remote._token)
     assert mine.exception(timeout=PATIENCE) is not None

@@ -112,12 +112,12 @@ def transposed(remote: RemoteOffloader, size: int) -> None:
 @contextlib.contextmanager
 def without(edge: str) -> Iterator[None]:
     """Cut an edge for a block, whatever that makes of the values."""
-    _C.cut_edge(edge)
+    _C.cut_sync_edge(edge)
     try:
         with contextlib.suppress(AssertionError):
             yield
     finally:
-        _C.cut_edge(None)
+        _C.cut_sync_edge(None)
 
 
 SCENARIOS = [

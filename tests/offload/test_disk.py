@@ -52,7 +52,7 @@ def error_number(future: CUDAFuture[Any], what: str) -> int:
 def expect_names(service: OffloadService, names: int) -> None:
     """See that the store has so many; what is removed, nobody waits for."""
     end = time.monotonic() + PATIENCE
-    while len(service.store) != names or service.statistics().under_way:
+    while len(service.store) != names or service.statistics().in_flight:
         assert time.monotonic() < end, service.store.keys()
         service.store.flush().exception(timeout=PATIENCE)
 

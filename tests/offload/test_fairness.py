@@ -74,12 +74,12 @@ def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind
         let_go_at_the_end(engine),
     ):
         flood = flood_of(flooding, kind)
-        wait_for(lambda: service.statistics().under_way > WINDOW - PIECE // 2)
+        wait_for(lambda: service.statistics().in_flight > WINDOW - PIECE // 2)
         mine: list[CUDAFuture[Any]] = [other.read("large"), other.write("mine", LARGE)]
         # More than a window and one of them: so both are with the disk, and thousands that were asked for earlier wait.
-        wait_for(lambda: service.statistics().under_way > WINDOW + LARGE.nbytes)
+        wait_for(lambda: service.statistics().in_flight > WINDOW + LARGE.nbytes)
         assert not any(future.done() for future in (*flood, *mine))
-        engine._native.let_go()
+        engine._native.release_held()
         assert torch.equal(mine[0].wait(timeout=PATIENCE), LARGE)
         mine[1].wait(timeout=PATIENCE)
         assert torch.equal(other.read("mine").wait(timeout=PATIENCE), LARGE)
@@ -87,7 +87,7 @@ def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind
 
 
 @FLOODS
-def test_what_a_service_has_under_way_keeps_within_its_memory(written: Path, kind: str) -> None:
+def test_what_a_service_has_in_flight_keeps_within_its_memory(written: Path, kind: str) -> None:
     clients, memory = 3, 3 * WINDOW
     with (
         held() as engine,
@@ -99,14 +99,14 @@ def test_what_a_service_has_under_way_keeps_within_its_memory(written: Path, kin
         floods = [future for remote in remotes for future in flood_of(remote, kind)]
         if kind == "writes":
             floods += [remote.write(f"pieces {i}", PIECES) for i, remote in enumerate(remotes)]
-        wait_for(lambda: service.statistics().under_way > memory - clients * PIECE)
+        wait_for(lambda: service.statistics().in_flight > memory - clients * PIECE)
         assert not any(future.done() for future in floods)
-        assert service.statistics().most_under_way <= memory
-        engine._native.let_go()
+        assert service.statistics().most_in_flight <= memory
+        engine._native.release_held()
         wait_all(floods, timeout=PATIENCE)
         found = service.statistics()
-        assert found.under_way == 0
-        assert memory - clients * PIECE < found.most_under_way <= memory
+        assert found.in_flight == 0
+        assert memory - clients * PIECE < found.most_in_flight <= memory
 
 
 def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> No
         puts = [send(remote, wire.PUT, [entry], data) for entry in entries]
         wait_for(lambda: rpc_ext.statistics().served >= served + count)
         rpc_ext.rpc_sync(ME, services.keys, ("offload", remote._token), timeout=PATIENCE)
-        under_way = service.statistics().under_way
-        engine._native.let_go()
+        in_flight = service.statistics().in_flight
+        engine._native.release_held()
         collect_all(puts).wait(timeout=PATIENCE)
         for put in puts:
             put.exception()
-        assert under_way <= 2 * WINDOW
-        assert service.statistics().most_under_way <= 2 * WINDOW
+        assert in_flight <= 2 * WINDOW
+        assert service.statistics().most_in_flight <= 2 * WINDOW

@@ -129,7 +129,7 @@ def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Pa
             remote.writev({"with the bad one": numbered(1000), "bad": bad})
         writes.append(remote.write("waits, too", numbered(1000)))
         assert not any(write.done() for write in writes)
-        engine._native.let_go()
+        engine._native.release_held()
         assert wait_all(writes, timeout=PATIENCE) == [4000] * 3
         keys = ["under way", "waits", "waits, too"]
         assert sorted(remote.keys()) == keys

@@ -46,6 +46,6 @@ def test_clients_that_are_killed_leave_a_store_that_is_right(tmp_path: Path) -> 
     history.expect_one_store()
     for seen in served:
         assert seen["refused"] == 0
-        assert seen["most_under_way"] <= MEMORY
+        assert seen["most_in_flight"] <= MEMORY
         assert seen["grown"] <= FLAT
     assert sum(seen["written"] for seen in served) > 2 * FLAT

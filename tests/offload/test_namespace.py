@@ -81,7 +81,7 @@ def test_writes_that_end_after_a_private_namespace_was_deleted_are_deleted(tmp_p
         written = send(remote, 1, [entry], data)
         wait_for(lambda: service.store.statistics().pending == 1)
         remote.close()
-        engine._native.let_go()
+        engine._native.release_held()
         written.wait(timeout=PATIENCE)
         wait_for(lambda: len(service.store) == 0 and service.store.statistics().pending == 0)
 

@@ -119,13 +119,13 @@ class Client:
         return self._until_it_fails(read)
 
     def _until_it_fails(self, begin: Callable[[int], tuple[str, Callable[[], None], CUDAFuture[Any]]]) -> list[str]:
-        under_way: collections.deque[tuple[str, Callable[[], None], CUDAFuture[Any]]] = collections.deque()
+        in_flight: collections.deque[tuple[str, Callable[[], None], CUDAFuture[Any]]] = collections.deque()
         failed: list[str] = []
         for number in itertools.count(2):
             if not failed:
-                under_way.append(begin(number))
-            if len(under_way) == AT_ONCE or failed:
-                what, done, future = under_way.popleft()
+                in_flight.append(begin(number))
+            if len(in_flight) == AT_ONCE or failed:
+                what, done, future = in_flight.popleft()
                 error = future.exception(timeout=LONG)
                 if error is None:
                     done()
@@ -136,7 +136,7 @@ class Client:
                     failed.append(what)
             if number == 2 + 2 * AT_ONCE:
                 self._say("under way")
-            if not under_way:
+            if not in_flight:
                 return failed
         raise AssertionError
 
@@ -172,7 +172,7 @@ class Client:
 def expect_names(service: OffloadService, names: int) -> None:
     """Wait until the store has one name for each key and nothing of unfinished writes."""
     end = time.monotonic() + LONG
-    while len(service.store) != names or service.statistics().under_way:
+    while len(service.store) != names or service.statistics().in_flight:
         assert time.monotonic() < end, service.store.keys()
         service.store.flush().exception(timeout=LONG)
 

@@ -290,7 +290,7 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
             with RemoteOffloader(ME, name="slow", timeout=1) as remote:
                 data = numbered(PIECE // 4)
                 writes = {f"{i}": remote.write(f"{i}", data) for i in range(6)}
-                assert remote.statistics().under_way == 2 * PIECE
+                assert remote.statistics().in_flight == 2 * PIECE
                 assert remote.statistics().waiting == 4 * PIECE
                 for key, write in writes.items():
                     error = write.exception(timeout=PATIENCE)
@@ -298,7 +298,7 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
                     assert f"write {key}: " in str(error)
                     assert ME in str(error)
         finally:
-            engine._native.let_go()
+            engine._native.release_held()
 
 
 def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path) -> None:
@@ -309,19 +309,19 @@ def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path
                 remote._window.size = 1 << 40
                 data = numbered(PIECE // 4)
                 writes = [remote.write(f"{i}", data) for i in range(6)]
-                while (statistics := service.statistics()).under_way + statistics.refused * PIECE < 6 * PIECE:
+                while (statistics := service.statistics()).in_flight + statistics.refused * PIECE < 6 * PIECE:
                     assert not writes[0].done()
-                assert (statistics.under_way, statistics.refused) == (4 * PIECE, 2)
-                engine._native.let_go()
+                assert (statistics.in_flight, statistics.refused) == (4 * PIECE, 2)
+                engine._native.release_held()
                 errors = [write.exception(timeout=PATIENCE) for write in writes]
             assert [type(error) for error in errors if error is not None] == [BlockingIOError] * 2
         finally:
-            engine._native.let_go()
+            engine._native.release_held()
 
 
 def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
     none = remote.statistics()
-    assert (none.pending, none.operations, none.failed, none.under_way, none.waiting) == (0, 0, 0, 0, 0)
+    assert (none.pending, none.operations, none.failed, none.in_flight, none.waiting) == (0, 0, 0, 0, 0)
     assert none.window == (1 << 30) // 16
     assert math.isnan(none.latency_p50)
     remote.writev({f"{i}": numbered(100) for i in range(4)}).wait(timeout=PATIENCE)
@@ -330,7 +330,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteOffloader) -> None:
     remote.delete("1").wait(timeout=PATIENCE)
     some = remote.statistics()
     assert (some.bytes_written, some.bytes_read, some.operations, some.failed) == (1600, 400, 4, 1)
-    assert (some.under_way, some.waiting) == (0, 0)
+    assert (some.in_flight, some.waiting) == (0, 0)
     assert 0 < some.latency_p50 <= some.latency_p99
 
 
@@ -343,11 +343,11 @@ def test_errors_of_one_request_are_each_ones_own(remote: RemoteOffloader) -> Non
         assert notes == [f"write {i} on worker '{ME}'"]
 
 
-def test_what_is_under_way_keeps_within_the_window(tmp_path: Path) -> None:
+def test_what_is_in_flight_keeps_within_the_window(tmp_path: Path) -> None:
     with serve_offload(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteOffloader(ME) as remote:
         wait_all([remote.write(f"{i}", numbered(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
         wait_all([remote.read(f"{i}") for i in range(8)], timeout=PATIENCE)
-        assert PIECE <= service.statistics().most_under_way <= 2 * PIECE
+        assert PIECE <= service.statistics().most_in_flight <= 2 * PIECE
 
 
 # ---- who breaks the rules
@@ -480,7 +480,7 @@ def test_hostile_requests_are_refused_and_change_nothing(service: OffloadService
                 continue
             assert wire.parse_answer(body[1], 1, answer, []).errors.keys() == {0}, body
         assert service.statistics().refused > refused + soak_count(500) // 2
-        assert service.statistics().under_way == 0
+        assert service.statistics().in_flight == 0
         assert mine.keys() == []
         (part,) = send(other, wire.FETCH, [wire.Fetch(looked_up.sequence, 1)]).wait(timeout=PATIENCE).entries
         assert isinstance(part, wire.Part)

@@ -385,7 +385,7 @@ def test_sessions_whose_begin_has_timed_out_are_given_back(tmp_path: Path) -> No
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 RemoteOffloader(ME, timeout=0.05)
-        begins.let_go()
+        begins.release_held()
         wait_for(lambda: len(begins.made) == 3 and service.statistics().clients == 0)
         with RemoteOffloader(ME), RemoteOffloader(ME):
             assert service.statistics().clients == 2

@@ -58,7 +58,7 @@ def test_no_part_of_an_aborted_upload_ends_well(tmp_path: Path) -> None:
         client = Client(store, capacity=LARGE.nbytes)
         ends = [client.put(0), client.put(1)]
         client.uploads.fail(1, TimeoutError("the client gave it up"))
-        engine._native.let_go()
+        engine._native.release_held()
         assert [str(end.wait(timeout=PATIENCE)) for end in ends] == ["the client gave it up"] * 2
         with pytest.raises(TimeoutError, match="gave it up"):
             client.put(1)

@@ -130,7 +130,7 @@ def test_closing_lets_go_who_waits() -> None:
         assert isinstance(waiter.error, InvalidStateError)
 
 
-def test_the_refusal_says_how_much_is_under_way() -> None:
+def test_the_refusal_says_how_much_is_in_flight() -> None:
     of = destination(1, 100)
     assert of.try_admit(7)
     assert "1 calls and 7 bytes are in flight to worker 'other' (at most 1 and 100)" in str(of.would_block())
@@ -140,18 +140,18 @@ def test_the_refusal_says_how_much_is_under_way() -> None:
 @given(st.lists(st.tuples(st.integers(0, 150), st.booleans()), max_size=60), st.integers(1, 5), st.integers(1, 120))
 def test_the_limits_hold_whatever_comes(steps: list[tuple[int, bool]], calls: int, size: int) -> None:
     of = destination(calls, size)
-    under_way: list[int] = []
+    in_flight: list[int] = []
     made = 0
     for wanted, ends in steps:
-        fits = not under_way or (len(under_way) < calls and sum(under_way) + wanted <= size)
+        fits = not in_flight or (len(in_flight) < calls and sum(in_flight) + wanted <= size)
         assert of.try_admit(wanted) is fits
         if fits:
-            under_way.append(wanted)
+            in_flight.append(wanted)
             made += 1
-        if ends and under_way:
-            finish(of, under_way.pop(0))
+        if ends and in_flight:
+            finish(of, in_flight.pop(0))
         statistics = of.statistics()
-        assert (statistics.in_flight, statistics.bytes_in_flight) == (len(under_way), sum(under_way))
+        assert (statistics.in_flight, statistics.bytes_in_flight) == (len(in_flight), sum(in_flight))
         assert statistics.calls == made
 
 

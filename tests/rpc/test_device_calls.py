@@ -57,7 +57,7 @@ def test_an_edge_that_is_missing_at_either_end_is_found_there(ranks: World, meet
             pytest.raises(RaceError, match="nothing orders the two") if guilty else contextlib.nullcontext(),
             calling("lazy", meeting, rank=rank, size=2),
         ):
-            _C.cut_edge(edge if guilty else None)
+            _C.cut_sync_edge(edge if guilty else None)
             dist.barrier()
             try:
                 if rank == 0:
@@ -65,7 +65,7 @@ def test_an_edge_that_is_missing_at_either_end_is_found_there(ranks: World, meet
                         rpc_async(1, doubled, (filled(1.0),)).wait(non_blocking=True, timeout=LONG).mul_(2)
                 dist.barrier()
             finally:
-                _C.cut_edge(None)
+                _C.cut_sync_edge(None)
 
     ranks.run(run)
 

@@ -53,11 +53,11 @@ def test_no_seed_shows_a_race(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def cut(edge: str) -> Iterator[None]:
-    _C.cut_edge(edge)
+    _C.cut_sync_edge(edge)
     try:
         yield
     finally:
-        _C.cut_edge(None)
+        _C.cut_sync_edge(None)
 
 
 def findings(scenario: Callable[[str], None], edge: str, meeting: Path) -> tuple[bool, bool]:

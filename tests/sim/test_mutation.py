@@ -36,7 +36,7 @@ def findings(scenario: Scenario, edge: str | None) -> tuple[list[sim.Report], Ex
         sim.disable()
 
 
-@pytest.mark.parametrize("edge", _C.edges())
+@pytest.mark.parametrize("edge", _C.sync_edges())
 def test_a_missing_edge_is_found(edge: str) -> None:
     assert edge in SCENARIOS, "a new edge needs a scenario that notices when it is missing"
     scenario = SCENARIOS[edge]
@@ -50,17 +50,17 @@ def test_a_missing_edge_is_found(edge: str) -> None:
 
 
 def test_there_is_no_scenario_without_its_edge() -> None:
-    assert set(SCENARIOS) == set(_C.edges())
+    assert set(SCENARIOS) == set(_C.sync_edges())
 
 
 def test_an_edge_that_is_not_there_cannot_be_cut() -> None:
-    for call in (_C.cut_edge, _C.edge_stands):
+    for call in (_C.cut_sync_edge, _C.has_sync_edge):
         with pytest.raises(ValueError, match="no sync edge is named 'wait'"):
             call("wait")
 
 
 def test_nothing_is_cut_unless_a_test_does_it() -> None:
-    assert all(map(_C.edge_stands, _C.edges()))
+    assert all(map(_C.has_sync_edge, _C.sync_edges()))
     with cut("wait.stream"):
-        assert [edge for edge in _C.edges() if not _C.edge_stands(edge)] == ["wait.stream"]
-    assert all(map(_C.edge_stands, _C.edges()))
+        assert [edge for edge in _C.sync_edges() if not _C.has_sync_edge(edge)] == ["wait.stream"]
+    assert all(map(_C.has_sync_edge, _C.sync_edges()))

@@ -19,7 +19,7 @@ def held_engine() -> Iterator[Engine]:
         try:
             yield engine
         finally:
-            engine._native.let_go()
+            engine._native.release_held()
 
 
 def failing(**faults: Any) -> Engine:

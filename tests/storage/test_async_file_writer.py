@@ -150,7 +150,7 @@ def test_raw_memory_is_kept_and_goes_where_it_is_told(held: Engine, path: Path) 
             del tensor
             gc.collect()
             if value == 1:
-                held._native.let_go()
+                held._native.release_held()
                 writer.synchronize()
         writer.write_raw(None, 0, 0, 20)
         assert writer.offset == 20
@@ -168,7 +168,7 @@ def test_a_source_that_was_copied_may_be_changed_before_it_is_written(held: Engi
         writer.sync_before_step()
         assert not written.done()
         source.fill_(7)
-        held._native.let_go()
+        held._native.release_held()
     assert path.read_bytes() == b"bytes" + bytes(64 * 64 * 4)
 
 
@@ -186,7 +186,7 @@ def test_one_more_than_may_be_pending_waits(held: Engine, path: Path) -> None:
     assert begun.wait(PATIENCE)
     assert held.statistics().pending == 3
     assert not ended.is_set()
-    held._native.let_go()
+    held._native.release_held()
     thread.join(PATIENCE)
     assert gather(*futures).wait(timeout=PATIENCE) == [80] * 4
     writer.close()
@@ -306,7 +306,7 @@ def test_a_write_that_is_cancelled_is_missed(path: Path) -> None:
     writer = AsyncFileWriter(path, engine=one_at_a_time)
     futures: list[CUDAFuture[int]] = [writer.write_tensor(torch.ones(10)) for _ in range(3)]
     assert futures[2].cancel()
-    one_at_a_time._native.let_go()
+    one_at_a_time._native.release_held()
     with pytest.raises(CancelledError):
         writer.synchronize()
     writer.close()

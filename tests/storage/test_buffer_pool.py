@@ -141,7 +141,7 @@ def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
             del buffer
         later = pool.take(MIB)
         assert not later.done()
-        engine._native.let_go()
+        engine._native.release_held()
         write.wait(timeout=PATIENCE)
         del write
         got(later).tensor.zero_()

@@ -27,7 +27,7 @@ def test_closing_says_nothing_of_a_write_that_fails_meanwhile(tmp_path: Path, ca
         write = store.write("a", numbered(SMALL))
         closing = threading.Thread(target=store.close)
         closing.start()
-        engine._native.let_go()
+        engine._native.release_held()
         closing.join(PATIENCE)
         assert isinstance(write.exception(timeout=0), StorageError)
     del write
@@ -86,7 +86,7 @@ try:
     say("not interrupted")
 except KeyboardInterrupt:
     say("interrupted")
-engine._native.let_go()
+engine._native.release_held()
 store.close()
 with Offloader(folder, durable=True) as store: say(store.keys())
 """
@@ -137,7 +137,7 @@ def test_what_is_small_is_held_up_too_by_an_engine_that_is_full(tmp_path: Path) 
         while engine.statistics().pending < 4:
             through.wait(0)
         assert not through.is_set()
-        engine._native.let_go()
+        engine._native.release_held()
         assert through.wait(PATIENCE)
         reading.join()
         assert all(torch.equal(t, numbered(SMALL)) for t in gather(*reads).wait(timeout=PATIENCE))

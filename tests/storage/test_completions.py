@@ -78,7 +78,7 @@ def test_what_the_engine_has_cannot_be_cancelled(held: Engine, tmp_path: Path) -
     assert future.released is not None
     assert not future.cancel()
     assert not future.done()
-    held._native.let_go()
+    held._native.release_held()
     offloader.synchronize()
     assert future.wait(timeout=PATIENCE) == 4000
     assert future.released.done()
@@ -106,7 +106,7 @@ def test_one_more_than_may_be_pending_waits_for_the_oldest(
     end = offloader._completions.end
 
     def end_when_let_go(operation: Operation) -> None:
-        held._native.let_go()
+        held._native.release_held()
         end(operation)
 
     monkeypatch.setattr(offloader._completions, "end", end_when_let_go)
@@ -120,7 +120,7 @@ def test_what_is_done_is_held_no_longer(held: Engine, tmp_path: Path) -> None:
     (x,), _ = numbered(1)
     future = offloader.async_write(x)
     assert len(offloader._completions._pending) == 1
-    held._native.let_go()
+    held._native.release_held()
     future.wait(timeout=PATIENCE)
     assert not offloader._completions._pending
 
@@ -157,7 +157,7 @@ def test_a_tensor_may_be_dropped_while_it_is_written(held: Engine, tmp_path: Pat
     del view
     gc.collect()
     assert whole.size() == 8000
-    held._native.let_go()
+    held._native.release_held()
     assert future.wait(timeout=PATIENCE) == 8000
     assert whole.size() == 0
     again = torch.empty(0, dtype=torch.int64).set_(whole, 0, (1000,))  # type: ignore[call-overload]
@@ -239,7 +239,7 @@ def test_who_synchronizes_ends_everything_before_it_raises(held: Engine, tmp_pat
         offloader._completions.collect = original  # type: ignore[method-assign]
 
     in_a_thread(interrupted).join(PATIENCE)
-    held._native.let_go()
+    held._native.release_held()
     with pytest.raises(ZeroDivisionError):
         offloader.synchronize()
     assert ran.is_set()

@@ -115,7 +115,7 @@ def test_the_error_of_a_call_that_was_interrupted_is_not_lost(tmp_path: Path, mo
         patch.setattr(offloader._completions, "end", interrupt)
         with pytest.raises(KeyboardInterrupt):
             offloader.sync_write(torch.ones(4))
-    engine._native.let_go()
+    engine._native.release_held()
     with pytest.raises(StorageError):
         offloader.synchronize()
     offloader.close()
@@ -172,7 +172,7 @@ def test_an_offloader_that_is_dropped_ends_what_it_has_begun(held: Engine, tmp_p
     future = offloader.async_write(x)
     del offloader
     gc.collect()
-    held._native.let_go()
+    held._native.release_held()
     assert future.wait(timeout=PATIENCE) == 4000
     assert size(x) == 0
 
@@ -267,7 +267,7 @@ for way in ways:
         way()
     except KeyboardInterrupt:
         say("interrupted")
-engine._native.let_go()
+engine._native.release_held()
 offloader.synchronize()
 offloader.sync_read(x)
 say(str(x.sum().item()))

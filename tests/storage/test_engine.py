@@ -119,7 +119,7 @@ def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path:
         empty = file.write(ones(0))
         assert engine.statistics().pending == 11
         assert not any(write.done() for write in writes)
-        engine._native.let_go()
+        engine._native.release_held()
         assert wait_all([*writes, empty], timeout=PATIENCE) == [2 * BLOCK] * 10 + [0]
         done = engine.statistics()
         assert (done.pending, done.writes, done.reads, done.bytes_written) == (0, 11, 0, 20 * BLOCK)
@@ -138,7 +138,7 @@ def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, t
         assert not first.cancel()
         with pytest.raises(CancelledError):
             waiting.wait()
-        engine._native.let_go()
+        engine._native.release_held()
         assert first.wait(timeout=PATIENCE) == 100 * BLOCK
         assert last.wait(timeout=PATIENCE) == BLOCK
         assert waiting.released is not None
@@ -161,7 +161,7 @@ def test_whoever_submits_more_than_may_be_pending_is_held_up(backend: str, tmp_p
         assert begun.wait(PATIENCE)
         assert engine.statistics().pending == 3
         assert not ended.is_set()
-        engine._native.let_go()
+        engine._native.release_held()
         thread.join(PATIENCE)
         assert wait_all(writes, timeout=PATIENCE) == [BLOCK] * 4
 
@@ -197,7 +197,7 @@ def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(bac
         assert aligned.released is not None
         if file.is_direct:
             assert not aligned.released.done()
-        engine._native.let_go()
+        engine._native.release_held()
         write.wait(timeout=PATIENCE)
         aligned.wait(timeout=PATIENCE)
         aligned.released.wait(timeout=PATIENCE)
@@ -209,7 +209,7 @@ def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(bac
 def test_tensors_are_kept_until_their_futures_are_done(backend: str, tmp_path: Path) -> None:
     with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(torch.full((5000,), float(i)), i * 20000) for i in range(10)]
-        engine._native.let_go()
+        engine._native.release_held()
         wait_all(writes, timeout=PATIENCE)
         for i in range(10):
             got = torch.zeros(5000)
@@ -266,7 +266,7 @@ def test_a_held_up_thread_hears_that_the_engine_is_closed(backend: str, tmp_path
     closing = threading.Thread(target=engine.close)
     closing.start()
     thread.join(PATIENCE)
-    engine._native.let_go()
+    engine._native.release_held()
     closing.join(PATIENCE)
     assert first.wait(timeout=PATIENCE) == BLOCK
     assert isinstance(errors[0], InvalidStateError)
@@ -375,6 +375,6 @@ def test_what_is_small_does_not_wait_for_all_of_what_is_large(backend: str, tmp_
         order: list[str] = []
         large = file.write(ones(200)).then(lambda done: order.append("large"))
         small = [file.write(ones(1), (200 + i) * BLOCK).then(lambda done: order.append("small")) for i in range(5)]
-        engine._native.let_go()
+        engine._native.release_held()
         wait_all([large, *small], timeout=PATIENCE)
         assert order == ["small"] * 5 + ["large"]

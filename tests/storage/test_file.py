@@ -336,7 +336,7 @@ def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -
     with held_engine() as engine:
         file = File(path, "w+", engine=engine)
         assert opened(path) > 0
-        under_way = file.write(torch.ones(1000))
+        in_flight = file.write(torch.ones(1000))
         while not path.stat().st_size:  # it has begun, and its result does not come yet
             pass
         file.close()
@@ -345,8 +345,8 @@ def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -
                 refused()
         assert isinstance(file.sync().exception(timeout=PATIENCE), InvalidStateError)
         assert opened(path) > 0
-        engine._native.let_go()
-        assert under_way.wait(timeout=PATIENCE) == 4000
+        engine._native.release_held()
+        assert in_flight.wait(timeout=PATIENCE) == 4000
         assert opened(path) == 0
 
 

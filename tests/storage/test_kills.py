@@ -95,28 +95,28 @@ def write_durably(say: Say, folder: str, backend: str, seed: int, number: int) -
     """Carry a plan out, some of it at a time, and say of each step when it begins and that it is done."""
     store = Offloader(folder, engine=engine_on(backend), durable=True)
     say("open")
-    under_way: deque[CUDAFuture[Any]] = deque()
+    in_flight: deque[CUDAFuture[Any]] = deque()
     window = random.Random(f"{seed} {number}").choice([1, 4, 32])
     for i, (key, version) in enumerate(Plan(seed, number).steps()):
-        if len(under_way) == window:
-            under_way.popleft().exception()
+        if len(in_flight) == window:
+            in_flight.popleft().exception()
         content = None if version is None else content_of(key, version)
         say(f"begun {i}")
         future: CUDAFuture[Any] = store.delete(key) if content is None else store.write(key, content)
         future.add_done_callback(partial(report, say, i))
-        under_way.append(future)
+        in_flight.append(future)
     store.flush().exception()
 
 
 def write_atomically(say: Say, folder: str, backend: str, begin: int) -> None:
     store = Offloader(folder, engine=engine_on(backend), durable=True)
-    under_way: deque[CUDAFuture[int]] = deque()
+    in_flight: deque[CUDAFuture[int]] = deque()
     for version in range(begin, begin + 10_000):
-        if len(under_way) == 3:
-            under_way.popleft().wait()
+        if len(in_flight) == 3:
+            in_flight.popleft().wait()
         future = store.writev({key: content_of(key, version) for key in HOT_KEYS + KEYS[:4]}, atomic=True)
         future.add_done_callback(partial(report, say, version))
-        under_way.append(future)
+        in_flight.append(future)
 
 
 def link_each_version(say: Say, folder: str, backend: str, begin: int) -> None:
@@ -302,7 +302,7 @@ def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: 
     assert in_time
 
 
-def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_under_way(tmp_path: Path) -> None:
+def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_in_flight(tmp_path: Path) -> None:
     """A copy of the files at that moment is what a crash leaves."""
     with Engine("threads", threads=2) as engine, Offloader(tmp_path / "store", engine=engine, durable=True) as store:
         store.write("key", torch.tensor([1])).wait(timeout=PATIENCE)
@@ -315,7 +315,7 @@ def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_under_wa
         thread.start()
         while "key" in store:
             os.sched_yield()
-        engine._native.let_go()
+        engine._native.release_held()
         write.wait(timeout=PATIENCE)
         shutil.copytree(tmp_path / "store", tmp_path / "crashed")
         thread.join()

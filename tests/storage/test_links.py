@@ -119,7 +119,7 @@ def test_of_links_of_which_one_cannot_be_none_is_made(store: Offloader) -> None:
             call()
 
 
-def test_the_last_of_writes_links_and_deletions_under_way_wins(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_the_last_of_writes_links_and_deletions_in_flight_wins(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with Offloader(tmp_path, engine=engine, durable=durable) as store:
         store.write("old", contents(100, 1)).wait(timeout=PATIENCE)
         for number in range(50):

@@ -135,7 +135,7 @@ def test_commit_waits_for_parts_in_flight(tmp_path: Path) -> None:
     committed = write.commit()
     assert not committed.done()
     assert not any(part.done() for part in parts)
-    engine._native.let_go()
+    engine._native.release_held()
     assert committed.wait(timeout=PATIENCE) == 300_000
     assert all(part.done() for part in parts)
     assert torch.equal(get(store, "x"), contents(300_000))
@@ -149,7 +149,7 @@ def test_flush_waits_for_parts_and_not_for_open_writes(tmp_path: Path) -> None:
     part = write.put(0, contents(10))
     flushed = store.flush()
     assert not flushed.done()
-    engine._native.let_go()
+    engine._native.release_held()
     flushed.wait(timeout=PATIENCE)
     assert part.done()
     store.close()
@@ -380,7 +380,7 @@ def test_abort_after_commit_changes_nothing(tmp_path: Path) -> None:
     committed = write.commit()
     write.abort()
     del write
-    engine._native.let_go()
+    engine._native.release_held()
     assert committed.wait(timeout=PATIENCE) == 10
     expect(store, {"x": contents(10)})
     store.close()
@@ -392,7 +392,7 @@ def test_abort_frees_the_room_when_parts_in_flight_have_ended(tmp_path: Path) ->
     part = write.put(0, contents(LEAF))
     write.abort()
     assert store.statistics().used == 600_000
-    engine._native.let_go()
+    engine._native.release_held()
     assert part.wait(timeout=PATIENCE) == LEAF
     assert store.statistics().used == 0
     store.close()

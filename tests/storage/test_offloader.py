@@ -40,7 +40,7 @@ def test_small_ones_of_many_calls_go_together_while_the_disk_is_busy(tmp_path: P
     with engine, store:
         tensors = [numbered(16, i) for i in range(1000)]
         writes = [store.write(f"{i}", tensor) for i, tensor in enumerate(tensors)]
-        engine._native.let_go()
+        engine._native.release_held()
         assert gather(*writes).wait(timeout=PATIENCE) == [64] * 1000
         assert store.statistics().transfers == 2  # the first by itself, the others when it was done
         assert torch.equal(get(store, "789"), tensors[789])
@@ -66,7 +66,7 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(tmp_path: Pat
     engine, store = held(tmp_path)
     with engine, store:
         first = store.write("tensor", numbered(size, 1))
-        engine._native.let_go()
+        engine._native.release_held()
         first.wait(timeout=PATIENCE)
         old = [store.read("tensor") for _ in range(20)]
         store.write("tensor", numbered(size, 2))
@@ -86,7 +86,7 @@ def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) 
         written = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
         deleted = [store.delete("a"), store.delete("b")]
         missing = store.delete("b")
-        engine._native.let_go()
+        engine._native.release_held()
         wait([*written, *deleted], timeout=PATIENCE)
         assert [f.exception() for f in (*written, *deleted)] == [None] * 4
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)

@@ -111,7 +111,7 @@ def test_closing_waits_for_what_was_asked_for_and_refuses_the_rest(tmp_path: Pat
         closing = threading.Thread(target=store.close)
         closing.start()
         assert not flushed.done()
-        engine._native.let_go()
+        engine._native.release_held()
         closing.join(PATIENCE)
         assert all(f.done() for f in (*futures, flushed))
         gather(*futures).wait(timeout=0)
@@ -127,7 +127,7 @@ def test_flush_waits_for_what_was_asked_before_it(tmp_path: Path) -> None:
         before = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
         first, second = store.flush(), store.flush()
         assert not first.done()
-        engine._native.let_go()
+        engine._native.release_held()
         second.wait(timeout=PATIENCE)
         assert first.done()
         assert all(f.done() for f in before)
@@ -139,7 +139,7 @@ def test_flush_tells_of_a_write_that_fails_meanwhile(tmp_path: Path) -> None:
         store = Offloader(tmp_path, engine=engine)
         write = store.write("a", numbered(SMALL))
         flushed = store.flush()
-        engine._native.let_go()
+        engine._native.release_held()
         assert isinstance(write.exception(timeout=PATIENCE), StorageError)
         assert str(flushed.exception(timeout=PATIENCE)) == str(write.exception())
         store.flush().wait(timeout=PATIENCE)  # that was told

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 def held(backend: str, block_size: int = BLOCK) -> Engine:
-    """Return an engine with one block, whose first result is held until ``let_go``."""
+    """Return an engine with one block, whose first result is held until ``release_held``."""
     try:
         return Engine(backend, queue_depth=1, block_size=block_size, threads=1, _faults={"held": True})
     except StorageError as e:
@@ -57,7 +57,7 @@ def test_an_urgent_read_overtakes_queued_writes(backend: str, size: int, tmp_pat
         writes = [noted(order, "write", file.write(blocks(20), 20 * i * BLOCK)) for i in range(1, 10)]
         later = noted(order, "read", file.read(blocks(size)))
         urgent = noted(order, "urgent", file.read(blocks(size), priority=-1))
-        engine._native.let_go()
+        engine._native.release_held()
         wait_all([first, *writes, later, urgent], timeout=PATIENCE)
     assert order[:2] == ["first", "urgent"]
     assert sorted(order[2:]) == ["read"] + ["write"] * 9
@@ -72,7 +72,7 @@ def test_one_block_of_eight_is_not_urgent(backend: str, size: int, tmp_path: Pat
         first = occupied(engine, file, order)
         writes = [noted(order, "write", file.write(blocks(size), 100 * i * BLOCK)) for i in range(1, 4)]
         urgent = [noted(order, "urgent", file.read(blocks(1), i * BLOCK, priority=-1)) for i in range(100)]
-        engine._native.let_go()
+        engine._native.release_held()
         wait_all([first, *writes, *urgent], timeout=PATIENCE)
     ended = [at for at, name in enumerate(order) if name == "write"]
     assert all(at <= 8 * (size * i + 1) for i, at in enumerate(ended, 1)), ended
@@ -88,7 +88,7 @@ def test_an_urgent_read_of_a_store_overtakes_small_reads_and_writes(backend: str
         futures = [noted(order, "read", store.read(f"{i}")) for i in range(0, 199, 2)]
         futures += [noted(order, "write", store.write(f"new {i}", torch.ones(100_000))) for i in range(10)]
         urgent = noted(order, "urgent", store.read("199", priority=-1))
-        engine._native.let_go()
+        engine._native.release_held()
         wait_all([*futures, urgent], timeout=PATIENCE)
         assert urgent.value()[0] == 199
     assert order.index("urgent") <= 1

@@ -213,7 +213,7 @@ def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: P
         writes = [store.write(key, contents(1000)) for key in in_flight]
         fill(disk / "ballast")
         deletions = [store.delete(key) for key in in_flight]
-        engine._native.let_go()
+        engine._native.release_held()
         assert {error_number(write) for write in writes} <= {0, errno.ENOSPC}
         wait_all(deletions, timeout=PATIENCE)
         for key in tensors:

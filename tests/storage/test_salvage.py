@@ -176,7 +176,7 @@ with open(os.environ["FIFO"], "w"):  # its batch is being synced
     new = store.write("key", torch.empty(0))
     with File(sys.argv[2], "w", engine=engine) as file:
         last = file.write(torch.ones(1))
-        engine._native.let_go()
+        engine._native.release_held()
         last.wait()
 for write in first, old, new: write.wait()
 store.close()

@@ -354,7 +354,7 @@ def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
         assert far.futures[-1].wait(timeout=PATIENCE) is None
         run_callbacks()
         assert not flush.done()
-        engine._native.let_go()
+        engine._native.release_held()
         flush.wait(timeout=PATIENCE)
         assert write.done()
 

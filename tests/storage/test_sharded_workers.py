@@ -206,5 +206,5 @@ def see_a_shard_die_in_the_midst(rank: int, store: str, folder: str) -> None:
     end()
 
 
-def test_a_shard_dies_while_much_is_under_way(tmp_path: Path) -> None:
+def test_a_shard_dies_while_much_is_in_flight(tmp_path: Path) -> None:
     run_ranks(3, see_a_shard_die_in_the_midst, str(tmp_path / "store"), str(tmp_path), lost=[1])

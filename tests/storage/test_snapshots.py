@@ -221,7 +221,7 @@ def test_reading_nothing_is_done_at_once(store: Offloader, priority: int) -> Non
 def test_the_tensors_live_until_the_read_is_done(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     written = store.write("x", contents(1000))
-    engine._native.let_go()
+    engine._native.release_held()
     written.wait(timeout=PATIENCE)
     snapshot = take(store, "x")
     reads = [store.read_parts([(snapshot, 0, blank(1000))], digests=torch.zeros(1, dtype=torch.uint64)) for _ in "123"]

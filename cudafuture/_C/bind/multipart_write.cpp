@@ -1,4 +1,4 @@
-// Multipart writes of cudafuture.storage.
+// Multipart writes of cudafuture.store.
 #include "store/multipart_write.h"
 
 #include <ATen/core/Tensor.h>

@@ -118,7 +118,7 @@ void bind_storage(nb::module_& m) {
       .def("statistics", engine_statistics)
       .def("transfer", transfer, nb::arg("file"), nb::arg("reads"), nb::arg("tensors"), nb::arg("offset"),
            nb::arg("name"), nb::arg("priority"))
-      .def("let_go", [](EngineHandle& self) { self.engine->release_held(); })
+      .def("release_held", [](EngineHandle& self) { self.engine->release_held(); })
       .def("close", [](EngineHandle& self) {
         const ParkingScope parking;
         self.engine->close();

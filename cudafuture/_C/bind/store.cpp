@@ -1,4 +1,4 @@
-// Stores of cudafuture.storage.
+// Stores of cudafuture.store.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <nanobind/stl/optional.h>

@@ -93,8 +93,8 @@ void handle(Service& self, const py::bytes& body, const std::vector<at::Tensor>&
 py::dict statistics(const Service& self) {
   const Service::Statistics found = self.statistics();
   py::dict counts;
-  counts["under_way"] = found.in_flight;
-  counts["most_under_way"] = found.most_in_flight;
+  counts["in_flight"] = found.in_flight;
+  counts["most_in_flight"] = found.most_in_flight;
   counts["bytes_written"] = found.written;
   counts["bytes_read"] = found.read;
   counts["requests"] = found.requests;
