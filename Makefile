@@ -88,7 +88,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/pipeline.py --check --json build/pipeline.json
 
 docs: $(STATE)/built $(STATE)/has-docs
-	$(PY) -m sphinx -W -b html docs build/docs
+	$(PY) -m sphinx -W --keep-going -b html docs build/docs
 
 clean:
 	rm -rf build $(STATE)

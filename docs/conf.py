@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.metadata
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from docutils.nodes import Text
+from sphinx.addnodes import desc_parameter, pending_xref
+
 if TYPE_CHECKING:
+    from docutils.nodes import document
     from sphinx.application import Sphinx
 
 project = "cudafuture"
@@ -23,9 +29,21 @@ default_role = "code"  # single backticks in docstrings
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+# A reference that leads nowhere is a warning, except these, which signatures and lists of exceptions contain.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|typing|typing_extensions|collections|concurrent|contextlib|datetime|io|os|pathlib|queue)\..*"),
+    (r"py:class", r"(\w+\.)*[A-Z]\d?"),  # type variables
+    (r"py:class", r"(\w+\.)*_\w+(\.\w+)*"),  # private names
+    (r"py:class", r"HostExecutor|TorchFuture|Work"),  # names of the stub
+    (r"py:class", r"BufferLoan|OffloaderParts|cudafuture\.combine\.AsCompleted"),  # classes without an entry
+    (r"py:(class|exc)", r".* .*"),  # words in place of a type, such as "any exception"
+]
 
 html_theme = "furo"
 html_title = f"cudafuture {release}"
@@ -60,12 +78,29 @@ def use_the_stub(_: Sphinx, what: str, name: str, *rest: Any) -> tuple[str, str]
 
 
 def keep_sentences(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
-    """Keep napoleon from taking what stands before a property's colon for its type."""
-    if what == "property":
+    """Keep napoleon from reading the words before the first colon in the docstring of a value as its type."""
+    if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]
+
+
+def unlink_builtins(_: Sphinx, page: document) -> None:
+    """Show built-in types without a link: Sphinx would link `bytes` to an attribute of that name."""
+    for reference in list(page.findall(pending_xref)):
+        if reference["refdomain"] == "py" and hasattr(builtins, reference["reftarget"]):
+            reference.replace_self(reference.children)
+
+
+def remove_modules(_: Sphinx, page: document) -> None:
+    """Remove the modules from the types of a signature that Sphinx cannot parse, such as ``~typing.~P``."""
+    for parameter in page.findall(desc_parameter):
+        for text in list(parameter.findall(Text)):
+            if "~" in text:
+                text.parent.replace(text, Text(re.sub(r"~(\w+\.)*", "", text)))
 
 
 def setup(app: Sphinx) -> None:
     """Hook into autodoc, before napoleon does."""
     app.connect("autodoc-process-signature", use_the_stub)
     app.connect("autodoc-process-docstring", keep_sentences, priority=400)
+    app.connect("doctree-read", unlink_builtins)
+    app.connect("doctree-read", remove_modules)

@@ -273,7 +273,7 @@ def init_rpc(
             until the process ends, and later sessions with the same `receive_memory` reuse it.
 
     Returns:
-        The session: a context manager that shuts RPC down at its end.
+        The session, a context manager that shuts RPC down at its end.
 
     Raises:
         InvalidStateError: this process has begun RPC, ours or torch's own.

@@ -1,9 +1,10 @@
 """torch.distributed's collectives on tensors, each returning a CUDAFuture.
 
 The arguments are torch's, without ``async_op``. `group` is a torch process group, a
-:class:`~cudafuture.distributed.ProcessGroup`, or None for the default one. Tensors belong to the collective from the
-call until the future is complete. The value is the output: the same tensor, or list, that was passed in. It is None on
-a rank without output (``reduce`` and ``gather`` on other ranks than `dst`, ``barrier``, any rank outside the group).
+:class:`~cudafuture.distributed.process_group.ProcessGroup`, or None for the default one. Tensors belong to the
+collective from the call until the future is complete. The value is the output: the same tensor, or list, that was
+passed in. It is None on a rank without output (``reduce`` and ``gather`` on other ranks than `dst`, ``barrier``, any
+rank outside the group).
 
 Tensors may be on any device that has streams: tensors that the group's backend does not carry go through pinned host
 memory, in the order of the calls. All ranks give device tensors, or all give host tensors. No call blocks.
@@ -102,7 +103,7 @@ def _issue(
     return keep_until_ready(future, *each(tensors)) if operation.releases_input and not is_root else future
 
 
-def all_reduce(tensor: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> CUDAFuture[Tensor]:
     """Reduce `tensor` over all ranks, in place; the value is `tensor`, the same on every rank.
 
     >>> all_reduce(torch.ones(2)).wait()
@@ -130,7 +131,7 @@ _SUM_OPTIONS.reduceOp = _SUM
 _SUM_OPTIONS.asyncOp = True
 
 
-def all_reduce_coalesced(tensors: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[_Tensors]:
+def all_reduce_coalesced(tensors: _Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None) -> CUDAFuture[_Tensors]:
     """Reduce each of `tensors` over all ranks, in place and in one message; the value is the list.
 
     >>> all_reduce_coalesced([torch.ones(1), torch.zeros(2)]).wait()
@@ -164,7 +165,7 @@ def broadcast(
 
 
 def reduce(
-    tensor: Tensor, dst: int | None = None, op: Any = _SUM, group: Any = None, group_dst: int | None = None
+    tensor: Tensor, dst: int | None = None, op: Any = dist.ReduceOp.SUM, group: Any = None, group_dst: int | None = None
 ) -> CUDAFuture[Tensor | None]:
     """Reduce `tensor` over all ranks into the `tensor` of rank `dst`, where it is the value; elsewhere None.
 
@@ -243,7 +244,9 @@ def scatter(
     return _issue(SCATTER, group, (tensor, scatter_list), src, group_src)
 
 
-def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+def reduce_scatter(
+    output: Tensor, input_list: _Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None
+) -> CUDAFuture[Tensor]:
     """Reduce `input_list` over all ranks and give each rank its part, in `output`, which is the value.
 
     >>> reduce_scatter(torch.empty(2), [torch.ones(2)]).wait()
@@ -252,7 +255,9 @@ def reduce_scatter(output: Tensor, input_list: _Tensors, op: Any = _SUM, group: 
     return _issue(REDUCE_SCATTER, group, (output, input_list), op=op)
 
 
-def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None) -> CUDAFuture[Tensor]:
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
+) -> CUDAFuture[Tensor]:
     """Reduce `input` over all ranks and give each rank an equal part of it, in `output`, which is the value.
 
     >>> reduce_scatter_tensor(torch.empty(2), torch.ones(2)).wait()

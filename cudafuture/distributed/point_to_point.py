@@ -93,7 +93,8 @@ irecv = recv
 def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Received | None]]:
     """Issue several ``torch.distributed.P2POp`` at once.
 
-    The value has one entry per operation: :class:`Received` for ``irecv``, None for ``isend``.
+    The value has one entry per operation: :class:`~cudafuture.distributed.point_to_point.Received` for ``irecv``, None
+    for ``isend``.
 
     Raises:
         TypeError, ValueError, RuntimeError: the list is empty or its entries do not fit together.

@@ -20,7 +20,6 @@ __all__ = ["ProcessGroup", "new_group"]
 
 Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
-_SUM = dist.ReduceOp.SUM
 
 
 class ProcessGroup:
@@ -156,17 +155,17 @@ class ProcessGroup:
 
     # ---- collectives
 
-    def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> CUDAFuture[Tensor]:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> CUDAFuture[Tensor]:
         return collectives.all_reduce(tensor, op, self.group)
 
-    def all_reduce_coalesced(self, tensors: _Tensors, op: Any = _SUM) -> CUDAFuture[_Tensors]:
+    def all_reduce_coalesced(self, tensors: _Tensors, op: Any = dist.ReduceOp.SUM) -> CUDAFuture[_Tensors]:
         return collectives.all_reduce_coalesced(tensors, op, self.group)
 
     def broadcast(self, tensor: Tensor, src: int | None = None, group_src: int | None = None) -> CUDAFuture[Tensor]:
         return collectives.broadcast(tensor, src, self.group, group_src)
 
     def reduce(
-        self, tensor: Tensor, dst: int | None = None, op: Any = _SUM, group_dst: int | None = None
+        self, tensor: Tensor, dst: int | None = None, op: Any = dist.ReduceOp.SUM, group_dst: int | None = None
     ) -> CUDAFuture[Tensor | None]:
         return collectives.reduce(tensor, dst, op, self.group, group_dst)
 
@@ -199,10 +198,10 @@ class ProcessGroup:
     ) -> CUDAFuture[Tensor]:
         return collectives.scatter(tensor, scatter_list, src, self.group, group_src)
 
-    def reduce_scatter(self, output: Tensor, input_list: _Tensors, op: Any = _SUM) -> CUDAFuture[Tensor]:
+    def reduce_scatter(self, output: Tensor, input_list: _Tensors, op: Any = dist.ReduceOp.SUM) -> CUDAFuture[Tensor]:
         return collectives.reduce_scatter(output, input_list, op, self.group)
 
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = _SUM) -> CUDAFuture[Tensor]:
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> CUDAFuture[Tensor]:
         return collectives.reduce_scatter_tensor(output, input, op, self.group)
 
     def all_to_all(self, output_tensor_list: _Tensors, input_tensor_list: _Tensors) -> CUDAFuture[_Tensors]:

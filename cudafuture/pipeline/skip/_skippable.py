@@ -105,12 +105,12 @@ class Skippable(nn.Module):
     ) -> Any:
         """Run the module's forward, and call a handler for each command that it yields.
 
-            Raises:
-                TypeError: the forward yielded another object than ``stash`` or ``pop``.
+        Raises:
+            TypeError: the forward yielded another object than ``stash`` or ``pop``.
 
-            >>> import torch
+        >>> import torch
         >>> skippable()(nn.Identity)().dispatch(torch.ones(1), print, print)
-            tensor([1.])
+        tensor([1.])
         """
         running = self.module(input)
         if not isinstance(running, Generator):
