@@ -102,7 +102,7 @@ class Call(Message):
         )
         self.started = time.perf_counter()
         self.deadline = self.started + timeout if timeout else math.inf
-        self.settled = False  # True once its end was counted; the destination's lock guards it
+        self.settled = False  # True once its end was counted; Destination.finish sets it
 
     def remaining(self) -> float:
         if not self.timeout:

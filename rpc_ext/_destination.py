@@ -45,29 +45,37 @@ class Destination(_C.Destination):
             TimeoutError: there was no room for `timeout` seconds (0: no limit).
             InvalidStateError: RPC was shut down.
         """
-        with self._lock:
-            if self.try_admit(size):
-                return
-            if self.is_closed:  # no later call would admit this one
-                raise self._ended()
-            waiter = _Waiter(size, CUDAFuture())
-            self._waiters.append(waiter)
-            self.waiting += 1
-            self._admit_waiters()  # a call may have ended since there was no room
+        waiter = _Waiter(size, CUDAFuture())
+        is_done = False
         try:
-            waiter.admitted.wait(timeout=timeout or None)
-        except TimeoutError:
-            if self._leave_queue(waiter):
-                counts = self.counts()
-                raise TimeoutError(
-                    f"no room for another call to worker '{self.name}' within {timeout:g} s: {counts['in_flight']} "
-                    f"calls and {counts['bytes_in_flight']} bytes are in flight"
-                ) from None
-            waiter.admitted.value()  # the waiter was admitted after the timeout, or RPC was shut down
-        except BaseException:
-            if not self._leave_queue(waiter) and waiter.admitted.exception() is None:
-                self.give_back(size)
-            raise
+            with self._lock:
+                if self.try_admit(size):
+                    is_done = True
+                    return
+                if self.is_closed:  # no later call would admit this one
+                    raise self._ended()
+                try:
+                    self._waiters.append(waiter)
+                finally:
+                    self.waiting = len(self._waiters)
+                self._admit_waiters()  # a call may have ended since there was no room
+            try:
+                waiter.admitted.wait(timeout=timeout or None)
+            except TimeoutError:
+                if self._leave_queue(waiter):
+                    raise self._no_room(timeout) from None
+                waiter.admitted.value()  # the waiter was admitted after the timeout, or RPC was shut down
+            is_done = True
+        finally:
+            if not is_done:
+                self._withdraw(waiter)
+
+    def _no_room(self, timeout: float) -> TimeoutError:
+        counts = self.counts()
+        return TimeoutError(
+            f"no room for another call to worker '{self.name}' within {timeout:g} s: {counts['in_flight']} calls and "
+            f"{counts['bytes_in_flight']} bytes are in flight"
+        )
 
     def would_block(self) -> BlockingIOError:
         """Return the error of a non-blocking call without room."""
@@ -81,21 +89,31 @@ class Destination(_C.Destination):
     def _ended(self) -> InvalidStateError:
         return InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
 
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """Remove a waiter, or release the room that it has been given."""
+        if not self._leave_queue(waiter) and waiter.admitted.done() and waiter.admitted.exception() is None:
+            self.give_back(waiter.size)
+
     def _leave_queue(self, waiter: _Waiter) -> bool:
-        """Remove a waiter; return False if it has been admitted or refused."""
+        """Remove a waiter; return False if it is not in the queue: it has been admitted or refused."""
         with self._lock:
-            if waiter.admitted.done():
+            if waiter not in self._waiters:
                 return False
-            self._waiters.remove(waiter)
-            self.waiting -= 1
+            try:
+                self._waiters.remove(waiter)
+            finally:
+                self.waiting = len(self._waiters)
             self._admit_waiters()
             return True
 
     def _admit_waiters(self) -> None:
         """Admit waiters for which there is room. Called under the lock."""
         while self._waiters and self.take_room(self._waiters[0].size):
-            self.waiting -= 1
-            self._waiters.popleft().admitted.set_result(None)
+            try:
+                admitted = self._waiters.popleft().admitted
+            finally:
+                self.waiting = len(self._waiters)
+            admitted.set_result(None)
 
     def note_room(self) -> None:
         """Admit waiters, and end ``wait_until_idle`` if no call is left. The native class calls this."""
@@ -139,9 +157,11 @@ class Destination(_C.Destination):
         """Refuse the calls that wait for room."""
         with self._lock:
             self.is_closed = True
-            while self._waiters:
-                self.waiting -= 1
-                self._waiters.popleft().admitted.set_exception(self._ended())
+            waiters = list(self._waiters)
+            self._waiters.clear()
+            self.waiting = 0
+            for waiter in waiters:
+                waiter.admitted.set_exception(self._ended())
 
     def statistics(self) -> DestinationStatistics:
         """Return the statistics so far."""

@@ -30,6 +30,16 @@ void expect_on_host(const std::vector<at::Tensor>& tensors) {
   }
 }
 
+// Joins the agent's threads, which take the GIL to end.
+void destroy(Agent* agent) {
+  if (PyGILState_Check() == 0) {
+    delete agent;
+  } else {
+    const GilRelease without_gil;
+    delete agent;
+  }
+}
+
 void deliver(CallListener& listener, rpc::JitFuture& future) {
   const Gil gil;
   if (!gil) return;
@@ -43,6 +53,9 @@ void deliver(CallListener& listener, rpc::JitFuture& future) {
     }
   } catch (py::error_already_set& e) {
     e.discard_as_unraisable("rpc_ext: completing a call");
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    PyErr_WriteUnraisable(Py_None);
   }
   listener.drop();
 }
@@ -62,8 +75,9 @@ std::shared_ptr<Agent> Agent::make(const std::vector<std::string>& names, int ra
   }
   SealedPipes::guard(pipes);
   try {
-    return std::shared_ptr<Agent>(new Agent(names, rank, std::move(exchange), options, reverse_device_maps, devices,
-                                            pipes, std::move(refusals), std::move(serve)));
+    return {new Agent(names, rank, std::move(exchange), options, reverse_device_maps, devices, pipes,
+                      std::move(refusals), std::move(serve)),
+            destroy};
   } catch (...) {
     if (pipes) pipes->unguard();
     throw;
@@ -96,6 +110,14 @@ void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::
     pipes_->write(pipe, receiver, message, std::move(devices), std::move(streams), std::move(done));
   } else {
     TensorPipeAgent::pipeWrite(pipe, message, std::move(devices), std::move(streams), std::move(done));
+  }
+}
+
+bool Agent::is_current() const noexcept {
+  try {
+    return getCurrentRpcAgent().get() == this;
+  } catch (const c10::Error&) {  // this process has no agent
+    return false;
   }
 }
 

@@ -58,7 +58,7 @@ class Agent final : public rpc::TensorPipeAgent {
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
   // False once torch's shutdown has removed it.
-  bool is_current() const { return isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this; }
+  bool is_current() const noexcept;
 
   // Messages sent so far, whoever made them.
   std::uint64_t sent() const { return sent_.load(); }

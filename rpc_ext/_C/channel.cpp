@@ -11,6 +11,12 @@
 namespace rpc_ext {
 namespace {
 
+std::uint64_t size_of(const std::vector<at::Tensor>& tensors) {
+  std::uint64_t size = 0;
+  for (const at::Tensor& tensor : tensors) size += tensor.layout() == at::kStrided ? tensor.nbytes() : 0;
+  return size;
+}
+
 // A message in flight.
 class SentMessage final : public CallListener {
  public:
@@ -28,25 +34,39 @@ class SentMessage final : public CallListener {
   }
 
   void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) override {
-    std::uint64_t received = payload.size();
-    for (const at::Tensor& tensor : tensors) received += tensor.nbytes();
-    const bool is_answer = payload.starts_with(kAnswerHeader);
-    state_->channel->destination().finish(size_, started_, received, !is_answer);
-    if (is_answer) {
-      state_->listener->answered(payload.substr(kChannelHeader), tensors);
-    } else {
-      state_->listener->failed(state_->channel->error(payload));
-    }
+    const bool is_answer = is_of_channel(payload);
+    end(payload.size() + size_of(tensors), !is_answer, [&](const Channel& channel, MessageListener& listener) {
+      if (is_answer) {
+        listener.answered(payload.substr(kChannelHeader), tensors);
+      } else {
+        listener.failed(channel.error(payload));
+      }
+    });
   }
 
   void on_error(CallFailure kind, const std::string& message) override {
-    state_->channel->destination().finish(size_, started_, 0, true);
-    state_->listener->failed(state_->channel->error(kind, message, seconds_));
+    end(0, true, [&](const Channel& channel, MessageListener& listener) {
+      listener.failed(channel.error(kind, message, seconds_));
+    });
   }
 
   void drop() override { state_.reset(); }
 
  private:
+  // Counts the end, and passes it to the listener even if a waiting call could not be admitted; once.
+  template <class Tell>
+  void end(std::uint64_t received, bool has_failed, const Tell& tell) {
+    if (std::exchange(has_ended_, true)) return;
+    std::exception_ptr met;
+    try {
+      state_->channel->destination().finish(size_, started_, received, has_failed);
+    } catch (...) {
+      met = std::current_exception();
+    }
+    tell(*state_->channel, *state_->listener);
+    if (met) std::rethrow_exception(met);
+  }
+
   // What only a thread with the GIL may drop.
   struct State {
     State(std::shared_ptr<const Channel> channel, std::shared_ptr<MessageListener> listener)
@@ -60,6 +80,7 @@ class SentMessage final : public CallListener {
   const std::uint64_t size_;
   const double seconds_;
   const double started_ = now();
+  bool has_ended_ = false;
 };
 
 }  // namespace
@@ -76,16 +97,25 @@ Channel::Channel(const std::shared_ptr<Agent>& agent, py::object destination, un
 
 bool Channel::send(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
                    std::shared_ptr<MessageListener> listener) {
-  const auto agent = agent_.lock();
-  if (agent == nullptr || getpid() != process_ || !agent->is_current()) call(errors_.raise_ended);
-  std::uint64_t size = body.size();
-  for (const at::Tensor& tensor : tensors) size += tensor.nbytes();
-  Bytes payload(header_.begin(), header_.end());
-  payload.insert(payload.end(), body.begin(), body.end());
-  const auto sent = std::make_shared<SentMessage>(shared_from_this(), std::move(listener), size, seconds);
+  auto agent = agent_.lock();
+  if (agent == nullptr || getpid() != process_ || !agent->is_current()) {
+    agent.reset();
+    call(errors_.raise_ended);
+  }
+  const std::uint64_t size = body.size() + size_of(tensors);
   if (!to_->try_admit(size)) {
     call(destination_.attr("flush"));
     return false;
+  }
+  Bytes payload;
+  std::shared_ptr<SentMessage> sent;
+  try {
+    payload.assign(header_.begin(), header_.end());
+    payload.insert(payload.end(), body.begin(), body.end());
+    sent = std::make_shared<SentMessage>(shared_from_this(), std::move(listener), size, seconds);
+  } catch (...) {
+    to_->give_back(size);
+    throw;
   }
   std::string problem;
   try {

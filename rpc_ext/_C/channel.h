@@ -49,6 +49,7 @@ class Channel final : public std::enable_shared_from_this<Channel> {
             std::shared_ptr<MessageListener> listener);
 
   Destination& destination() const noexcept { return *to_; }
+  const py::object& python_destination() const noexcept { return destination_; }
 
   // The error of a message without a reply.
   py::object error(CallFailure kind, const std::string& message, double seconds) const;

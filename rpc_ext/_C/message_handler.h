@@ -45,6 +45,11 @@ class MessageHandler {
 // Null: there is none.
 void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler);
 
+// A payload is a message of a channel, or the answer to one.
+inline bool is_of_channel(std::string_view payload) {
+  return payload.size() >= kChannelHeader && payload.starts_with(kAnswerHeader.substr(0, kChannelHeader - 1));
+}
+
 // The native handler of a payload; null where the payload is no message of a channel that has one.
 std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload);
 

@@ -85,7 +85,7 @@ void send_message(Channel& self, const py::bytes& body, std::vector<at::Tensor> 
                 std::make_shared<PythonMessageListener>(std::move(listener)))) {
     return;
   }
-  const py::object error = call(py::cast(&self.destination()).attr("would_block"));
+  const py::object error = call(self.python_destination().attr("would_block"));
   PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
   throw py::error_already_set();
 }

@@ -5,7 +5,10 @@
 namespace rpc_ext {
 
 void expect_storages(const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) tensor.storage();
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_TYPE(!tensor.is_nested(), "a nested tensor cannot be sent: send its parts, from unbind()");
+    tensor.storage();
+  }
 }
 
 Reply::Reply(const std::shared_ptr<rpc::RpcAgent>& agent)

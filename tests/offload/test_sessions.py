@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -357,6 +359,38 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
+
+
+ENDED = """
+import sys, threading, torch, rpc_ext
+from cudafuture.errors import InvalidStateError
+from support.rpc_callees import ME, alone
+
+with alone(sys.argv[1] + "/0"), rpc_ext.serve_offload(sys.argv[1] + "/served"):
+    remote = rpc_ext.RemoteOffloader(ME)
+    remote.write("x", torch.ones(3)).wait()
+over = threading.Event()
+refused = []
+
+def write():
+    while not over.is_set():
+        refused.append(remote.write("x", torch.ones(3)).exception())
+
+thread = threading.Thread(target=write)
+thread.start()
+for i in range(1, 4):
+    with alone(sys.argv[1] + f"/{i}"):
+        pass
+over.set()
+thread.join()
+assert refused and all(isinstance(error, InvalidStateError) for error in refused), refused[-1]
+"""
+
+
+def test_a_client_of_a_session_that_has_ended_does_not_block_the_next_session(tmp_path: Path) -> None:
+    """The ended session's agent joins its threads, which take the GIL, when its last user drops it."""
+    tests = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], cwd=tests, check=True, timeout=2 * PATIENCE)
 
 
 # ---- requests that come late, twice, or in another order

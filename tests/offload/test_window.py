@@ -205,6 +205,14 @@ def test_a_message_that_rpc_has_no_room_for_is_sent_again(client: Client) -> Non
     behind.wait(timeout=PATIENCE)
 
 
+def test_a_timer_that_is_due_at_once_sends_the_message_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc_ext._timer.schedule", lambda window, due: window.look(due))
+    client = Client()
+    client.channel.refusals = 1
+    client.write("a", torch.ones(1))
+    assert [message.keys for message in client.sent] == [["a"]]
+
+
 def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
     client = Client(size=1 << 20, seconds=HOUR)
     in_flight = client.write("a", torch.zeros(1 << 20, dtype=torch.uint8))

@@ -1,13 +1,15 @@
-"""Where the secret of a job comes from."""
+"""Options of ``init_rpc``: the limits of calls in flight, and the source of the secret."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rpc_ext
 from rpc_ext import _options
 from rpc_ext._options import SHORTEST_SECRET, read_secret
 
@@ -76,3 +78,15 @@ def test_the_error_does_not_show_it() -> None:
     with pytest.raises(ValueError, match="bytes") as caught:
         read_secret("hunter2")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["max_in_flight", "max_bytes_in_flight"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(math.inf, TypeError), (4e3, TypeError), (0, ValueError), (1 << 63, ValueError)]
+)
+def test_a_limit_that_is_no_positive_number_of_64_bits_is_refused(
+    limit: str, value: float, error: type[Exception]
+) -> None:
+    limits: dict[str, Any] = {limit: value}
+    with pytest.raises(error):
+        rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0", **limits)

@@ -226,11 +226,16 @@ void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const 
   auto packed = pack_request(request);
   const std::string body(packed.body.begin(), packed.body.end());
   if (pass_on(body, std::move(packed.tensors), timeout, message.shared_from_this())) return;
-  set_timer(now + kPause);
   is_held_ = true;
   in_flight_ -= message.nbytes;
   message.has_room = false;
   outgoing_.push_front(message.shared_from_this());
+  try {
+    set_timer(rpc_ext::now() + kPause);  // last: the timer thread may call at once
+  } catch (...) {
+    is_held_ = false;
+    throw;
+  }
 }
 
 // Sends a message through the channel; false: RPC has no room for it.
