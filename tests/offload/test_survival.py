@@ -18,9 +18,9 @@ from support.soak import SOAK
 pytestmark = pytest.mark.world
 
 CLIENTS = 8
-OPERATIONS = 10_000 if SOAK else 500
+OPERATIONS = CLIENTS * 10_000 if SOAK else 500  # of all clients
 KILLS = 3
-STOPS = 6 + OPERATIONS // 500
+STOPS = 6 + OPERATIONS // 2000
 LIMIT = 110 if not SOAK else 3000  # seconds after which a run counts as hanging
 
 
