@@ -68,8 +68,8 @@ struct Admitted {
 //                            each, the number of tensors, and of each the length and the two devices: 8 bytes for
 //                            each number and length, 4 for each device
 //
-// The two keys come from the session's by HMAC-SHA256. A receiver checks the mac when the announcement has come, and
-// the tag when the message has come.
+// The two keys are derived from the session's by HMAC-SHA256. A receiver checks the mac when it has the announcement,
+// and the tag when it has the message.
 class Sealer {
  public:
   static constexpr std::size_t size = 80;
@@ -85,7 +85,7 @@ class Sealer {
   // Checks the seal against the announcement. Throws Refused.
   Admitted admit(std::string_view seal, const Parts& announced) const;
 
-  // Notes that an admitted message has come. Throws Refused where the same one has come before.
+  // Notes the arrival of an admitted message. Throws Refused if the same message arrived before.
   void expect_new(const Admitted& admitted);
 
   // Checks the message against its seal. Throws Refused.

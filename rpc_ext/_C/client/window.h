@@ -44,7 +44,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Takes requests in the order in which they are to take effect. Throws the interrupt (Ctrl-C) that a message met.
   void submit(const std::vector<RequestPtr>& requests);
 
-  void release_hold(const RequestPtr& request);           // its bytes have come to the host
+  void release_hold(const RequestPtr& request);           // its bytes have reached the host
   void enqueue(const std::vector<MessagePtr>& messages);  // of requests that were sent before
 
   // Sends what there is room for. A message that fails at once calls this again: the outer call sends the next. Returns

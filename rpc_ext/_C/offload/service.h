@@ -8,8 +8,8 @@
 //      8  KeyQueues::enter          after all earlier changes of the key                      order
 //      9  Namespace::write          quota, the store, the answer                              namespace
 //
-// A read goes the same way with Reading in place of Changing: it takes its snapshot when its turn has come. What a
-// request begins goes on in threads of the store, which answer without the interpreter.
+// A read goes the same way with Reading in place of Changing: it takes its snapshot at its turn in the per-key queue.
+// The operations that a request begins continue in threads of the store, which answer without the interpreter.
 #pragma once
 
 #include <atomic>
