@@ -54,7 +54,7 @@ class Agent final : public rpc::TensorPipeAgent {
             std::shared_ptr<CallListener> listener);
 
   // Closes all connections, fails the calls in flight, and waits for the functions that run here, as long as
-  // `patience`. False where some still run: what they use lives on. Called without the GIL.
+  // `patience`. False if some still run: the objects that they use stay alive. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
   // False once torch's shutdown has removed it.

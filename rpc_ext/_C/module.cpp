@@ -108,7 +108,7 @@ void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
   if (future->completed()) {
-    fn();  // what it raises, such as for Ctrl-C, is the caller's
+    fn();  // the caller handles its exceptions, such as KeyboardInterrupt
     return;
   }
   auto held = std::make_shared<Held>(std::move(fn));

@@ -48,7 +48,7 @@ class Service final : public std::enable_shared_from_this<Service> {
       : store_(std::move(store)), window_(window), slow_(std::make_shared<Slow>(std::move(slow))) {}
 
   StoreAccess& store() const noexcept { return *store_; }
-  void close();  // drops what is Python's: a thread of the store may be the last to hold the service
+  void close();  // drops the Python objects: a thread of the store may be the last to hold the service
 
   // ---- sessions, by token
   void add(const std::string& token, SessionPtr session);
