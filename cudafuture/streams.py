@@ -29,7 +29,7 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
     >>> pool_stream("cpu")
     Traceback (most recent call last):
         ...
-    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
+    ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
     return _C.pool_stream(device, priority)
 
@@ -52,7 +52,7 @@ def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Str
     >>> own_stream("cpu")
     Traceback (most recent call last):
         ...
-    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
+    ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
     stream = _C.acquire_stream(device, priority)
     weakref.finalize(stream, _C.release_stream, stream.device, stream.stream_id, priority).atexit = False
@@ -80,7 +80,7 @@ def has_context(device: torch.device | str | int) -> bool:
     >>> has_context("cpu")
     Traceback (most recent call last):
         ...
-    ValueError: no streams on cpu: they belong to accelerators that are there, and the host has none
+    ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
     return _C.has_context(device)
 

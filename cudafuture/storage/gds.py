@@ -1,6 +1,7 @@
 """GPUDirect Storage, through KvikIO: transfers between the disk and GPU memory without host memory in between.
 
-It is optional: ``pip install cudafuture[gds]``. Without GPUDirect Storage on the machine, KvikIO uses host memory.
+It is optional and needs KvikIO: ``pip install kvikio-cu13``. Without GPUDirect Storage on the machine, KvikIO uses host
+memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cudafuture.storage.file import File
 __all__ = ["GDSFile"]
 
 _DEVICES = {"cuda"}
-_NO_KVIKIO = "GPUDirect Storage needs KvikIO: pip install cudafuture[gds]"
+_NO_KVIKIO = "GPUDirect Storage needs KvikIO, which is not installed: run `pip install kvikio-cu13` (for CUDA 13)"
 _AT_A_TIME = 8  # reads and writes; KvikIO splits each and has its own threads
 
 

@@ -16,17 +16,17 @@
 
 namespace rpc_ext {
 
-// How a call of ours failed before the callee could say anything.
+// Failure of one of our calls before the callee could reply.
 enum class CallFailure { other = 0, timeout = 1, refused = 2 };
 
 // Takes the outcome of one call. A thread of the agent, or the one that makes the call, calls one of its methods, once,
-// with the GIL; what they raise is reported as unraisable.
+// with the GIL; their exceptions are reported as unraisable.
 class CallListener {
  public:
   virtual ~CallListener() = default;
   virtual void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) = 0;
   virtual void on_error(CallFailure kind, const std::string& message) = 0;  // of whatever bytes
-  virtual void drop() = 0;                                                  // releases what needs the GIL, with the GIL
+  virtual void drop() = 0;                                                  // releases objects of Python, with the GIL
 };
 
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
@@ -54,13 +54,13 @@ class Agent final : public rpc::TensorPipeAgent {
             std::shared_ptr<CallListener> listener);
 
   // Closes all connections, fails the calls in flight, and waits for the functions that run here, as long as
-  // `patience`. False where some still run: what they use lives on. Called without the GIL.
+  // `patience`. False if some still run: the objects that they use stay alive. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
   // False once torch's shutdown has removed it.
   bool is_current() const noexcept;
 
-  // Messages sent so far, whoever made them.
+  // Number of messages sent so far, by all callers.
   std::uint64_t sent() const { return sent_.load(); }
 
   // See Refusals::counts.

@@ -2,8 +2,8 @@
 
 namespace rpc_ext {
 
-// torch's distributed autograd takes the rank that a process has first for its rank for ever. This lets it have another
-// one in its next session. Called when no session is there.
+// Lets torch's distributed autograd take a new rank: otherwise it keeps the first rank of the process permanently.
+// Called between sessions.
 void forget_autograd_rank();
 
 }  // namespace rpc_ext

@@ -23,7 +23,7 @@ std::shared_ptr<Making> making_of(const rpc::Message& request) {
   if (request.type() != rpc::MessageType::PYTHON_REMOTE_CALL) return nullptr;
   const auto call = rpc::PythonRemoteCall::fromMessage(request);
   const auto rref = rpc::RRefId::fromIValue(call->retRRefId());
-  // Where a worker makes one for itself the two are the same, and it counts already.
+  // If a worker makes an RRef for itself, the two ids are the same, and it counts as a user already.
   return rref == rpc::ForkId::fromIValue(call->retForkId()) ? nullptr : std::make_shared<Making>(rref);
 }
 

@@ -67,7 +67,7 @@ class SentMessage final : public CallListener {
     if (met) std::rethrow_exception(met);
   }
 
-  // What only a thread with the GIL may drop.
+  // Objects that only a thread with the GIL may drop.
   struct State {
     State(std::shared_ptr<const Channel> channel, std::shared_ptr<MessageListener> listener)
         : channel(std::move(channel)), listener(std::move(listener)) {}

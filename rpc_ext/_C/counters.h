@@ -6,12 +6,12 @@
 
 namespace rpc_ext {
 
-// Which of a sender's counters have been seen, exactly, in whatever order they come: ranges that grow together. A
-// message that never came leaves a gap; of very many gaps the oldest are closed, and what would have filled them is
+// Exact set of the counters seen from one sender, in any order of arrival: ranges that grow together. A message that
+// never arrived leaves a gap. If there are very many gaps, the oldest are closed, and messages that would fill them are
 // refused.
 class SeenCounters {
  public:
-  // False where it was seen before, or is older than what is remembered.
+  // False if the counter was seen before, or is older than all remembered gaps.
   bool insert(std::uint64_t counter);
 
  private:

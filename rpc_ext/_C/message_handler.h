@@ -13,7 +13,7 @@
 
 namespace rpc_ext {
 
-// How a payload of ours begins: no pickle does.
+// First bytes of our payloads: no pickle begins with them.
 inline constexpr std::string_view magic(
     "\xCF"
     "cf1",

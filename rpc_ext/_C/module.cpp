@@ -108,7 +108,7 @@ void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
   if (future->completed()) {
-    fn();  // what it raises, such as for Ctrl-C, is the caller's
+    fn();  // the caller handles its exceptions, such as KeyboardInterrupt
     return;
   }
   auto held = std::make_shared<Held>(std::move(fn));
@@ -125,21 +125,21 @@ void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object
   });
 }
 
-// RRefs that come as arguments may be used when their owners have confirmed them.
+// Calls `fn` when the owners of all RRefs among the arguments have confirmed them: only then may they be used.
 void when_rrefs_are_confirmed(py::object fn) {
   call_when_done(rpc::RRefContext::getInstance().waitForThreadLocalPendingRRefs(), std::move(fn));
 }
 
 c10::intrusive_ptr<rpc::OwnerRRef> owned(const rpc::PyRRef& rref) {
   auto owner = c10::dynamic_intrusive_pointer_cast<rpc::OwnerRRef>(rref.toIValue().toRRef());
-  if (!owner) throw std::invalid_argument("the RRef is another worker's");
+  if (!owner) throw std::invalid_argument("another worker owns the RRef: call this on its owner");
   return owner;
 }
 
-// On the owner: the value of an RRef may be there later than the RRef. `fn` gets the RRef that has it.
+// Calls `fn` on the owner when the value of an RRef is available, with the RRef that has the value.
 //
-// That need not be the one given: while the function runs whose result it will be, torch forgets an RRef that nobody
-// uses any more, and makes another one for the result. So this counts as a user meanwhile.
+// It may be another RRef than the given one: while the function that makes the value still runs, torch forgets an RRef
+// without users, and makes another one for the value. So this function counts as a user meanwhile.
 void when_owned(const rpc::PyRRef& rref, py::object fn) {
   const auto given = owned(rref);
   if (given->getFuture()->completed()) {
@@ -175,9 +175,9 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
   }
 }
 
-// The bytes of a tensor on the host, to be read while somebody holds it.
+// Returns the bytes of a tensor on the host. They may be read while the caller holds the tensor.
 py::memoryview memory(const at::Tensor& data) {
-  if (!data.is_cpu() || !data.is_contiguous()) throw std::invalid_argument("memory on the host in one piece is wanted");
+  if (!data.is_cpu() || !data.is_contiguous()) throw std::invalid_argument("expected a contiguous tensor on the host");
   return py::memoryview::from_memory(data.const_data_ptr(), static_cast<py::ssize_t>(data.nbytes()));
 }
 
@@ -188,7 +188,7 @@ void receive_into_capsule(const std::optional<py::capsule>& allocator, std::size
     return;
   }
   if (allocator->name() == nullptr || std::string_view(allocator->name()) != "c10::Allocator") {
-    throw py::type_error("a capsule of a c10::Allocator is wanted");
+    throw py::type_error("expected a capsule of a c10::Allocator");
   }
   receive_into(allocator->get_pointer<c10::Allocator>(), smallest, largest);
   allocator->inc_ref();

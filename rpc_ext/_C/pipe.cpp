@@ -49,7 +49,7 @@ struct SealedPipes::Verdict {
   SealedPipes* by = nullptr;
   tensorpipe::Pipe* pipe = nullptr;
   bool is_admitted = false;
-  bool is_reply = false;   // it has come by a connection that this worker has opened
+  bool is_reply = false;   // it was received on a connection that this worker has opened
   bool is_sealed = false;  // a worker of this session has sent it, whether or not it is admitted
   bool is_stray = false;   // a reply to no call that is pending: torch's engine ends the process over one
   Admitted admitted{};

@@ -37,7 +37,7 @@ namespace rpc = torch::distributed::rpc;
 // The type of a request that was refused: its payload is the reason. No sender can send it, since its type is set here.
 inline constexpr auto refused_request = static_cast<rpc::MessageType>(0x1EE);
 
-// How the error begins that a reply is replaced by where it was refused.
+// Beginning of the error that replaces a refused reply.
 inline constexpr std::string_view refused_reply = "the reply was refused: ";
 
 // The connections of an agent whose messages are sealed.

@@ -26,7 +26,7 @@ struct Parked {
   }
 };
 
-// What follows is not inlined: in a destructor, which may not be unwound, the compiler would leave `Parked` out.
+// The next function is not inlined: in a destructor, which may not be unwound, the compiler would leave `Parked` out.
 [[gnu::noinline]] PyGILState_STATE take_gil() {
   const Parked parked;
   return PyGILState_Ensure();

@@ -9,8 +9,8 @@ namespace rpc_ext {
 
 namespace py = pybind11;
 
-// Takes the GIL. An agent's thread keeps what Python has to know of it until it ends, rather than making that anew each
-// time; false where Python is going away and nobody may enter it any more.
+// Takes the GIL. An agent's thread keeps its Python thread state until it ends, rather than making a new one each time.
+// False while Python shuts down and admits no more threads.
 class Gil {
  public:
   Gil();

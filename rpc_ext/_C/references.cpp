@@ -47,8 +47,8 @@ template struct Private<DestroyedMember, &rpc::RRefContext::destroyed_>;
 
 namespace {
 
-// While the register counts as destroyed, no message is sent: the reference is only marked, so that none is sent later
-// either, to whoever has the owner's number in the new session.
+// While the register counts as destroyed, no message is sent: the reference is only marked. So no message is sent later
+// either, to the worker that has the owner's number in the new session.
 void forget(const c10::intrusive_ptr<rpc::RRef>& rref) {
   if (rref && !rref->isOwner()) c10::static_intrusive_pointer_cast<rpc::UserRRef>(rref)->tryDel();
 }

@@ -4,14 +4,14 @@
 
 namespace rpc_ext {
 
-// torch keeps one register of RRefs for the whole process, and with it for ever the agent that was there first: RRefs
-// of a later session would send their messages through an agent that has ended. This gives it the current agent, and
-// forgets what was left of the session before. Called without the GIL when an agent has been set and nobody calls yet.
+// Gives torch's register of RRefs the current agent, and forgets the RRefs of the session before. The register belongs
+// to the whole process and keeps its first agent: RRefs of a later session would send their messages through an agent
+// that has ended. Called without the GIL after an agent has been set, before the first call.
 void renew_references();
 
-// Counts as a user of an RRef that is being made. Without any user torch lets go of it, though its function still runs;
-// it may do so between the moment in which it looks the RRef up to give it the result and the one in which it counts
-// its creator, and then whoever asks for the value later asks another RRef, which never has one.
+// Counts as a user of an RRef that is being made. Without a user torch drops the RRef, though its function still runs.
+// That may happen between two steps of torch: it looks the RRef up, to give it the result, and it counts its creator.
+// A later request for the value would then reach another RRef, which never gets one.
 class Making {
  public:
   explicit Making(const torch::distributed::rpc::RRefId& rref);

@@ -17,7 +17,7 @@ Reply::Reply(const std::shared_ptr<rpc::RpcAgent>& agent)
 // torch's own callbacks of the future refer to the agent, and do not keep it.
 Reply::~Reply() {
   if (const auto agent = agent_.lock(); agent && !given_.exchange(true)) {
-    future_->setError(std::make_exception_ptr(std::runtime_error("the callee dropped the call without an answer")));
+    future_->setError(std::make_exception_ptr(std::runtime_error("the callee dropped the call without a reply")));
   }
 }
 

@@ -24,10 +24,10 @@ class Reply {
   Reply(const Reply&) = delete;
   Reply& operator=(const Reply&) = delete;
 
-  // What the agent sends when it completes.
+  // Future of the message: the agent sends it on completion.
   const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
 
-  // False where it was given before. Throws, and is not given, where a tensor cannot be sent.
+  // False if the reply was given before. Throws if a tensor cannot be sent; the reply is then not given.
   bool send(Bytes payload, std::vector<at::Tensor> tensors);
 
  private:

@@ -1,4 +1,4 @@
-// The seal of a message: how it is written, and what a receiver checks.
+// The seal of a message: its format, and the checks of a receiver.
 #pragma once
 
 #include <atomic>
@@ -59,17 +59,16 @@ struct Admitted {
 //     6  contents   2        1: the tag covers the contents of the tensors too, 0: it does not
 //     8  sender     4        rank
 //    12  receiver   4        rank
-//    16  counter    8        of what the sender has sent to the receiver in this direction, from 1
+//    16  counter    8        of the sender's messages to the receiver in this direction, from 1
 //    24  number     8        torch's, of the call: a reply has that of its request
 //    32  tag        16       AES-256-GMAC of the payloads, and of the tensors if `contents` is 1. The nonce is made of
 //                            bytes 5, 8 to 9, 12 to 13 and 16 to 22
 //    48  mac        32       HMAC-SHA256 of bytes 0 to 47 and of the announcement: the number of payloads, the length
-//    of
-//                            each, the number of tensors, and of each the length and the two devices: 8 bytes for
+//                            of each, the number of tensors, and of each the length and the two devices: 8 bytes for
 //                            each number and length, 4 for each device
 //
-// The two keys come from the session's by HMAC-SHA256. A receiver checks the mac when the announcement has come, and
-// the tag when the message has come.
+// The two keys are derived from the session's by HMAC-SHA256. A receiver checks the mac when it has the announcement,
+// and the tag when it has the message.
 class Sealer {
  public:
   static constexpr std::size_t size = 80;
@@ -85,7 +84,7 @@ class Sealer {
   // Checks the seal against the announcement. Throws Refused.
   Admitted admit(std::string_view seal, const Parts& announced) const;
 
-  // Notes that an admitted message has come. Throws Refused where the same one has come before.
+  // Notes the arrival of an admitted message. Throws Refused if the same message arrived before.
   void expect_new(const Admitted& admitted);
 
   // Checks the message against its seal. Throws Refused.

@@ -11,13 +11,15 @@
 
 namespace rpc_ext {
 
-// The job's store as torch's agent sees it. None of it is in a store that others could write to: names and addresses of
-// the workers come from what the workers have signed.
+// The job's store as torch's agent sees it. No other process can write to it: the names and addresses of the workers
+// come from messages that the workers have signed.
 //
-// torch's agent asks for four things. The names of the workers, by rank. Their addresses: it shows its own, and
-// `exchange(address)` returns those of all, by rank. Whether all workers know that nobody joins later: they do. And it
-// counts workers that end, under "shutdown/", to wait for all. Workers of ours have met before that, by Handshake, so
-// the answer is at once that all others have done what this one does.
+// torch's agent asks for four things:
+//   the names of the workers, by rank;
+//   their addresses: the agent gives its own, and `exchange(address)` returns all of them, by rank;
+//   a flag that all workers know that no worker joins later: it is always set;
+//   a count of the workers that end, under "shutdown/", to wait for all. Our workers have synchronized before that, by
+//     Handshake, so the store at once counts all other workers as well as this one.
 class AgentStore final : public c10d::Store {
  public:
   // `exchange` is called once, without the GIL.

@@ -142,4 +142,4 @@ class ExpectedDigest:
 def expect_digest(key: str, found: int, expected: int) -> None:
     """Raise ChecksumError unless the bytes to be written have the digest that the caller passed."""
     if found != expected:
-        raise ChecksumError(f"key {key!r}: the bytes to be written do not have the digest that they must have")
+        raise ChecksumError(f"key {key!r}: the bytes to be written do not have the digest that was given for them")

@@ -346,4 +346,4 @@ def test_a_failure_in_a_cycle_that_nobody_saw_is_logged_too(caplog):
 
     produce()
     gc.collect()
-    assert caplog.text.count("'cyclic' was never looked at") == 1
+    assert caplog.text.count("'cyclic' was never retrieved") == 1

@@ -113,7 +113,7 @@ def test_an_executor_that_fails_a_callback_without_running_it_fails_the_future()
 def test_an_executor_that_was_shut_down_is_an_invalid_state():
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
-    with pytest.raises(InvalidStateError, match="does not take the callback any more: cannot schedule"):
+    with pytest.raises(InvalidStateError, match="no longer accepts callbacks: cannot schedule"):
         submit(int, executor=pool).wait(timeout=60)
 
 

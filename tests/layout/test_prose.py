@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from layout.tree import ROOT, python_files
+from layout.tree import NATIVE, ROOT, cpp_files, fakecuda_files, python_files, rpc_files, sim_files
 
 # Every rule holds for the Python files of these folders.
 FOLDERS = ("cudafuture", "rpc_ext")
@@ -21,10 +21,22 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 FILES = python_files(*FOLDERS)
 
+# The rule about words holds for these files of C++ too, and for the pages beside them.
+NATIVE_FILES = [
+    *cpp_files(),
+    *rpc_files(),
+    *sim_files(),
+    *fakecuda_files(),
+    *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
+]
+
+# The docstrings of CUDAFuture.
+NATIVE_DOCS = NATIVE / "bind" / "docs.h"
+
 OPENERS = re.compile(r"(What|Who|Whoever|Whose|How|Where|Which|Whether|When|Say whether)\b")
 
 # Words that hide the subject, or that the field does not use. A line break, also in a comment, may divide them.
-GAP = r"\s+(?:#\s*)?"
+GAP = r"\s+(?:(?:#|//)\s*)?"
 WORDS = re.compile(
     r"\b(?:whoever|whomever|somebody|someone|anybody|anyone|nobody"
     + "".join(
@@ -74,6 +86,9 @@ CONNECTIVES = frozenset(
     )
 )
 
+# The constants of NATIVE_DOCS that document the class and its properties. All others document functions.
+NATIVE_THINGS = frozenset({"future", "devices", "events", "priority", "name", "late_error", "released"})
+
 
 class Text(NamedTuple):
     """Docstring of a file, with the line and the kind of its owner."""
@@ -122,6 +137,13 @@ def _values(body: list[ast.stmt], file: Path) -> Iterator[Text]:
             yield Text(file, node.lineno, "value", ast.unparse(target), node.value.value)
 
 
+def native_docstrings(source: str, file: Path) -> Iterator[Text]:
+    """Yield the docstrings of a header of C++: its constants that are raw strings."""
+    for found in re.finditer(r'const char\* (\w+) =\s*R"\((.*?)\)"', source, re.DOTALL):
+        kind = "thing" if found[1] in NATIVE_THINGS else "function"
+        yield Text(file, source.count("\n", 0, found.start()) + 1, kind, found[1], found[2])
+
+
 def third_person(verb: str) -> str:
     """Return the third person singular of a verb."""
     if verb.endswith(("s", "sh", "ch", "x", "z", "o")):
@@ -157,7 +179,9 @@ def is_noun_phrase(text: str) -> bool:
     return not re.match(r"[A-Z][a-z]+ing (?:an?|the|each|every|all)\b", text)
 
 
-TEXTS = [text for file in FILES for text in docstrings(file.read_text(encoding="utf-8"), file)]
+NATIVE_TEXTS = list(native_docstrings(NATIVE_DOCS.read_text(encoding="utf-8"), NATIVE_DOCS))
+
+TEXTS = [text for file in FILES for text in docstrings(file.read_text(encoding="utf-8"), file)] + NATIVE_TEXTS
 
 
 def test_docstrings_begin_with_no_question_word() -> None:
@@ -190,6 +214,34 @@ def test_sources_name_the_subject(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("file", NATIVE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_native_sources_name_the_subject(file: Path) -> None:
+    found = found_words(file.read_text(encoding="utf-8"))
+    assert not found, "name the subject (the caller, the store, the device), or use the verb of the field: " + str(
+        found
+    )
+
+
+def questions(source: str) -> list[str]:
+    """Return the first lines of the comments of a C++ file that begin with a question word."""
+    lines = ["", *map(str.strip, source.splitlines())]
+    comments = [
+        line.removeprefix("//")
+        for before, line in itertools.pairwise(lines)
+        if line.startswith("//") and not before.startswith("//")
+    ]
+    return [text for text in comments if begins_with_question(text) and not text.strip().startswith("When ")]
+
+
+def test_native_comments_begin_with_no_question_word() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}: {text}"
+        for file in NATIVE_FILES
+        for text in questions(file.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "name the thing, or begin with a verb:\n" + "\n".join(wrong)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_name_the_subject(page: Path) -> None:
     found = found_words(page.read_text(encoding="utf-8"))
@@ -197,6 +249,28 @@ def test_pages_name_the_subject(page: Path) -> None:
 
 
 # ---- each rule can fail
+
+
+def test_the_native_files_are_found() -> None:
+    assert {file.suffix for file in NATIVE_FILES} == {".h", ".cpp", ".md"}
+    assert {text.name for text in NATIVE_TEXTS} >= NATIVE_THINGS | {"wait", "then"}
+    assert len(NATIVE_TEXTS) == NATIVE_DOCS.read_text(encoding="utf-8").count("const char*")
+
+
+def test_docstrings_of_cpp_are_found() -> None:
+    source = """
+inline constexpr const char* name = R"(Name of it.
+
+More.)";
+
+inline constexpr const char* wait =
+    R"(Whether it waits (or not).)";
+"""
+    texts = list(native_docstrings(source, Path("docs.h")))
+    assert [(text.line, text.kind, text.text) for text in texts] == [
+        (2, "thing", "Name of it.\n\nMore."),
+        (6, "function", "Whether it waits (or not)."),
+    ]
 
 
 def kinds_of(source: str) -> list[tuple[str, str]]:
@@ -239,6 +313,12 @@ class Store:
 def test_a_question_word_is_found(text: str) -> None:
     assert begins_with_question(text)
     assert not is_noun_phrase(text)
+
+
+def test_a_comment_that_begins_with_a_question_word_is_found() -> None:
+    source = "// What it is.\n#pragma once\n\n  // Reads it.\n  // What remains is kept.\nint x;\n  // Who reads it.\n"
+    assert questions(source) == [" What it is.", " Who reads it."]
+    assert not questions("int x;  // the queue\n// When it is full, reads block.\n")
 
 
 @pytest.mark.parametrize("text", ["Whole pages.", "Statistics of a store.", "Whatsoever."])
@@ -298,6 +378,7 @@ def test_a_noun_phrase_is_allowed(text: str) -> None:
         "A number is wanted.",
         "It would wait for\never.",
         "x = 1  # it lets\n    # go of the memory",
+        "  // it would wait for\n  // ever.",
         "Nobody reads it.",
         "The answer has come.",
         "The client hears of that.",

@@ -126,8 +126,7 @@ import cudafuture
 def test_what_comes_too_late_at_exit_is_not_waited_for() -> None:
     with Child(TOO_LATE) as process:
         assert process.hear() == (
-            "InvalidStateError: the process is exiting: what would have completed this future, or another, came "
-            "too late"
+            "InvalidStateError: the process is exiting: the completion of this future, or of another, came too late"
         )
         assert process.end() == 0
 

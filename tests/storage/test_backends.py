@@ -50,7 +50,7 @@ def test_a_backend_that_does_not_work_here_opens_no_file_and_names_the_reason(
 def test_gds_works_where_kvikio_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     (gds,) = (backend for backend in BACKENDS if backend.name == "gds")
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    assert "pip install cudafuture[gds]" in (gds.why_not() or "")
+    assert "pip install kvikio-cu13" in (gds.why_not() or "")
     monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace())
     assert gds.why_not() is None
 

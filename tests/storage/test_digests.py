@@ -83,7 +83,9 @@ def test_a_piece_has_whole_leaves() -> None:
     "part", [(0, 41), (40, 1), (41, 0), (1, 2**64 - 1), (2**63, 1), (-1, 2), (0, -1), (2**64, 0), (1.0, 2), (1,), None]
 )
 def test_a_part_lies_in_its_tensor(part: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{part!r} is no place and length in a tensor of 40 bytes")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{part!r} is not an offset and a length within a tensor of 40 bytes")
+    ):
         digests(numbered(10), [(0, 8), part])
 
 

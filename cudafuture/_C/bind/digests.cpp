@@ -27,7 +27,7 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
     if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
       const std::string what = nb::repr(parts[i]).c_str();
       throw nb::value_error(
-          (what + " is no place and length in a tensor of " + std::to_string(size) + " bytes").c_str());
+          (what + " is not an offset and a length within a tensor of " + std::to_string(size) + " bytes").c_str());
     }
   }
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());

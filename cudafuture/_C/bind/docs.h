@@ -4,28 +4,29 @@
 namespace cudafuture::bind::docs {
 
 inline constexpr const char* future =
-    R"(One value that will be there later, and one device event for each device that it uses.
+    R"(Result that becomes available later, with one device event for each device that the value uses.
 
-Made by producers (collectives, RPC, storage, copies, `submit`) or by hand. It is *complete* when the value may be used
-by anyone whose streams are ordered after the future's events; the device may still be at work. The idea is that of
-PyTorch's RFC 48305.
+Producers (collectives, RPC, storage, copies, `submit`) make futures, and user code may too. A future is *complete* when
+the value may be used on every stream that is ordered after the future's events; the device may still be at work. The
+idea is that of PyTorch's RFC 48305.
 
 Args:
     devices: bounding set of devices on which the value's tensors may live. None (default): taken from the value when
         the future completes. The CPU is always allowed. All others must be of one type.
-    priority: of the pool streams on which `then` callbacks run. Lower is more urgent: 0 (default), -1 high. Above 0 is
-        refused on every device, because stream pools have no such streams.
+    priority: of the pool streams on which `then` callbacks run. Lower is more urgent: 0 (default), -1 high. A priority
+        above 0 raises ValueError on every device, because stream pools have no such streams.
     name: shown by repr, in errors and traces.
     lifetime: "record" (default) tells the allocator about every stream that waits (`Tensor.record_stream`), which is
-        always right. "hold" relies on the future itself to keep the memory, and is right only where the waiting stream
-        is the one that allocated the value, or joins it before the future is dropped. Children do not inherit it.
-    executor: where callbacks run that name none: `cudafuture.executors.inline` or `.callback_thread`. None (default): in
-        the thread that completes the future. For producers that complete it in a thread of an engine's.
+        always right. "hold" relies on the future itself to keep the memory, and is right only if the waiting stream
+        allocated the value, or joins the allocating stream before the future is dropped. Children do not inherit it.
+    executor: executor of callbacks that name none: `cudafuture.executors.inline` or `.callback_thread`. None (default):
+        callbacks run in the thread that completes the future. Set it in producers that complete the future in a
+        thread of an engine.
 
 Raises:
     DeviceMismatchError: devices of several types.
     ValueError: a priority above 0, or an unknown `lifetime`.
-    TypeError: `executor` is no executor of the library's.
+    TypeError: `executor` is not an executor of this library.
     InvalidStateError: in a child forked from a process that had used the library.
 
 >>> from cudafuture import CUDAFuture
@@ -36,30 +37,30 @@ Raises:
 42
 )";
 
-inline constexpr const char* completed = R"(A future that is complete with `value` already.
+inline constexpr const char* completed = R"(Return a future that is complete with `value`.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed("here").wait()
 'here'
 )";
 
-inline constexpr const char* failed = R"(A future that has failed with the exception `exc` already.
+inline constexpr const char* failed = R"(Return a future that has failed with the exception `exc`.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.failed(KeyError("k")).exception()
 KeyError('k')
 )";
 
-inline constexpr const char* from_torch = R"(A future that follows one of torch's own handles.
+inline constexpr const char* from_torch = R"(Return a future that follows one of torch's own handles.
 
 Args:
     source: a `torch.futures.Future`, or the c10d Work that a collective with `async_op=True` returns. A CUDAFuture is
         returned as it is.
 
 The value is the source's own: for a Work the list of its output tensors. Gloo's and NCCL's threads complete the future
-without the GIL. An error keeps its type, also where torch carries it as a value with an unwrap function (RPC,
-`set_exception`). A Work that has no future of its own (Gloo's send and recv) gets a thread that waits for it. Where the
-Work's future names no devices, as Gloo's, they are taken from its tensors.
+without the GIL. An error keeps its type, even if torch carries it as a value with an unwrap function (RPC,
+`set_exception`). If a Work has no future of its own (Gloo's send and recv), a thread waits for it. If the Work's future
+names no devices (Gloo's does not), the devices are taken from its tensors.
 
 >>> import torch
 >>> from cudafuture import CUDAFuture
@@ -71,14 +72,14 @@ Work's future names no devices, as Gloo's, they are taken from its tensors.
 )";
 
 inline constexpr const char* to_torch =
-    R"(A `torch.futures.Future` that follows this future, for the places that check the class.
+    R"(Return a `torch.futures.Future` that follows this future, for callers that check the class.
 
-DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_execution` are such places. It is
-completed with streams ordered after the events, and failed with the exception object itself. Torch's future of a pending
-one knows the devices that have a context at the call, and those that are current. A value on any other device is
-delivered when that device has finished; torch's `then` refuses to return such a value (ValueError). To avoid that, use
-the device before this call. Torch's futures keep no events of a failure: a consumer that recovers from one there is
-not ordered after the device work behind it.
+DDP communication hooks, `torch.futures.collect_all` and `rpc.functions.async_execution` are such callers. The torch
+future is completed with streams ordered after the events, and failed with the exception object itself. If this future
+is pending, the torch future knows the devices that have a context at the call, and the current device of each type. A
+value on any other device is delivered when that device has finished; torch's `then` then raises ValueError. To avoid
+that, use the device before this call. Torch's futures keep no events of a failure: a consumer that recovers from a
+failure there is not ordered after the device work behind it.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(7).to_torch().wait()
@@ -86,7 +87,7 @@ not ordered after the device work behind it.
 )";
 
 inline constexpr const char* done =
-    R"(Whether the future is completed, failed or cancelled. The device may still be at work; see `ready`.
+    R"(Return True if the future is completed, failed or cancelled. The device may still be at work; see `ready`.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture().done(), CUDAFuture.completed(1).done()
@@ -94,10 +95,10 @@ inline constexpr const char* done =
 )";
 
 inline constexpr const char* ready =
-    R"(Whether the future is done and the device work behind each of its events has finished.
+    R"(Return True if the future is done and the device work behind each of its events has finished.
 
 Raises:
-    the late error, where a device or the network reported one after completion.
+    the late error, if a device or the network reported one after completion.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(1).ready()
@@ -108,18 +109,18 @@ inline constexpr const char* wait = R"(Wait, and return the value.
 
 Args:
     non_blocking: False (default): block until the future is done and its device work has finished. True: block only
-        until it is done, then make the calling thread's current streams wait for the events; what is enqueued on them
-        afterwards sees the value.
-    timeout: seconds for all of it; None (default) waits for ever.
+        until it is done, then make the calling thread's current streams wait for the events; work that is enqueued on
+        them afterwards sees the value.
+    timeout: seconds for the whole call. None (default): no limit.
 
 Raises:
-    TimeoutError: in time it was not done, or its devices were not. The future stays good.
+    TimeoutError: the future was not done in time, or its device work had not finished. The future stays valid.
     ValueError: a negative timeout.
     CancelledError: the future was cancelled.
     InvalidStateError: a callback that waits for its own result, or a blocking wait inside a stream capture.
-    any exception: the one with which the future failed, as the object it was; or its late error.
+    any exception: the exception object with which the future failed, or its late error.
 
-Ctrl-C gets through within 100 ms.
+Ctrl-C interrupts the wait within 100 ms.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture(name="slow")
@@ -130,7 +131,7 @@ Ctrl-C gets through within 100 ms.
 timeout: 'slow' is still pending; it stays valid, so wait() may be called again
 )";
 
-inline constexpr const char* result = R"(`wait(timeout=timeout)`, under the name that concurrent.futures gives it.
+inline constexpr const char* result = R"(Call `wait(timeout=timeout)`; concurrent.futures has this name for it.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(3).result()
@@ -138,11 +139,11 @@ inline constexpr const char* result = R"(`wait(timeout=timeout)`, under the name
 )";
 
 inline constexpr const char* value =
-    R"(The value, without waiting and without ordering any stream; the same object each time.
+    R"(Return the value, without waiting and without ordering any stream; the same object each time.
 
 Raises:
-    InvalidStateError: while pending.
-    any exception: the one with which the future failed, or CancelledError.
+    InvalidStateError: the future is pending.
+    any exception: the exception with which the future failed, or CancelledError.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture.completed([1, 2])
@@ -154,10 +155,10 @@ inline constexpr const char* exception =
     R"(Wait as `wait` does, and return the exception with which the future failed, or None.
 
 Args:
-    timeout: seconds; None (default) waits for ever.
+    timeout: seconds. None (default): no limit.
 
 Raises:
-    TimeoutError: not done in time.
+    TimeoutError: the future was not done in time.
     CancelledError: the future was cancelled.
 
 >>> from cudafuture import CUDAFuture
@@ -166,25 +167,26 @@ ValueError('no')
 )";
 
 inline constexpr const char* then =
-    R"(A future for what `fn(self)` returns, called when this future is done, whatever its outcome.
+    R"(Call `fn(self)` when this future is done, whatever its outcome, and return a future of its result, the child.
 
 Args:
-    fn: called with this future; what it returns completes the child, what it raises fails it, as the same object.
+    fn: called with this future. The child completes with its return value, or fails with the exception that it raises.
     priority: of the child and of the pool streams on which `fn` runs. None (default): this future's.
     stream: "pool" (default): a pool stream for each device of the future. "caller": the streams that are current now.
         Or a torch.Stream, or several; devices without one get a pool stream. They wait for this future's events and are
         current in `fn`; the child's events are recorded on the streams that are current when `fn` returns.
-    executor: where `fn` runs. None (default): in the thread that completes the future when that is a Python thread, and
-        at once when it is done already; on the library's callback thread when a C++ thread completes it. Or
-        `cudafuture.executors.inline`, `.callback_thread`, or any concurrent.futures.Executor of threads. A callback
-        that blocks belongs on an executor of its own.
+    executor: executor that runs `fn`. None (default): the thread that completes the future runs it if that is a Python
+        thread, and the library's callback thread if a C++ thread completes the future; if the future is done already,
+        `fn` runs before `then` returns. Or `cudafuture.executors.inline`, `.callback_thread`, or any
+        concurrent.futures.Executor of threads. A callback that blocks belongs on an executor of its own.
     non_blocking: True (default): run when the future is done. False: only when its device work has finished as well.
 
-The callback runs with its caller's grad mode, inference mode, autocast and contextvars. Cancelling the child before it
-began keeps `fn` from running, and never cancels this future. A child whose parent is dropped while pending fails.
+The callback runs with the grad mode, inference mode, autocast and contextvars of the caller of `then`. If the child is
+cancelled before `fn` begins, `fn` does not run; this future is never cancelled. If this future is dropped while it is
+pending, the child fails.
 
 Raises:
-    TypeError: `fn` cannot be called, or `executor` cannot submit.
+    TypeError: `fn` is not callable, or `executor` has no `submit`.
     ValueError: an unknown `stream`.
     DeviceMismatchError: a stream of a device outside the bounding set.
 
@@ -197,10 +199,10 @@ Raises:
 )";
 
 inline constexpr const char* then_async =
-    R"(Like `then`, for a callback that returns a future: the child takes that future's outcome.
+    R"(Call `fn(self)` as `then` does, and return a future that takes the outcome of the future that `fn` returns.
 
-Args and errors are those of `then`. A callback that returns anything but a CUDAFuture fails the child with TypeError.
-While the child waits for the returned future, cancelling it leaves that future alone.
+Args and errors are those of `then`. If the callback returns anything but a CUDAFuture, the child fails with TypeError.
+Cancelling the child while it waits for the returned future does not cancel that future.
 
 >>> from cudafuture import CUDAFuture
 >>> inner = CUDAFuture()
@@ -213,13 +215,14 @@ While the child waits for the returned future, cancelling it leaves that future 
 inline constexpr const char* add_done_callback = R"(Call `fn(self)` when this future is done, whatever its outcome.
 
 Args:
-    fn: called with this future. What it returns is dropped; what it raises is logged.
+    fn: called with this future. Its return value is dropped; an exception that it raises is logged.
     executor: as for `then`.
 
-It carries no context, unlike `then`. Callbacks run in the order in which they were added, after waiters were released.
+Unlike `then`, this carries no context. Callbacks run in the order in which they were added, after the waiters are
+released.
 
 Raises:
-    TypeError: `fn` cannot be called, or `executor` cannot submit.
+    TypeError: `fn` is not callable, or `executor` has no `submit`.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(5).add_done_callback(lambda f: print("got", f.value()))
@@ -227,10 +230,11 @@ got 5
 )";
 
 inline constexpr const char* cancel =
-    R"(Cancel the future, unless it is done or its producer cannot stop any more. Returns whether it is cancelled now.
+    R"(Cancel the future, unless it is done or its producer can no longer stop. Return True if it is cancelled now.
 
-False once an engine or a device owns the user's memory (a started collective, submitted I/O) or the callback that will
-complete it has begun: it then completes as if nothing had been asked. A cancelled future is done: its callbacks run.
+The result is False once an engine or a device owns the user's memory (a started collective, submitted I/O), or once the
+callback that will complete the future has begun: the future then completes as if `cancel` had not been called. A
+cancelled future is done: its callbacks run.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()
@@ -238,7 +242,7 @@ complete it has begun: it then completes as if nothing had been asked. A cancell
 (True, False, True)
 )";
 
-inline constexpr const char* cancelled = R"(Whether the future was cancelled.
+inline constexpr const char* cancelled = R"(Return True if the future was cancelled.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(1).cancelled()
@@ -246,32 +250,32 @@ False
 )";
 
 inline constexpr const char* set_running_or_notify_cancel =
-    R"(Say that the work behind this future begins, so that `cancel` returns False from now on.
+    R"(Mark the future as running, so that `cancel` returns False from now on.
 
-For producers, as in ``concurrent.futures``: call it before you hand memory of the caller's to an engine or a device.
+For producers, as in ``concurrent.futures``: call it before an engine or a device gets the caller's memory.
 
 Returns:
-    False where the future is done already, as it is when it was cancelled: then leave the work.
+    False if the future is done already, for instance cancelled: then do not begin the work.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()
 >>> future.set_running_or_notify_cancel(), future.cancel()
 (True, False))";
 
-inline constexpr const char* set_result = R"(Complete the future, release who waits, run the callbacks.
+inline constexpr const char* set_result = R"(Complete the future, release its waiters and run its callbacks.
 
 Args:
-    value: anything. Its tensors are found in lists, tuples, dicts, dataclasses, classes registered with
+    value: any object. Its tensors are found in lists, tuples, dicts, dataclasses, classes registered with
         torch.utils._pytree, and in the attributes of other objects. Modules are not searched.
     stream: a torch.Stream or several: the events are recorded on them. None (default): on the streams that are current
-        in this thread. A producer whose work was enqueued elsewhere must say where.
-    tensors: the tensors of a value in which they cannot be found. Where they are given, also as an empty list, a search
-        that cannot finish is no error.
+        in this thread. A producer that enqueued its work on other streams must name them.
+    tensors: the tensors of the value, for values that cannot be searched. If they are given, even as an empty list, a
+        search that cannot finish is no error.
 
-A value that cannot be ordered fails the future, so that its consumers do not hang: with DeviceMismatchError where it has
-tensors outside the bounding set; with TensorSearchError where it has more than a million objects to search; with
-the exception itself where an attribute raises one during the search, or a device records no event. A search takes place only where the process has
-a device with streams.
+A value that cannot be ordered fails the future, so that its consumers do not hang: with DeviceMismatchError if the
+value has tensors outside the bounding set; with TensorSearchError if there are more than a million objects to search;
+with the exception itself if an attribute raises one during the search, or a device records no event. Values are
+searched only if the process has a device with streams.
 
 Raises:
     InvalidStateError: the future is done already.
@@ -288,14 +292,14 @@ cudafuture.errors.InvalidStateError: set_result(): the future is completed alrea
 )";
 
 inline constexpr const char* set_exception =
-    R"(Fail the future with the exception `exc`, which may be any BaseException; release who waits, run the callbacks.
+    R"(Fail the future with `exc`, which may be any BaseException, release its waiters and run its callbacks.
 
-The same object comes out of `wait`, with a note that names the future. A failed future that nobody looked at logs its
-error when it dies.
+`wait` raises the same object, with a note that names the future. If the exception is never retrieved, it is logged when
+the future is destroyed.
 
 Raises:
     InvalidStateError: the future is done already.
-    TypeError: `exc` is no exception.
+    TypeError: `exc` is not an exception.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()
@@ -305,26 +309,26 @@ OSError('disk')
 )";
 
 inline constexpr const char* devices =
-    R"(The bounding set where one was given, else the devices of the events: a sorted tuple of torch.device.)";
+    R"(Sorted tuple of torch.device: the bounding set if the future has one, otherwise the devices of the events.)";
 
 inline constexpr const char* events =
-    R"(The event of each device that the value uses: a read-only mapping from torch.device to EventView.
+    R"(Read-only mapping from torch.device to EventView: the event of each device that the value uses.
 
-Empty while pending, and for values on the CPU.)";
+Empty while the future is pending, and for values on the CPU.)";
 
-inline constexpr const char* priority = R"(Of the pool streams for callbacks: 0 is the default, -1 high.)";
+inline constexpr const char* priority = R"(Priority of the pool streams for callbacks: 0 is the default, -1 high.)";
 
-inline constexpr const char* name = R"(The name that it was made with; children made by `then` inherit it.)";
+inline constexpr const char* name = R"(Name that the future was made with; children made by `then` inherit it.)";
 
 inline constexpr const char* late_error =
-    R"(An error that a device or the network reported after the future was complete, or None.
+    R"(Error that a device or the network reported after the future was complete, or None.
 
 It changes no state; `ready` and a blocking `wait` raise it.)";
 
 inline constexpr const char* released =
-    R"(Of a write: a future that completes when the source may be overwritten. None for everything else.
+    R"(Future of a write's source: it completes when the source may be overwritten. None for all other operations.
 
-Who makes the future of a write sets it, before anyone else has that.
+The producer of a write sets it, before it hands out the future of the write.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()

@@ -60,10 +60,10 @@ void bind_events(nb::module_& m) {
   nb::class_<EventView>(m, "EventView", "The device event of a future on one device; read-only.")
       .def_prop_ro(
           "device", [](const EventView& v) { return device_object(v.event->device()); },
-          "The device on which the event was recorded.")
+          "Device on which the event was recorded.")
       .def(
           "query", [](const EventView& v) { return v.event->query(); },
-          "Whether the device has got past the event. Raises what the device has to say instead.")
+          "Return True if the device has reached the event. Raises the error that the device reports instead.")
       .def(
           "synchronize",
           [](const EventView& v) {
@@ -71,10 +71,10 @@ void bind_events(nb::module_& m) {
             const WithoutGil released;
             if (stands(SyncEdge::event_synchronize)) v.event->synchronize();
           },
-          "Block the calling thread until the device has got past the event.")
+          "Block the calling thread until the device has reached the event.")
       .def("wait", wait_on_stream, nb::arg("stream") = nb::none(),
            "Make `stream` (default: the device's current one) wait for the event; the host goes on.")
-      .def("to_torch_event", to_torch_event, "A new torch.Event that is reached when this event is.")
+      .def("to_torch_event", to_torch_event, "Return a new torch.Event that is reached when this event is.")
       .def("__repr__", [](const EventView& v) {
         const char* state = v.event->is_captured() ? "captured" : v.event->query() ? "reached" : "pending";
         return "<EventView of " + v.event->device().str() + ": " + state + ">";

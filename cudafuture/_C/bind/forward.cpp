@@ -73,11 +73,11 @@ void break_promise(const nb::object& child) noexcept {
   const nb::error_scope raised_already;  // this may run while any other error unwinds
   try {
     const FuturePtr future = nb::inst_ptr<PyFuture>(child)->core;
-    nb::object error = make_error(
-        "InvalidStateError",
-        is_shut_down() ? "the process is exiting: the callback that would complete this future does not run any more"
-                       : "the future that this one waits for was dropped before anybody completed it; keep the "
-                         "producer's future alive until it is done");
+    nb::object error =
+        make_error("InvalidStateError",
+                   is_shut_down() ? "the process is exiting: the callback that would complete this future will not run"
+                                  : "the future that this one waits for was dropped before it completed; keep the "
+                                    "producer's future alive until it is done");
     future->mark_seen();  // no caller got this error: do not report it as unseen
     future->fail(Value::of_error(foreign(std::move(error)), Foreign()));
   } catch (nb::python_error& e) {

@@ -20,7 +20,8 @@ void log_unseen_failure(Future& future) noexcept {
   if (is_finalizing() || is_forked_child()) return;
   const nb::error_scope raised_already;
   try {
-    log_error("the failure of CUDAFuture %r was never looked at", nb::str(future.name().c_str()), exception_of(future));
+    log_error("the exception of CUDAFuture %r was never retrieved", nb::str(future.name().c_str()),
+              exception_of(future));
   } catch (nb::python_error& e) {
     e.discard_as_unraisable("cudafuture");
   }
@@ -253,7 +254,7 @@ void report_unseen_failure(Value&& error, const std::string& name, Foreign&& ori
       try {
         const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))
                                                    : as_origin_says(origin_.get(), exception_of(error_.error));
-        log_error("the failure of CUDAFuture %r was never looked at", nb::str(name_.c_str()), exception);
+        log_error("the exception of CUDAFuture %r was never retrieved", nb::str(name_.c_str()), exception);
       } catch (nb::python_error& e) {
         e.discard_as_unraisable("cudafuture");
       }

@@ -71,8 +71,8 @@ PyType_Slot job_slots[] = {
 // Converts the bare RuntimeError with which concurrent.futures executors refuse work after they, or Python, have shut
 // down.
 nb::object shut_down_error(const nb::object& error) {
-  nb::object typed = make_error(
-      "InvalidStateError", "the executor does not take the callback any more: " + std::string(nb::str(error).c_str()));
+  nb::object typed = make_error("InvalidStateError",
+                                "the executor no longer accepts callbacks: " + std::string(nb::str(error).c_str()));
   typed.attr("__cause__") = error;
   return typed;
 }

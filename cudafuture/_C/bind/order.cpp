@@ -62,7 +62,7 @@ bool wait_for_issue_order(double timeout) {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (is_turn) return true;
     if (deadline && Clock::now() >= *deadline) return false;
-    if (is_shut_down()) raise_error("InvalidStateError", "the process is exiting: no collective is issued any more");
+    if (is_shut_down()) raise_error("InvalidStateError", "the process is exiting: no more collectives can be issued");
   }
 }
 

@@ -40,7 +40,8 @@ Promise::~Promise() {
   if (future == nullptr || future.use_count() == 1 || is_shut_down() || is_forked_child()) return;
   future->mark_seen();  // no caller got this error: do not report it as unseen
   future->fail(Value::of_error(std::make_exception_ptr(Error(
-      ErrorKind::invalid_state, "the torch future that this one follows was dropped before anybody completed it"))));
+      ErrorKind::invalid_state,
+      "the torch future that this one follows was dropped before it completed; keep it alive until it is done"))));
 }
 
 FuturePtr Promise::take() noexcept {

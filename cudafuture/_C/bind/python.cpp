@@ -140,7 +140,7 @@ Deadline deadline_in(nb::handle timeout) {
   }
   if (std::isnan(seconds) || seconds < 0) {
     const std::string message =
-        "timeout is None (wait for ever) or seconds >= 0, not " + std::string(nb::repr(timeout).c_str());
+        "timeout is None (no limit) or seconds >= 0, not " + std::string(nb::repr(timeout).c_str());
     throw nb::value_error(message.c_str());
   }
   if (seconds > 1e9) return std::nullopt;

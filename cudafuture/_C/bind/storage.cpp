@@ -46,7 +46,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
   request.future->set_name(name);
   if (!reads) request.future->promise_release();
   if (request.memory.size() > kMostBytes - std::min(offset, kMostBytes)) {
-    throw nb::value_error("the place is beyond the end of the largest file");
+    throw nb::value_error("the offset and the size of the tensors reach beyond the end of the largest file");
   }
   wait_for_room(*self.engine);
   nb::object result = wrap(request.future);

@@ -98,7 +98,9 @@ storage::Shape shape_of(nb::handle object) {
 std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const Keys& keys) {
   std::vector<std::optional<std::uint64_t>> found(keys.size());
   if (digests.is_none()) return found;
-  if (nb::len(digests) != keys.size()) throw nb::value_error("not as many digests as keys");
+  if (nb::len(digests) != keys.size())
+    throw nb::value_error(
+        "the number of digests differs from the number of keys: give one digest, or None, for each key");
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (!nb::try_cast(digests[i], found[i])) {
       const std::string what = nb::repr(digests[i]).c_str();
@@ -113,7 +115,8 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   const ParkingScope parking;
   refuse_after_fork();
   Keys names = keys_of(keys);
-  if (names.size() != nb::len(tensors)) throw nb::value_error("not as many tensors as keys");
+  if (names.size() != nb::len(tensors))
+    throw nb::value_error("the number of tensors differs from the number of keys: give one tensor for each key");
   const std::vector<std::optional<std::uint64_t>> expected = digests_from(digests, names);
   const std::optional<at::Tensor> outcomes = target_of(written, at::kBool, names.size(), "outcomes");
   wait_for_room(self->engine());
@@ -189,7 +192,7 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
       return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
     };
     throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i]->shape) +
-                           ", and the one to be filled " + "of " + text(shape))
+                           ", but the tensor to read into is one " + "of " + text(shape))
                               .c_str());
   }
 }

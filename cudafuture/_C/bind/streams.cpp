@@ -26,7 +26,7 @@ c10::Device device_with_streams(nb::handle device) {
   const std::vector<c10::Device> devices = devices_from(list);
   if (devices.size() == 1 && has_streams(devices.front())) return devices.front();
   const std::string message = "no streams on " + std::string(nb::str(device).c_str()) +
-                              ": they belong to accelerators that are there, and the host has none";
+                              ": name an accelerator that is present; the host has no streams";
   throw nb::value_error(message.c_str());
 }
 

@@ -24,7 +24,7 @@ std::string described(const at::Tensor& tensor) {
 
 at::Tensor expect_tensor(nb::handle object) {
   if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
-  throw nb::type_error(("a torch.Tensor is wanted, not " + std::string(nb::repr(object).c_str())).c_str());
+  throw nb::type_error(("expected a torch.Tensor, not " + std::string(nb::repr(object).c_str())).c_str());
 }
 
 void expect_memory(const at::Tensor& tensor, Direction direction) {
@@ -32,21 +32,25 @@ void expect_memory(const at::Tensor& tensor, Direction direction) {
     throw nb::type_error((described(tensor) + " has no memory of its own to be read or written").c_str());
   }
   if (!tensor.is_cpu() && !has_streams(tensor.device())) {
-    throw nb::type_error((described(tensor) + ": only the host and devices with streams can be taken").c_str());
+    throw nb::type_error(
+        (described(tensor) + " cannot be read or written: copy it to the host or to a device with streams first")
+            .c_str());
   }
   const std::size_t wanted = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
                                                               static_cast<std::size_t>(tensor.storage_offset()));
   if (tensor.numel() != 0 && wanted > tensor.storage().nbytes()) {
-    throw nb::value_error(("the memory of the tensor has " + std::to_string(tensor.storage().nbytes()) +
-                           " bytes, and its elements are in " + std::to_string(wanted))
+    throw nb::value_error(("the storage of the tensor has " + std::to_string(tensor.storage().nbytes()) +
+                           " bytes, but its elements need " + std::to_string(wanted))
                               .c_str());
   }
   if (direction == Direction::write) return;
   if (tensor.is_conj() || tensor.is_neg()) {
-    throw nb::value_error("a view that conjugates or negates cannot be read into");
+    throw nb::value_error(
+        "a view that conjugates or negates cannot be read into; read into a tensor of its own, and copy that");
   }
   if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    throw nb::value_error("elements of the tensor share memory: it cannot be read into");
+    throw nb::value_error(
+        "the tensor cannot be read into: some of its elements share memory; read into a contiguous tensor");
   }
 }
 
@@ -81,7 +85,7 @@ at::Tensor take_on_host(nb::handle object) {
   const at::Tensor tensor = expect_tensor(object);
   expect_memory(tensor, Direction::write);
   if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg() || tensor.is_quantized()) {
-    throw nb::value_error((described(tensor) + ": a contiguous one on the host is wanted").c_str());
+    throw nb::value_error((described(tensor) + " does not fit: give a contiguous one on the host").c_str());
   }
   if (tensor.numel() != 0 && tensor.const_data_ptr() == nullptr) {
     throw nb::type_error((described(tensor) + " has no memory").c_str());

@@ -25,7 +25,7 @@ struct Tensors {
 // Returns a contiguous host tensor that owns its elements' memory. Throws TypeError and ValueError.
 at::Tensor take_on_host(nb::handle object);
 
-// Throws TypeError and ValueError. For a read, autograd is told that the tensors change.
+// Throws TypeError and ValueError. For a read, it bumps the tensors' versions, so that autograd knows of the change.
 Tensors take_tensors(nb::handle tensors, storage::Direction direction, int priority);
 
 }  // namespace cudafuture::bind

@@ -206,8 +206,8 @@ class Then final : public Continuation, public Deferred {
     if (inner == child) {
       failed(parent, child,
              make_error("InvalidStateError",
-                        "the callback of then_async() returned the future that waits for it: it "
-                        "would wait for itself"),
+                        "the callback of then_async() returned its own child: that future would "
+                        "wait for itself"),
              {});
       return;
     }
@@ -266,7 +266,7 @@ void choose_executor(Then& then, nb::handle executor, Executor* usual) {
   if (nb::cast<std::string>(executor.type().attr("__module__")) == "concurrent.futures.process") {
     throw nb::type_error(
         "a ProcessPoolExecutor cannot run callbacks: neither they nor the future can be sent to another process; give "
-        "its submit() the function itself, and complete a CUDAFuture in the add_done_callback() of what it returns");
+        "its submit() the function itself, and complete a CUDAFuture in the add_done_callback() of its future");
   }
   then.python_executor = nb::borrow(executor);
   then.names_executor = true;
@@ -374,9 +374,10 @@ int remove_done_callback(nb::handle future, nb::handle fn) {
 
 void bind_executors(nb::module_& m) {
   bind_job(m);
-  nb::class_<HostExecutor>(m, "HostExecutor",
-                           "Where host callbacks run: `inline`, `callback_thread`, or what `serial` returns.")
-      .def_ro("name", &HostExecutor::name, "For messages.")
+  nb::class_<HostExecutor>(
+      m, "HostExecutor",
+      "Executor of host callbacks: `inline`, `callback_thread`, or an executor that `serial` returns.")
+      .def_ro("name", &HostExecutor::name, "Name for messages.")
       .def("__repr__", [](const HostExecutor& e) { return "<cudafuture.executors." + e.name + ">"; });
 }
 

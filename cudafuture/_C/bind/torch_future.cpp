@@ -94,7 +94,8 @@ class Deliver final : public Continuation {
     if (!is_finalizing() && !is_forked_child()) {
       const nb::error_scope raised_already;  // this may run inside the destructor of any object
       fail_target(make_error("InvalidStateError",
-                             "the CUDAFuture that this one follows was dropped before anybody completed it"));
+                             "the CUDAFuture that this one follows was dropped before it completed; keep it alive "
+                             "until it is done"));
     }
     delete this;
   }
@@ -219,7 +220,7 @@ nb::object from_torch(nb::handle source) {
     return result;
   }
   const std::string message =
-      "from_torch() takes a torch.futures.Future or a c10d Work (what async_op=True returns), not " +
+      "from_torch() takes a torch.futures.Future or a c10d Work (which a collective with async_op=True returns), not " +
       std::string(nb::repr(source).c_str());
   throw nb::type_error(message.c_str());
 }

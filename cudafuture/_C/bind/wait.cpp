@@ -73,10 +73,10 @@ bool block(Future& future, const Deadline& deadline) {
     CallbackThread::get().retry();
     if (CallbackThread::get().has_lost()) {
       raise_error("InvalidStateError",
-                  "the process is exiting: what would have completed this future, or another, came too late");
+                  "the process is exiting: the completion of this future, or of another, came too late");
     }
     if (library_thread && is_shut_down()) {
-      raise_error("InvalidStateError", "the process is exiting: a callback waited for a future that nobody completed");
+      raise_error("InvalidStateError", "the process is exiting: a callback waited for a future that was not completed");
     }
   }
 }
@@ -185,8 +185,8 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
   const bool on_callback_thread = CallbackThread::get().is_current();
   if (queue.is_deepest() && (on_callback_thread || !queue.empty())) {
     raise_error("InvalidStateError",
-                "too many callbacks wait inside one another on this thread, and those that could end it stand behind "
-                "them; give callbacks that wait an executor of their own, or use then_async()");
+                "too many callbacks wait inside one another on this thread, and the callbacks that would end the waits "
+                "are queued behind them; give callbacks that wait an executor of their own, or use then_async()");
   }
   if (queue.draining() && !queue.empty()) {
     queue.help(future);

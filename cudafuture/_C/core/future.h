@@ -64,7 +64,7 @@ inline void trace(TraceEvent event, const Future& future) {
 enum class State : std::uint8_t { pending, completed, failed, cancelled };
 const char* name_of(State state) noexcept;
 
-// Whether a wait calls the allocator's `record_stream`, or relies on the future to hold the memory.
+// Protection of the memory during a wait: a call of the allocator's `record_stream`, or the future, which holds it.
 enum class Lifetime : std::uint8_t { record, hold };
 
 // The party that will complete a future, as the future sees it: asked before cancellation, and dropped once the future

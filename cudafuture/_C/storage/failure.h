@@ -65,7 +65,7 @@ inline Failure no_such_key(const std::string& key, const std::string& folder) {
 
 // Returns the failure for a tensor whose bytes changed before they were written.
 inline Failure not_as_given(const std::string& key) {
-  return {"key '" + key + "': the bytes that were to be written do not have the digest that they must have",
+  return {"key '" + key + "': the bytes to be written do not have the digest that was given for them",
           0,
           "",
           0,

@@ -141,7 +141,7 @@ void File::close_descriptors() noexcept {
 std::uint64_t File::size() {
   const Use use = expect_open();
   struct stat status = {};
-  if (::fstat(cached_, &status) != 0) throw_errno("cannot ask the size of", path_, errno);
+  if (::fstat(cached_, &status) != 0) throw_errno("cannot get the size of", path_, errno);
   return static_cast<std::uint64_t>(status.st_size);
 }
 

@@ -9,7 +9,7 @@
 
 namespace cudafuture::storage {
 
-// An engine as the watcher's thread sees it. It lives until every watched object has come back.
+// An engine as the watcher's thread sees it. It lives until every watched object has been returned to it.
 class Watching {
  public:
   virtual void put_in(Operation* operation) noexcept = 0;   // the device work before it has finished

@@ -44,7 +44,7 @@ std::vector<std::string> names_in(const std::string& path) {
   for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
     names.push_back(entry->path().filename());
   }
-  if (error) throw Failure("cannot look into " + path + ": " + error.message(), error.value(), path);
+  if (error) throw Failure("cannot list " + path + ": " + error.message(), error.value(), path);
   return names;
 }
 

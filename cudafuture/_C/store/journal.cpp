@@ -77,7 +77,7 @@ void allocate(int file, std::uint64_t size, const std::string& path) {
 bool Journal::exists(const std::string& folder) {
   struct stat status = {};
   if (::stat(path_in(folder).c_str(), &status) == 0) return true;
-  if (errno != ENOENT && errno != ENOTDIR) throw_errno("cannot look at", path_in(folder), errno);
+  if (errno != ENOENT && errno != ENOTDIR) throw_errno("cannot get the status of", path_in(folder), errno);
   return false;
 }
 

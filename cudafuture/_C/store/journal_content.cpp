@@ -187,7 +187,7 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
       continue;
     }
     if (next != content.size() || at < header->whole || !is_torn(content, at, found.batches)) {
-      throw damaged(path, at, " at byte " + std::to_string(at) + ", where no crash can have torn it");
+      throw damaged(path, at, " at byte " + std::to_string(at) + ", which cannot be the effect of a crash");
     }
     found.gaps.push_back({at, content.size() - at});
     std::vector<Findings::Gap> inside;

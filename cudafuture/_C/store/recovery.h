@@ -12,7 +12,7 @@
 
 namespace cudafuture::store {
 
-// salvage: read what is left of a store with a damaged journal.
+// salvage: read the rest of a store with a damaged journal.
 enum class Opening : std::uint8_t { write, read, salvage };
 
 struct Recovery {

@@ -110,7 +110,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void was_read(ReadJob& reading, const std::exception_ptr& error) noexcept;
   std::exception_ptr check(const Read& read, std::uint64_t digest) noexcept;
 
-  // How far a change is recorded before it ends.
+  // Durability that a change must reach before it ends.
   Index::Reach reach() const noexcept {
     return group_commit_ == nullptr ? Index::Reach::memory : Index::Reach::journal;
   }

@@ -154,7 +154,7 @@ void HostTarget::expect(const std::string& key, const Found& found) const {
   if (!out_ || (out_->scalar_type() == found.dtype && out_->sizes() == found.sizes)) return;
   const auto text = [](const py::object& object) { return py::repr(object).cast<std::string>(); };
   throw std::invalid_argument("key " + quoted(key) + " is a tensor of " + text(py::cast(found.dtype)) + " " +
-                              text(py::list(py::cast(found.sizes))) + ", and the one to be filled of " +
+                              text(py::list(py::cast(found.sizes))) + ", but the tensor to read into is one of " +
                               text(py::cast(out_->scalar_type())) + " " +
                               text(py::list(py::cast(out_->sizes().vec()))));
 }

@@ -44,11 +44,11 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Takes requests in the order in which they are to take effect. Throws the interrupt (Ctrl-C) that a message met.
   void submit(const std::vector<RequestPtr>& requests);
 
-  void release_hold(const RequestPtr& request);           // its bytes have come to the host
+  void release_hold(const RequestPtr& request);           // its bytes have reached the host
   void enqueue(const std::vector<MessagePtr>& messages);  // of requests that were sent before
 
-  // Sends what there is room for. A message that fails at once calls this again: the outer call sends the next. Returns
-  // the interrupt that a message met, which has failed with it; or None.
+  // Sends the messages that there is room for. A message that fails at once calls this again: the outer call sends the
+  // next. Returns the interrupt that a message met, which has failed with it; or None.
   py::object go_on();
 
   // Sends a message that has been given room. Where RPC has none, it is sent again after a pause.
@@ -63,7 +63,8 @@ class Window final : public std::enable_shared_from_this<Window> {
 
   void abandon(const RequestPtr& request);  // tells the service that it may never arrive as a whole
 
-  // Fails the requests that have expired, and sends again what RPC had no room for. Called by the timer thread.
+  // Fails the requests that have expired, and sends again messages that RPC had no room for. Called by the timer
+  // thread.
   std::optional<double> look(double now);
 
   // The bytes in flight, the bytes that wait, and the size of the window.

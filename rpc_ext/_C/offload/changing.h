@@ -10,9 +10,9 @@
 
 namespace rpc_ext::offload {
 
-// A request that changes keys: each when its turn has come.
+// A request that changes keys, each one in its turn in the per-key queue.
 //
-// Lock: mutex_ guards the errors and the count of what is left; nothing is taken under it.
+// Lock: mutex_ guards the errors and the count of pending entries; nothing is taken under it.
 class Changing final : public std::enable_shared_from_this<Changing> {
  public:
   Changing(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,

@@ -23,7 +23,7 @@ namespace rpc_ext::offload {
 //     GET    order ──► queue of the key ──► snapshot ─┐
 //     FETCH  kept reads ──────────────────────────────┴──► places ──► window ──► buffer ──► store ──► answer
 //
-// Lock: mutex_ guards the errors and the count of what is left; nothing is taken under it.
+// Lock: mutex_ guards the errors and the count of pending entries; nothing is taken under it.
 class Reading final : public std::enable_shared_from_this<Reading> {
  public:
   Reading(std::shared_ptr<Service> service, Service::SessionPtr session, OffloadRequest&& request,

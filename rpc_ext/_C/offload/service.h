@@ -8,8 +8,8 @@
 //      8  KeyQueues::enter          after all earlier changes of the key                      order
 //      9  Namespace::write          quota, the store, the answer                              namespace
 //
-// A read goes the same way with Reading in place of Changing: it takes its snapshot when its turn has come. What a
-// request begins goes on in threads of the store, which answer without the interpreter.
+// A read goes the same way with Reading in place of Changing: it takes its snapshot at its turn in the per-key queue.
+// The operations that a request begins continue in threads of the store, which answer without the interpreter.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "message_handler.h"
 #include "histogram.h"
+#include "message_handler.h"
 #include "offload/session.h"
 #include "offload/wire.h"
 #include "reply.h"
@@ -48,7 +48,7 @@ class Service final : public std::enable_shared_from_this<Service> {
       : store_(std::move(store)), window_(window), slow_(std::make_shared<Slow>(std::move(slow))) {}
 
   StoreAccess& store() const noexcept { return *store_; }
-  void close();  // drops what is Python's: a thread of the store may be the last to hold the service
+  void close();  // drops the Python objects: a thread of the store may be the last to hold the service
 
   // ---- sessions, by token
   void add(const std::string& token, SessionPtr session);

@@ -55,9 +55,9 @@ class Session final : public std::enable_shared_from_this<Session> {
   // undefined tensor at the deadline, and when the session has ended.
   void take_buffer(std::uint64_t nbytes, double expires, Taken taken);
 
-  // Drops what is over. Returns the seconds until the next deadline; none: there is none.
+  // Drops expired reads and requests for buffers. Returns the seconds until the next deadline; none: there is none.
   std::optional<double> look();
-  void clear();  // the session has ended: drops all kept reads, and what is Python's
+  void clear();  // the session has ended: drops all kept reads and the Python objects
 
  private:
   struct KeptRead {

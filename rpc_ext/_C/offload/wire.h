@@ -45,7 +45,7 @@ enum class Verb : std::uint8_t { put = 1, get, erase, fetch, abandon };
 // The dtypes by code: append only.
 const std::vector<c10::ScalarType>& dtypes();
 
-// One operation of a request. Every verb but FETCH has what comes first; FETCH has the sequence and the part.
+// One operation of a request. Every verb but FETCH has the first fields; FETCH has the sequence and the part.
 struct KeyEntry {
   std::uint64_t sequence = 0;  // number of the client's operation
   std::uint64_t after = 0;     // number of the operation on the same key that takes effect before this one; 0: none

@@ -32,7 +32,7 @@ class Call {
   const char* const name;
 };
 
-// How this thread's calls treat captures: a cudaStreamCaptureMode.
+// The mode in which this thread's calls treat captures: a cudaStreamCaptureMode.
 cudaStreamCaptureMode& capture_mode();
 
 uint64_t this_thread();

@@ -1,5 +1,5 @@
-// CUDA runtime API, "Memory Management": copies and fills. Which of them return before they are done follows "API
-// synchronization behavior".
+// CUDA runtime API, "Memory Management": copies and fills. They return early or late as "API synchronization behavior"
+// states.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -16,7 +16,7 @@ struct Bytes {
   size_t size = 0;
 };
 
-// Where the host reaches memory that an operation uses; breaks the device where there is none.
+// Returns the address at which the host reaches memory that an operation uses; breaks the device if there is none.
 void* reach(const void* pointer, size_t size, const char* name) {
   Call call(name);
   void* const found = call.machine.memory.reach(pointer, size);

@@ -18,7 +18,7 @@ struct Capture {
   bool invalidated = false;      // by a call that CUDA forbids; the end of the capture fails
   std::vector<Operation> nodes;  // in an order in which a graph may run them
 
-  // How many steps each stream of the capture has taken, and how many of each other one come before its last one.
+  // Number of steps of each stream in the capture, and number of every other stream's steps before its last step.
   std::map<Stream*, uint64_t> length;
   std::map<Stream*, std::map<Stream*, uint64_t>> follows;
 

@@ -1,4 +1,4 @@
-// How operations run: in a thread that synchronises, in the runner thread, or in the thread of host functions.
+// Execution of operations: in a thread that synchronises, in the runner thread, or in the thread of host functions.
 #include <driver_types.h>
 #include <pthread.h>
 

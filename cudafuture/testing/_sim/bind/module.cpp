@@ -37,7 +37,7 @@ using nb::literals::operator""_a;
 using NamedStream = std::tuple<int, std::int64_t>;  // device, id
 StreamName named(const NamedStream& stream) { return {std::get<0>(stream), std::get<1>(stream)}; }
 
-// What a failing piece of device work throws: sim.DeviceError in Python.
+// The exception of device work that fails: sim.DeviceError in Python.
 struct DeviceFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -225,8 +225,8 @@ NB_MODULE(_sim, m) {
   using namespace sim;
   nb::set_leak_warnings(false);
   nb::exception<DeviceFailure>(m, "DeviceError", PyExc_RuntimeError).attr("__doc__") =
-      "Device work has failed, and broken its device: `sim.clear_error()` repairs it. torch's own calls say it with a "
-      "RuntimeError.";
+      "Device work has failed, and broken its device: `sim.clear_error()` repairs it. torch's own calls raise a "
+      "RuntimeError instead.";
   install();
   m.attr("MAX_DEVICES") = kMaxDevices;
   m.def("start", start);

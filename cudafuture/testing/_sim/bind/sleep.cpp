@@ -37,7 +37,7 @@ bool handles_signals() noexcept {
          PyGILState_GetThisThreadState() != nullptr;
 }
 
-// What a handler raises travels as torch's own exception, which its bindings turn into the same Python object again.
+// An exception of a handler travels as torch's own C++ exception, which its bindings turn into the same Python object.
 void check_signals() {
   if (!handles_signals()) return;
   python_error raised;

@@ -1,9 +1,9 @@
-// What Python does while a thread of its own waits for a simulated device.
+// Hooks around the sleep of a Python thread that waits for a simulated device.
 #pragma once
 
 namespace sim {
 
-// Threads that wait give the GIL up, and signals interrupt the main thread. Needs the GIL.
+// Threads that wait release the GIL, and signals interrupt the main thread. Needs the GIL.
 void install_sleep();
 
 }  // namespace sim

@@ -17,7 +17,7 @@ namespace nb = nanobind;
 
 constexpr std::size_t kMaxFrames = 24;
 
-// Code objects whose stacks died on a thread that did not have the GIL; dropped by the next that has it.
+// Code objects of stacks that were destroyed on a thread without the GIL; the next thread with the GIL drops them.
 class Leftovers {
  public:
   void add(PyObject* code) {
@@ -65,7 +65,8 @@ struct Frames {
   }
 };
 
-// Has Python a state for this thread? Only then may it ask for the GIL: making one could wait for whoever waits for us.
+// True if Python has a state for this thread. Only then may the thread request the GIL: making a state could wait for a
+// thread that waits for this one.
 bool is_python_thread() noexcept { return Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr; }
 
 HostStack take_stack() {

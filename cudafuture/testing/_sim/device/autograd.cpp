@@ -20,8 +20,8 @@ at::ThreadLocalState state_of_new_thread() {
 
 }  // namespace
 
-// Each thread does one thing after another, so who has had a gradient from it knows that those before are forgotten.
-// This one holds nothing of Python, and computes nothing.
+// Each thread runs one backward pass after another, so a finished pass shows that the earlier ones are released. The
+// pass here holds no Python object and computes nothing.
 void settle_autograd() {
   const at::ThreadLocalStateGuard plain(state_of_new_thread());
   for (int i = 0; i < Accelerator::get().device_count(); ++i) {

@@ -3,8 +3,8 @@
 
 namespace sim {
 
-// Waits until they have let go of what was computed before. A thread that still holds a piece of Python when the
-// process exits is ended by Python, which aborts the process.
+// Waits until these threads have released the Python objects of earlier backward passes. If a thread still holds one
+// when the process exits, Python ends that thread, which aborts the process.
 void settle_autograd();
 
 }  // namespace sim

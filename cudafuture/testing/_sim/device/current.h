@@ -1,4 +1,4 @@
-// What is current in a thread: a device, and a stream of each device.
+// The current device of a thread, and its current stream of each device.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -29,7 +29,7 @@ void check_device(int device, const char* call) noexcept {
     report.later = here(call);
     Accelerator::get().report(std::move(report));
   } catch (...) {
-    // in a forked child, or without memory: there is nobody to tell
+    // in a forked child, or out of memory: the finding is dropped
   }
 }
 

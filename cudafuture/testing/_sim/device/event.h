@@ -1,4 +1,4 @@
-// What torch holds as an event: the recording that was made last, and the device that it was made on.
+// The event that torch holds: the latest recording, and the device on which it was made.
 #pragma once
 
 #include "runtime/accelerator.h"
@@ -10,8 +10,8 @@ struct Event {
   int device = 0;
 };
 
-// An event is made, asked, waited for and destroyed with its own device current: elsewhere a CUDA driver would make a
-// context on the device that happens to be. Reported when the check is on.
+// An event must be made, queried, waited for and destroyed while its own device is the current device: otherwise a CUDA
+// driver would make a context on the current device. If the check is on, violations are reported.
 void check_device(int device, const char* call) noexcept;
 void set_strict_devices(bool strict) noexcept;
 

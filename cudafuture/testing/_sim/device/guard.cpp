@@ -14,7 +14,7 @@ namespace sim {
 namespace {
 
 void expect_device(c10::Device device) {
-  TORCH_CHECK(device.is_privateuseone(), "a simulated device is wanted, not ", device);
+  TORCH_CHECK(device.is_privateuseone(), "expected a simulated device, not ", device);
   TORCH_CHECK_INDEX(device.index() < Accelerator::get().device_count(), "there is no ", device, ": sim.enable() made ",
                     Accelerator::get().device_count(), " devices");
 }

@@ -1,4 +1,4 @@
-// What torch asks an accelerator beside its guard.
+// Hooks that torch calls for an accelerator, besides its guard.
 #pragma once
 
 namespace sim {

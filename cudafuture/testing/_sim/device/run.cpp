@@ -10,7 +10,7 @@
 namespace sim {
 namespace {
 
-// Taken in a thread that nobody has set anything in.
+// Returns the state of a new thread, in which nothing has been set.
 at::ThreadLocalState plain_state() {
   at::ThreadLocalState* state = nullptr;
   std::thread([&] {

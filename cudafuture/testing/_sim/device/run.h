@@ -1,4 +1,4 @@
-// How work runs: with the thread state of nobody, wherever the host happens to be when its turn comes.
+// Runs of device work, with a plain thread state, in any thread of the host.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// Which bytes a piece of work reads and writes, each range named once.
+// The byte ranges that a piece of work reads and writes, each range once.
 #pragma once
 
 #include <ATen/core/Tensor.h>

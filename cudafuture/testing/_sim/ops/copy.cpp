@@ -89,7 +89,7 @@ void copy_in(const at::Tensor& target, const at::Tensor& source, bool non_blocki
   if (is_pinned(source) && read_in_stream(target, source, non_blocking)) {
     accesses.read(source);
     watch_host();
-    // Pinned memory is not kept alive either: its allocator knows who uses it.
+    // Pinned memory is not kept alive either: its allocator knows the streams that use it.
     enqueue_transfer(target, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_in);
   } else {
     note_host_read(source, "aten::copy_");
@@ -162,8 +162,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
 
-// The fallbacks of these keys would clone, and so copy, for ever: our copies know what to do with their bits.
-// record_stream is about memory, whatever it shows: torch would make a copy, and record that.
+// The fallbacks of these keys would clone, and so copy, without end: our copies handle the conjugate and negative bits.
+// record_stream concerns only the memory: torch would make a copy, and record the copy.
 constexpr const char* kOfBytes[] = {"_copy_from", "record_stream"};
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   for (const char* name : kOfBytes) m.impl(name, torch::CppFunction::makeFallthrough());

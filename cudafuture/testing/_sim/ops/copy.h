@@ -10,7 +10,7 @@ namespace sim {
 // copied beforehand. A stream converts and rearranges as it copies.
 void copy_tensor(const at::Tensor& target, const at::Tensor& source, bool non_blocking);
 
-// From a tensor of the host's that nobody will write again. Does not wait.
+// Copies from a host tensor that is not written again. Does not wait.
 void write_host_tensor(const at::Tensor& target, const at::Tensor& source);
 
 }  // namespace sim

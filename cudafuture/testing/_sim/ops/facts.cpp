@@ -21,7 +21,7 @@ constexpr HiddenWrite kHiddenWrites[] = {
     {"aten::batch_norm_update_stats", {1, 2}},
 };
 
-// Operators whose meta kernel tells other shapes than the host's kernel makes, or knows too little.
+// Operators whose meta kernel predicts other shapes than those of the host's kernel, or too few.
 constexpr std::string_view kMetaDiffers[] = {
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",

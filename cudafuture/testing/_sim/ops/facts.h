@@ -1,4 +1,4 @@
-// What the schema of an operator says, found out once and kept for the life of the process.
+// Facts from the schema of an operator, computed once and kept for the life of the process.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -27,16 +27,16 @@ struct Facts {
   c10::OperatorName key;
   std::string name;  // without the overload, as in "aten::add"
   std::vector<Argument> arguments;
-  std::vector<int> returned;    // for each return: the argument that it is, or -1: a new tensor
-  int generator = -1;           // the argument that is one
-  bool has_new = false;         // makes new tensors
-  bool is_view = false;         // its result shares memory with an argument, and is not written
-  bool random = false;          // draws random numbers
-  bool numbers_matter = false;  // the shapes of results may depend on Scalars
-  bool shows_values = false;    // what it returns depends on what is in memory: a number, or a tensor of unknown size
+  std::vector<int> returned;        // for each return: the argument that it is, or -1: a new tensor
+  int generator = -1;               // the argument that is one
+  bool has_new = false;             // makes new tensors
+  bool is_view = false;             // its result shares memory with an argument, and is not written
+  bool random = false;              // draws random numbers
+  bool numbers_matter = false;      // the shapes of results may depend on Scalars
+  bool shows_values = false;        // its result depends on values in memory: a number, or a tensor of unknown size
   bool takes_host_tensors = false;  // of any size: they are read when it is called
 
-  // What is known of its results, by the shapes of its arguments.
+  // Returns the known results for these shapes of its arguments; null: none are known.
   std::shared_ptr<const Results> known(const Signature& signature) const;
   void remember(Signature&& signature, std::shared_ptr<const Results> results) const;
 

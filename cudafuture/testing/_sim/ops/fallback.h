@@ -1,4 +1,4 @@
-// How a simulated device computes: the kernel that the host has for an operator becomes work in a stream.
+// Computation on a simulated device: the host's kernel for an operator becomes work in a stream.
 //
 //     called ─► one device? ─► what will it return? ─┬─► known: memory for it, Task ─► submit           returns at once
 //                                                    └─► only running tells: wait, run, copy to memory   the host waits

@@ -9,7 +9,7 @@
 namespace sim {
 
 at::Tensor host_copy(const at::Tensor& tensor) {
-  // The number of `tensor + 1`: nobody else has it.
+  // The number of `tensor + 1`: no other code has a reference to it.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   if (tensor.dim() == 0 && !tensor.is_conj() && !tensor.is_neg()) {
     at::Tensor copy = at::detail::empty_cpu({}, tensor.scalar_type());

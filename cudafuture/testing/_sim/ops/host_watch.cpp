@@ -36,7 +36,7 @@ Watch& watch() {
   return *one;
 }
 
-thread_local bool inside = false;  // an operator that was looked at: what it calls touches the same memory again
+thread_local bool inside = false;  // an operator that is watched: the operators that it calls touch the same memory
 
 struct Inside final : at::ObserverContext {};
 
@@ -46,7 +46,7 @@ void leave() {
   if (w.active.exchange(false)) at::disableCallback(w.handle);
 }
 
-// What a stream does, it says itself: only operators of the host alone are looked at.
+// True for operators of the host alone that use pinned memory: streams note their own accesses.
 bool host_uses_pinned(c10::ArrayRef<const c10::IValue> inputs) {
   bool pinned = false;
   bool device = false;

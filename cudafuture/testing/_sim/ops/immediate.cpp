@@ -27,7 +27,7 @@ at::Tensor to_device(const Facts& facts, Task& task, const at::Tensor& result, i
   return made;
 }
 
-// What the kernel resized gets its new size on the device too.
+// Gives the tensors that the kernel resized their new sizes on the device too.
 void take_over_sizes(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const Task& task) {
   std::size_t next = 0;
   for (std::size_t i = 0; i < arguments.size(); ++i) {

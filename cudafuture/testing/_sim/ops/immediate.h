@@ -1,4 +1,4 @@
-// Operators whose results only running them can tell: the host waits for the stream and runs the kernel itself.
+// Operators whose results cannot be predicted: the host waits for the stream and runs the kernel itself.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

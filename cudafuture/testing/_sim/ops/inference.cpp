@@ -44,7 +44,7 @@ Results::New describe(const c10::IValue& value) {
   return result;
 }
 
-// Which tensors that are written would get another size.
+// Adds the written tensors that would get another size.
 void compare(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const Values& metas, Results& results) {
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (!facts.arguments[i].written) continue;
@@ -58,7 +58,7 @@ void compare(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const Val
   }
 }
 
-// The meta kernels of batch normalization say that there are statistics of the batch where nobody asks for them.
+// Corrects the meta kernels of batch normalization: they return statistics of the batch even outside of training.
 void correct(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Results& results) {
   if (facts.name != "aten::native_batch_norm" && facts.name != "aten::_native_batch_norm_legit") return;
   const auto training = facts.op.schema().argumentIndexWithName("training");
@@ -104,7 +104,7 @@ std::shared_ptr<Results> run_meta(const Facts& facts, c10::ArrayRef<c10::IValue>
     return results;
   } catch (const std::exception& error) {
     if (is_interruption(error)) throw;
-    // What is wrong with the arguments, if that is it, the host's kernel will say better.
+    // If the arguments are wrong, the host's kernel raises a better error.
     results->known = false;
     return results;
   }

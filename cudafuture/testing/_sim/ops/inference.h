@@ -1,4 +1,4 @@
-// What an operator will return, found out on meta tensors, before it has run.
+// Prediction of an operator's results, from meta tensors, before it runs.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -1,4 +1,4 @@
-// What a tensor looks like without its memory, and what an operator will return.
+// Layout of a tensor, without its memory, and the predicted results of an operator.
 #pragma once
 
 #include <ATen/core/Tensor.h>

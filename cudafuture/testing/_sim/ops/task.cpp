@@ -22,7 +22,7 @@ void fill(const Facts& facts, const at::Tensor& made, const at::Tensor& from) {
   TORCH_CHECK(from.layout() == c10::kStrided, facts.name, " makes a tensor of layout ", from.layout(),
               ", which a simulated device cannot hold");
   TORCH_CHECK(made.numel() == from.numel(), facts.name, " made a tensor of size ", from.sizes(), " where one of size ",
-              made.sizes(), " was foretold");
+              made.sizes(), " was predicted");
   made.copy_(from.sizes() == made.sizes() ? from : from.reshape(made.sizes()));
 }
 
@@ -33,7 +33,7 @@ void fill_value(const Facts& facts, const c10::IValue& made, const c10::IValue& 
     const c10::List<at::Tensor> targets = made.toTensorList();
     const c10::List<at::Tensor> sources = from.toTensorList();
     TORCH_CHECK(targets.size() == sources.size(), facts.name, " made ", sources.size(), " tensors where ",
-                targets.size(), " were foretold");
+                targets.size(), " were predicted");
     for (std::size_t i = 0; i < targets.size(); ++i) fill(facts, targets.get(i), sources.get(i));
   }
 }
@@ -78,7 +78,7 @@ void Task::move_back() {
   for (const Written& written : written_) {
     const at::Tensor& alias = written.alias;
     TORCH_CHECK(alias.numel() == written.numel, facts_.name, " resized a tensor to ", alias.sizes(),
-                ", which was not foretold");
+                ", which was not predicted");
     if (!written.moved() || alias.numel() == 0) continue;
     auto* const data = static_cast<std::byte*>(written.data) + alias.storage_offset() * alias.itemsize();
     at::from_blob(data, alias.sizes(), alias.strides(), alias.options()).copy_(alias);

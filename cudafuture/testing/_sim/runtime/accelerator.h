@@ -7,16 +7,16 @@
 //
 // There are no threads. Work runs inside the calls that the host makes, and the schedule says when:
 //   free    as early as streams and events allow;
-//   lazy    as late as possible: when somebody waits, and then only what he waits for;
+//   lazy    as late as possible: when the host waits, and then only the work that it waits for;
 //   jitter  in between: at each call a seeded choice of how much of which stream.
 // So a program with one host thread runs the same way each time, and a process can exit with work queued. Several host
 // threads may call at once; a piece of work runs outside the lock, in one of them.
 //
-// Asking counts as waiting a little: query() answers what is so, and under `lazy` and `jitter` then runs something of
-// what was asked for, so that a loop that polls comes to an end.
+// A query counts as a short wait: query() returns the present state, and under `lazy` and `jitter` then runs a part of
+// the queried work, so that a loop that polls comes to an end.
 //
-// A piece of work that throws breaks its device, as a CUDA error does: what is queued there is dropped, so is what is
-// submitted, and every query and synchronization of that device throws the error until clear_error().
+// A piece of work that throws breaks its device, as a CUDA error does: queued work is dropped there, and so is new
+// work. Every query and synchronization of that device throws the error until clear_error().
 //
 // Lock: one mutex, the submission lock, under which clocks, shadow, queues and memory change. No work runs, and no Site
 // is made or written out, under it. A HostClock has its own.
@@ -63,7 +63,7 @@ struct StreamName {
   friend bool operator==(const StreamName&, const StreamName&) = default;
 };
 
-// A piece of work. It owns no device memory: what it touches may have been freed when it runs, as on a device.
+// A piece of work. It owns no device memory: the memory that it touches may be freed before it runs, as on a device.
 struct Work {
   std::function<void()> run;
   std::vector<Access> accesses;  // device memory and pinned host memory, at the addresses that tensors show
@@ -71,8 +71,8 @@ struct Work {
   Cost cost;
 };
 
-// What an event held when it was recorded: a point in a stream. Who waits holds the recording, not the event, since
-// that may be recorded again.
+// The state of an event when it was recorded: a point in a stream. Waiters hold the recording, not the event, since the
+// event may be recorded again.
 class Recording;
 using RecordingPtr = std::shared_ptr<Recording>;
 
@@ -97,7 +97,7 @@ extern thread_local CaptureMode capture_mode;
 struct Report {
   enum class Kind : std::uint8_t { race, reuse, host_race, wrong_device, error };
   Kind kind = Kind::race;
-  std::string summary;  // one sentence: who did what to which bytes without waiting for whom
+  std::string summary;  // one sentence: the two accesses, their agents, the bytes, and the missing wait
   SitePtr earlier;
   SitePtr later;
 };
@@ -117,8 +117,8 @@ class Accelerator {
  public:
   static Accelerator& get() noexcept;  // never destroyed
 
-  // Starts afresh: what is queued is dropped, clocks go back to zero, reports and errors are forgotten. Memory that is
-  // in use stays valid, and streams keep their names.
+  // Starts afresh: queued work is dropped, clocks return to zero, reports and errors are forgotten. Memory that is in
+  // use stays valid, and streams keep their names.
   void start(const Options& options);
   void stop();  // no devices any more; memory in use stays valid
   Options options() const;
@@ -134,7 +134,8 @@ class Accelerator {
   RecordingPtr record(StreamName stream);                       // reached at once where the stream is idle
   void wait(StreamName stream, const RecordingPtr& recording);  // the stream waits; null: an event never recorded
 
-  // ---- the host asks and waits. Waiting orders the host after what it waited for; so does a query that says yes.
+  // ---- the host queries and waits. A wait orders the host after the work that it waited for; so does a query that
+  // returns true.
   bool query(const RecordingPtr& recording);
   bool query(StreamName stream);
   void synchronize(const RecordingPtr& recording);
@@ -166,9 +167,10 @@ class Accelerator {
   void deallocate(void* pointer) noexcept;
   void record_use(const void* pointer, StreamName stream);  // record_stream: no reuse before the stream has got here
   std::optional<int> device_of(const void* pointer) const noexcept;
-  // Where work reads and writes what tensors show at `pointer`. Any other address is returned as it is.
+  // Returns the address at which work accesses the memory that tensors show at `pointer`. Any other address is returned
+  // unchanged.
   static void* alias(const void* pointer) noexcept;
-  void empty_cache();  // gives free memory back
+  void empty_cache();  // releases free memory
 
   // ---- pinned host memory: cached too, and not handed out again before the streams that use it have got there.
   void* allocate_pinned(std::size_t bytes);
@@ -185,8 +187,8 @@ class Accelerator {
   void clear_error(int device);  // and its reports
   Statistics statistics() const;
 
-  // Called around every sleep of a host thread, outside the lock: the embedding language gives its lock up. The check
-  // is called in between, now and then, and ends the wait by throwing; none: nothing but a change does.
+  // Called around every sleep of a host thread, outside the lock: the embedding language releases its own lock there.
+  // The check is called now and then during the sleep, and ends the wait by throwing; without one only a change does.
   void set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)() = nullptr) noexcept;
   // Wraps each run of work: puts a clean thread state in force. Null: none.
   void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept;

@@ -1,7 +1,7 @@
-// What was found, until somebody takes it: one finding for each pair of places, however many bytes and tensors they
-// share. Sentences are made when it is taken, since a Site may not be asked under the lock.
+// Findings that have not been taken yet: one for each pair of places, however many bytes and tensors they share.
+// Sentences are made when a finding is taken, since the methods of a Site may not be called under the lock.
 //
-// After kMostFindings further ones are not kept: a loop that lacks one wait would find the same for ever.
+// Findings after the first kMostFindings are not kept: a loop that lacks one wait would find the same without end.
 #pragma once
 
 #include <atomic>

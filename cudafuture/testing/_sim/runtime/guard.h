@@ -1,9 +1,9 @@
-// A clear word instead of a bare crash when host code follows an address of device memory.
+// An explanation on stderr when host code crashes at an address of device memory.
 #pragma once
 
 namespace sim {
 
-// From now on such a fault is explained on stderr; whoever handled faults before then gets it. Once is enough.
+// From now on such a fault is explained on stderr, and then passed to the previous handler. One call is enough.
 void install_fault_handler() noexcept;
 
 }  // namespace sim

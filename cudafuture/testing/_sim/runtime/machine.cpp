@@ -245,8 +245,8 @@ void* Machine::allocate(Lock& lock, int index, std::size_t bytes, Stream& stream
   return pointer;
 }
 
-// At once where nothing of the stream's own may still use the memory: whoever reads it unordered must not find what was
-// there before.
+// Fills the memory at once if the stream's own work cannot still use it: an unordered reader must not find the old
+// contents.
 void Machine::poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes) {
   if (!stream.is_idle()) {
     runner.push(stream, Fill{begin, bytes});

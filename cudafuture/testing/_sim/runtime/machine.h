@@ -25,7 +25,7 @@ constexpr int kPriorities = kLowestPriority - kHighestPriority + 1;
 constexpr int kPoolStreams = kPriorities * kStreamsPerPriority;  // of each device
 constexpr int kStreamsPerDevice = 1 + kPoolStreams + kPriorities * kOwnStreamsPerPriority;
 
-// What was let go under the lock, and may need other locks, or the accelerator, when it is destroyed.
+// Objects that were dropped under the lock. Their destructors may need other locks, or the accelerator.
 struct Trash {
   std::vector<SitePtr> sites;
   std::vector<Finding> findings;
@@ -100,7 +100,7 @@ class Machine {
   std::uint64_t host_version_ = 0;  // changes with host_
 };
 
-// A call of the accelerator: refused after a fork; holds the lock, and destroys outside it what was dropped under it.
+// A call of the accelerator: refused after a fork. It holds the lock; objects dropped under it are destroyed outside.
 class Entry {
  public:
   explicit Entry(Machine& machine);

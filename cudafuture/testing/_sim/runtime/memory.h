@@ -24,10 +24,11 @@ class Memory {
   void give(const void* pointer, Shadow& shadow);                   // unknown pointers are ignored
   void use(const void* pointer, Stream& stream);
 
-  // Frees those whose streams have got there. Only looks, and not even that while `changes` stays the same.
+  // Frees the deferred blocks whose streams have finished with them. Never waits, and does nothing while `changes`
+  // stays the same.
   void free_deferred(Shadow& shadow, std::uint64_t changes);
   std::vector<RecordingPtr> deferred_for() const;
-  void release(Shadow& shadow);  // what is free goes back to the arena, for any stream: nothing may be running
+  void release(Shadow& shadow);  // returns free memory to the arena, for any stream: no work may be running
   void give_pages_back() { arena_.give_pages_back(); }
 
   std::size_t in_use() const noexcept { return in_use_; }

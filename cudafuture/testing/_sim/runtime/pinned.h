@@ -1,7 +1,7 @@
-// Pinned host memory: cached, and not handed out again before the streams that use it have got there.
+// Pinned host memory: cached, and not handed out again before the streams have finished the work that uses it.
 //
-// Which streams use a block is learnt from the accesses of their work. A use is in flight until the host has
-// synchronized with it, and a host that touches the block before that races.
+// The streams that use a block are known from the accesses of their work. A use is in flight until the host has
+// synchronized with it; a host access to the block before that is a race.
 #pragma once
 
 #include <atomic>

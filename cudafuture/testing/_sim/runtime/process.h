@@ -1,4 +1,4 @@
-// The process may have forked: then the lock may be held for ever, and the other threads are gone.
+// Refusal of calls in a forked child: there the lock may never be released, since the other threads are gone.
 #pragma once
 
 namespace sim {

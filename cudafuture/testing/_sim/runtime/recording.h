@@ -1,4 +1,4 @@
-// A point in a stream that somebody may wait for, and a stop that the host opens.
+// A point in a stream, for waits of the host and of other streams, and a stop that the host opens.
 //
 // A recording needs no place in the queue: it is reached when the stream has done what had been enqueued before it.
 #pragma once
@@ -31,7 +31,7 @@ class Recording {
   runtime::Stream* stream = nullptr;
   std::uint64_t generation = 0;              // counts calls of start()
   std::uint64_t position = 0;                // how many items were enqueued before
-  Epoch epoch;                               // of the stream; who has seen it has seen all of `clock`
+  Epoch epoch;                               // of the stream; a clock that has seen it has seen all of `clock`
   std::shared_ptr<const VectorClock> clock;  // null while the stream has done nothing
   double time = 0;
   runtime::CapturePtr capture;  // of an event that was recorded inside one

@@ -121,8 +121,8 @@ void Runner::set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*che
   check_ = check;
 }
 
-// What must be done for the recordings: on each stream the items before a position, and so on for what those wait for.
-// It stays so whatever is enqueued later, since a wait only looks back.
+// Returns the work that must be done for the recordings: on each stream the items before a position, and the work that
+// those items wait for. Later enqueues do not change the result, since a wait only looks back.
 Runner::Needs Runner::closure(const std::vector<RecordingPtr>& wanted) {
   Needs needs;
   const auto need = [&needs](const Recording& recording) {
@@ -218,7 +218,7 @@ Runner::Failure Runner::perform(const Stream& stream, const Item& item) const no
   }
 }
 
-// A wait keeps `next_check` from one sleep to the next: changes that do not help it must not put it off for ever.
+// A wait keeps `next_check` from one sleep to the next: otherwise unrelated changes could defer the check without end.
 void Runner::sleep(Lock& lock, Clock::time_point& next_check) {
   const std::uint64_t seen = changes_;
   auto* const before = before_sleep_.load();
@@ -238,7 +238,7 @@ void Runner::sleep(Lock& lock, Clock::time_point& next_check) {
   if (interruption != nullptr) std::rethrow_exception(interruption);
 }
 
-// Or until the next check, whose exception it returns.
+// Sleeps until something changes or the check throws, and returns the check's exception, or null.
 std::exception_ptr Runner::sleep_until_change(Lock& lock, std::uint64_t seen, Clock::time_point& next_check) {
   const auto has_changed = [&] { return changes_ != seen; };
   auto* const check = check_.load();

@@ -1,7 +1,7 @@
-// Runs what is queued, inside the host's calls: when and what, the policy says.
+// Runs queued work inside the host's calls; the policy chooses the moment and the work.
 //
 // A piece of work runs outside the lock, with its stream marked busy. Another thread that needs that stream sleeps
-// until something has changed. Work that calls back only enqueues: nothing is run, and nobody may wait, inside work.
+// until something has changed. Calls from inside work only enqueue: they run nothing, and they may not wait.
 //
 // Lock: the submission lock, given to each call and held before and after it.
 #pragma once
@@ -25,13 +25,13 @@ using Lock = std::unique_lock<std::mutex>;
 
 class Runner {
  public:
-  // Told under the lock of work that threw.
+  // Called under the lock, when work has thrown.
   using OnError = std::function<void(Stream& stream, std::exception_ptr error, Report&& report)>;
   explicit Runner(OnError on_error) : on_error_(std::move(on_error)) {}
 
   static bool inside_work() noexcept;  // this thread runs a piece of work
 
-  // Before start() changes anything, what runs in other threads comes to its end.
+  // Waits for work that runs in other threads, before start() changes anything.
   void settle(Lock& lock);
   void start(Schedule schedule, std::uint64_t seed);
 
@@ -39,12 +39,12 @@ class Runner {
   void drop_queue(Stream& stream);
   std::vector<Item>& dropped() noexcept { return dropped_; }  // for the caller to destroy outside the lock
 
-  void after_call(Lock& lock);  // what the schedule runs at a call that waits for nothing
+  void after_call(Lock& lock);  // runs the work that the schedule chooses at a call that waits for nothing
   void after_query(Lock& lock, const std::vector<RecordingPtr>& asked);
-  // Sleeps where it must. It may throw what the check throws: what is queued stays so, and may be waited for again.
+  // Sleeps if it must. It may throw an exception of the check: queued work stays queued, and may be waited for again.
   void run_until(Lock& lock, const std::vector<RecordingPtr>& wanted);
-  void wake() noexcept;                                        // something has changed for those who sleep
-  std::uint64_t changes() const noexcept { return changes_; }  // grows whenever something was done
+  void wake() noexcept;                                        // wakes the sleepers: something has changed
+  std::uint64_t changes() const noexcept { return changes_; }  // grows with every change
 
   void set_sleep_hooks(void* (*before)(), void (*after)(void*), void (*check)()) noexcept;
   void set_run_hook(void (*hook)(const std::function<void()>& run)) noexcept { run_hook_ = hook; }
@@ -53,7 +53,7 @@ class Runner {
   std::uint64_t dropped_tasks = 0;
 
  private:
-  // How far a stream must get, and how far its queue was searched for waits.
+  // The position that a stream must reach, and the position up to which its queue was searched for waits.
   struct Need {
     Stream* stream;
     std::uint64_t position;
@@ -78,7 +78,7 @@ class Runner {
 
   const OnError on_error_;
   Policy policy_;
-  std::vector<Stream*> listed_;  // that have something to do, in the order in which they got it
+  std::vector<Stream*> listed_;  // streams with queued work, in the order in which they got it
   std::vector<Item> dropped_;
   int running_ = 0;
   std::uint64_t changes_ = 0;

@@ -1,4 +1,4 @@
-// The seeded policy: how much runs at each call of the host, and what of it first.
+// The seeded policy: the amount of work at each call of the host, and its order.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class Policy {
   void start(Schedule schedule, std::uint64_t seed) noexcept;
   Schedule schedule() const noexcept { return schedule_; }
 
-  int steps() noexcept;                            // that a call makes for nobody, under jitter
+  int steps() noexcept;                            // that a call makes beyond its own needs, under jitter
   std::size_t choose(std::size_t count) noexcept;  // which of so many comes next; the first is the oldest
 
  private:

@@ -98,7 +98,8 @@ void Shadow::drop(Cell& cell) {
   cell.reads.clear();
 }
 
-// What was there before is covered: who is ordered after the write is ordered after that too, or was reported.
+// Drops the earlier accesses. An access that is ordered after the write is ordered after them too; otherwise the write
+// was reported.
 void Shadow::write(Cells::iterator first, const Access& access, const Touch& touch) {
   auto at = first;
   for (; at != cells_.end() && at->first < access.end; ++at) drop(at->second);

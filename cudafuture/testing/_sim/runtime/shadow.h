@@ -1,7 +1,8 @@
-// Who touched which bytes last, and whether two accesses that conflict are ordered.
+// The last accesses to each range of bytes, and the check that two conflicting accesses are ordered.
 //
-// A range of bytes remembers its last write and, for each agent, its last read since. An access conflicts with what
-// another agent did there when one of the two writes, and is a race when its clock has not seen the other's epoch.
+// A range of bytes remembers its last write and, for each agent, its last read since. Accesses of two agents conflict
+// if one of them writes. A conflict is a race if the clock of the later access has not seen the epoch of the earlier
+// one.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct Access {
   bool writes = false;
 };
 
-// An access with who made it, when and where.
+// An access with its agent, its time and its site.
 struct Touch {
   Epoch epoch;
   bool writes = false;
@@ -37,11 +38,11 @@ struct Conflict {
 
 class Shadow {
  public:
-  // Notes the access and returns what it races with, at most once for each earlier touch.
+  // Notes the access and returns its races, at most one for each earlier touch.
   std::vector<Conflict> touch(const Access& access, const VectorClock& clock, const Touch& touch);
 
-  // Forgets what `seen` has seen of these bytes: an allocator that learns that an event was reached may hand out the
-  // memory, and nothing else is ordered by that.
+  // Forgets the accesses to these bytes that `seen` has seen: an allocator may hand out the memory once an event is
+  // reached, and that orders nothing else.
   void forget_seen(std::uintptr_t begin, std::uintptr_t end, const VectorClock& seen);
   void forget(std::uintptr_t begin, std::uintptr_t end);
   std::size_t ranges() const noexcept { return cells_.size(); }

@@ -1,5 +1,5 @@
-// Where the host did something: what a report shows of each side. It is not asked, and not destroyed, under the
-// accelerator's lock, so it may need the embedding language's.
+// The place of an operation in the host's program: a report shows it for both sides. Its methods are not called, and it
+// is not destroyed, under the accelerator's lock, so it may take the embedding language's lock.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,7 @@ Epoch Stream::tick(const VectorClock& host, std::uint64_t host_version) {
   return clock_.tick(agent);
 }
 
-// A join ticks: so who has seen an epoch of this stream has seen what the stream had seen then.
+// A join ticks: so a clock that has seen an epoch of this stream has seen all that the stream had seen then.
 void Stream::join(const Recording& recording) {
   if (recording.clock == nullptr || clock_.has_seen(recording.epoch)) return;
   clock_.join(*recording.clock);

@@ -14,16 +14,16 @@ namespace sim {
 struct Speeds {
   double compute = 1e12;  // bytes that a kernel reads and writes, per second
   double copy = 25e9;     // bytes per second between host and device, each way, and between devices
-  double launch = 5e-6;   // what each piece of work takes beside its bytes
+  double launch = 5e-6;   // seconds of each piece of work, besides its bytes
 };
 
 enum class Kind : std::uint8_t { compute, copy_in, copy_out, copy_peer, delay };
 
-// What a piece of work costs in virtual time.
+// Cost of a piece of work in virtual time.
 struct Cost {
   Kind kind = Kind::compute;
   double bytes = 0;
-  double seconds = 0;  // beside what the bytes take
+  double seconds = 0;  // in addition to the time of the bytes
 };
 
 double duration(const Cost& cost, const Speeds& speeds) noexcept;

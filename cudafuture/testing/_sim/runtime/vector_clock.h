@@ -1,7 +1,7 @@
-// Vector clocks: who has seen what of whom.
+// Vector clocks: the progress of every agent that each agent has seen.
 //
-// An agent is whatever issues accesses in an order of its own: the host, or one stream. An access happened before
-// another when the clock of the second has come to the epoch of the first.
+// An agent issues accesses in an order of its own: the host, or one stream. An access happened before another if the
+// clock of the second has reached the epoch of the first.
 #pragma once
 
 #include <algorithm>
