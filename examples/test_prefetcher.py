@@ -1,6 +1,6 @@
 """Find the bugs of a prefetcher without a GPU: the simulated accelerator as a test fixture.
 
-    pip install cudafuture[testing]
+    pip install --no-build-isolation ".[testing]"
     pytest examples/test_prefetcher.py
 
 `NaivePrefetcher` copies the next batch to the device on a stream of its own while the current batch is worked on. It

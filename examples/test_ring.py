@@ -1,6 +1,6 @@
 """A test of a program of several processes: a ring in which every rank adds its part.
 
-    pip install cudafuture[testing]
+    pip install --no-build-isolation ".[testing]"
     pytest examples/test_ring.py
 
 The functions run in processes that the fixture ``world`` starts and uses again; pytest's assertions work inside them.
