@@ -369,9 +369,9 @@ def arguments() -> argparse.Namespace:
     if args.pool < (1 + args.ahead) * CONTEXT:
         parser.error(f"--pool: {(1 + args.ahead) * CONTEXT} blocks at least, for {1 + args.ahead} chats at a time")
     if any(kib < LAYER_KIB or kib % LAYER_KIB for kib in args.block_kib):
-        parser.error(f"--block-kib: multiples of {LAYER_KIB} are wanted")
+        parser.error(f"--block-kib: pass a multiple of {LAYER_KIB}")
     if dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "2":
-        parser.error("two processes are wanted: one decodes, one serves")
+        parser.error("it needs two processes: one decodes, one serves")
     return args
 
 
