@@ -41,7 +41,7 @@ demo: $(STATE)/built $(STATE)/has-demo
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py
 	$(PY) examples/train_gpt_nvme.py --short
 
-# The tests of one process once more, with a simulated accelerator for the default device; the seed chooses its schedule.
+# Tests of one process once more, with a simulated accelerator for the default device; the seed chooses its schedule.
 # The examples in the docs need the host, and tests/prefetch/test_schedules.py chooses its own schedules.
 EVERYWHERE = $(PYTEST) --sim-everywhere tests/future tests/collectives tests/rpc tests/prefetch tests/package \
   tests/examples/test_offload_activations.py --ignore tests/package/test_docs.py --ignore tests/prefetch/test_schedules.py

@@ -66,8 +66,11 @@ class Options:
                 f"a worker's name has 1 to 127 letters and digits (ASCII), '-', '_' or ':', unlike {self.name!r}"
             )
         for what in ("num_worker_threads", "max_in_flight", "max_bytes_in_flight"):
-            if not 1 <= operator.index(getattr(self, what)) < 1 << 63:
-                raise ValueError(f"{what} is a number from 1 to 2**63 - 1, not {getattr(self, what)}")
+            value = getattr(self, what)
+            if not isinstance(value, int):
+                raise TypeError(f"{what} is an int from 1 to 2**63 - 1, not {value!r}")
+            if not 1 <= value < 1 << 63:
+                raise ValueError(f"{what} is an int from 1 to 2**63 - 1, not {value}")
         if operator.index(self.receive_memory) < 0:
             raise ValueError(f"receive_memory is a number of bytes, or 0 for no pool, not {self.receive_memory}")
         if self.transports is not None and not (self.transports and {*self.transports} <= _TRANSPORTS):

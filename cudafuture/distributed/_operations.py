@@ -41,7 +41,7 @@ class Operation:
 
     name: str
     function: Callable[..., Any]
-    """Function of torch: takes the arguments, then ``group`` and options by keyword."""
+    """Function of torch, as it was on import: takes the arguments, then ``group`` and options by keyword."""
     roles: str = ""
     """One letter for each argument with tensors: "r" for read, "w" for written, "x" for both."""
     output: int | None = 0

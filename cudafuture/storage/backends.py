@@ -61,6 +61,6 @@ def _of_engine(name: BackendName, needs: str) -> Backend:
 BACKENDS: tuple[Backend, ...] = (
     _of_engine("io_uring", needs="a kernel and a sandbox that permit io_uring, and a build with liburing"),
     _of_engine("threads", needs="nothing"),
-    Backend("gds", needs="KvikIO and a CUDA device", open=GDSFile, why_not=why_no_gds),
+    Backend("gds", needs="KvikIO", open=GDSFile, why_not=why_no_gds),
 )
 """The table: one row for each backend."""

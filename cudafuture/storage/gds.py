@@ -117,6 +117,8 @@ def why_no_gds() -> str | None:
         import kvikio  # noqa: F401
     except ImportError:
         return _NO_KVIKIO
+    except Exception as e:  # a library of the driver is missing
+        return f"KvikIO cannot be imported: {e}"
     return None
 
 

@@ -88,5 +88,5 @@ def test_a_limit_that_is_no_positive_number_of_64_bits_is_refused(
     limit: str, value: float, error: type[Exception]
 ) -> None:
     limits: dict[str, Any] = {limit: value}
-    with pytest.raises(error):
+    with pytest.raises(error, match=f"{limit} is an int"):
         rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0", **limits)

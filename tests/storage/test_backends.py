@@ -13,10 +13,9 @@ import torch
 from cudafuture.errors import StorageError
 from cudafuture.storage import BACKENDS, Backend
 from cudafuture.storage.engine import BackendName
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-PATIENCE = 60.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -16,11 +16,11 @@ import torch
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError
 from cudafuture.storage import digest
 from cudafuture.store import Entry, Offloader, ShardedOffloader, Store
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-store.md"
-PATIENCE = 60.0
 
 
 @pytest.fixture
