@@ -100,7 +100,7 @@ def expect_memory(tensor: torch.Tensor) -> None:
                 end = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             there, wanted = storage.nbytes(), (tensor.storage_offset() + end) * tensor.itemsize
             if end and there < wanted:
-                raise ValueError(f"the memory of the tensor has {there} bytes, and its elements need {wanted}")
+                raise ValueError(f"the storage of the tensor has {there} bytes, but its elements need {wanted}")
             return
     raise TypeError(f"a tensor without memory of its own cannot be sent or filled: {tensor.layout} on {tensor.device}")
 
