@@ -35,6 +35,15 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Hide the objects that exist from the collector, for a test that collects garbage often."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def frequent_switches() -> Iterator[None]:
     """Let Python change threads as often as it can."""
     interval = sys.getswitchinterval()

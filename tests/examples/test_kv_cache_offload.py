@@ -15,6 +15,7 @@ import torch
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
 from cudafuture.testing import Finished, torchrun
+from support.soak import in_soak_alone
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
@@ -93,6 +94,7 @@ def test_without_a_launcher_it_uses_its_own_disk(tmp_path: Path) -> None:
     assert all(results(tmp_path)["checks"].values())
 
 
+@in_soak_alone
 def test_a_pool_in_which_all_has_room_is_no_test_of_anything(tmp_path: Path) -> None:
     finished = decode(tmp_path, "--pool", "1000")
     assert finished.returncode != 0
@@ -104,6 +106,7 @@ def test_a_pool_in_which_all_has_room_is_no_test_of_anything(tmp_path: Path) -> 
     }
 
 
+@in_soak_alone
 def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(AN_EVICTION_THAT_DROPS_WHAT_HAS_CHANGED)
@@ -114,6 +117,7 @@ def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
         assert f"FAILED  64 KiB, {store}: same as without eviction" in finished.stdout
 
 
+@in_soak_alone
 def test_a_block_that_was_never_written_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(AN_EVICTION_THAT_WRITES_NOTHING)

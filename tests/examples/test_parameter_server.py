@@ -86,6 +86,7 @@ def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
+@in_soak_alone
 def test_a_trainer_that_breaks_is_named(tmp_path: Path) -> None:
     script = tmp_path / "breaks.py"
     script.write_text(A_TRAINER_THAT_BREAKS)

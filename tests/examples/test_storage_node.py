@@ -102,6 +102,7 @@ def test_a_state_that_comes_back_stale_is_noticed(tmp_path: Path) -> None:
     assert not results(tmp_path)["signed"]
 
 
+@in_soak_alone
 def test_the_node_leaves_in_order_when_a_trainer_breaks(tmp_path: Path) -> None:
     script = tmp_path / "breaks.py"
     script.write_text(A_TRAINER_THAT_BREAKS)
@@ -112,6 +113,7 @@ def test_the_node_leaves_in_order_when_a_trainer_breaks(tmp_path: Path) -> None:
     assert nothing_is_left(tmp_path)
 
 
+@in_soak_alone
 def test_an_interrupt_ends_it_in_order(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(SCRIPT)]
     command = [*launcher, *options(tmp_path, "--steps", "1000000")]

@@ -148,6 +148,7 @@ def assert_in_order(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@in_soak_alone
 def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> None:
     code, printed, results = train(tmp_path, "--epochs", "1", "--no-compare", "--state", "memory")
     assert code != 0
@@ -189,6 +190,7 @@ def test_a_write_that_fails_comes_out_of_a_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@in_soak_alone
 def test_one_bit_that_differs_between_ranks_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "changed_bit.py"
     script.write_text(SCRIPT_WITH_ONE_CHANGED_BIT)

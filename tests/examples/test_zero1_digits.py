@@ -53,6 +53,7 @@ def test_two_ranks_learn_as_plain_torch_does_with_half_of_the_state(tmp_path: Pa
     assert "Warning" not in finished.stderr
 
 
+@in_soak_alone
 def test_three_ranks_have_shards_that_are_padded(tmp_path: Path) -> None:
     finished, results = train(3, tmp_path, "--epochs", "2")
     results["checks"].pop("accuracy")
