@@ -30,7 +30,7 @@ class Backend:
 
     name: str
     needs: str
-    """what the machine and the installation must have"""
+    """requirements on the machine and the installation"""
     open: Callable[..., File]
     """open a file, given its path and mode, and optionally ``direct``, as for ``File``"""
     why_not: Callable[[], str | None]

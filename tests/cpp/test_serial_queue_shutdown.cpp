@@ -1,4 +1,4 @@
-// What happens to the callbacks of serial queues when the process goes away, each time in a process of its own.
+// Callbacks of serial queues at the end of a process, each time in a process of its own.
 #include <atomic>
 
 #include "core/callback_thread.h"

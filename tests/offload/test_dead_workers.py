@@ -99,7 +99,7 @@ def serve_a_client_that_dies(rank: int, store: str, folder: str) -> dict[str, An
             if key.startswith("large"):
                 assert torch.equal(shared.read(key).wait(timeout=LONG), tensor_of(0))
         shared.deletev(keys).wait(timeout=LONG)
-        while len(service.store) or service.statistics().in_flight:  # what is removed, nobody waits for
+        while len(service.store) or service.statistics().in_flight:  # no future tells when a removal ends
             assert time.monotonic() < end
             service.store.flush().wait(timeout=LONG)
         assert service.store.statistics().used == 0

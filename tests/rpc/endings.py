@@ -1,4 +1,4 @@
-"""What can be going on over RPC in a process when it ends, and how it may end; see test_endings."""
+"""States of RPC in which a process ends, and the exits that are right; see test_endings."""
 
 from __future__ import annotations
 
