@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,18 @@ def cut_off(size: int, left: int, first: int = 0) -> torch.Tensor:
 
 
 def expect_refused(
-    remote: RemoteOffloader, service: OffloadService, size: int, bad: torch.Tensor, error: type[Exception], why: str
+    remote: RemoteOffloader,
+    service: OffloadService,
+    size: int,
+    make_bad: Callable[[], torch.Tensor],
+    error: type[Exception],
+    why: str,
 ) -> None:
-    """See that a tensor is neither sent nor filled, and that nobody is asked for anything."""
+    """See that a tensor is neither sent nor filled, and that nobody is asked for anything.
+
+    It is made here: pytest prints the arguments of what fails, and a tensor without memory cannot be printed.
+    """
+    bad = make_bad()
     remote.write("there", numbered(size)).wait(timeout=PATIENCE)
     expect_idle(remote)
     requests, operations = service.statistics().requests, remote.statistics().operations
@@ -71,13 +80,13 @@ def expect_refused(
 def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
     remote: RemoteOffloader, service: OffloadService, size: int, kind: str
 ) -> None:
-    bad = {
+    make_bad = {
         "nothing": lambda: cut_off(size, 0),
         "a part": lambda: cut_off(size, 4),
         "all but a byte": lambda: cut_off(size, 4 * size - 1),
         "what is before it": lambda: cut_off(size, 4 * size, first=size),
-    }[kind]()
-    expect_refused(remote, service, size, bad, ValueError, "memory")
+    }[kind]
+    expect_refused(remote, service, size, make_bad, ValueError, "storage of the tensor has")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +115,10 @@ def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteOffloade
 
 @SIZES
 def test_a_fake_tensor_is_refused(remote: RemoteOffloader, service: OffloadService, size: int) -> None:
-    with FakeTensorMode():
-        fake = torch.ones(size)
+    def fake() -> torch.Tensor:
+        with FakeTensorMode():
+            return torch.ones(size)
+
     expect_refused(remote, service, size, fake, TypeError, "memory")
 
 
