@@ -26,21 +26,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_collection_finish() -> None:
+    """Hide what pytest has collected from the garbage collector: many tests collect garbage, and ask it often."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Return pytest's fixture, without what futures that earlier tests have left in cycles say when they are freed."""
     gc.collect()
     caplog.clear()
     return caplog
-
-
-@pytest.fixture
-def small_heap() -> Iterator[None]:
-    """Hide the objects that exist from the collector, for a test that collects garbage often."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
