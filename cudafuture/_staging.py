@@ -24,9 +24,9 @@ __all__ = [
     "copy_between",
     "devices_of",
     "earlier_work",
+    "empty_on",
     "is_on_device",
     "streams_after",
-    "twin",
     "used_on",
 ]
 
@@ -106,7 +106,7 @@ def are_dense(tensor: torch.Tensor) -> bool:
     return tensor.permute(by_stride).is_contiguous()
 
 
-def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a new tensor of the same shape, dtype and order of dimensions; one on the host is pinned."""
     return torch.empty_like(tensor.detach(), device=device, pin_memory=device.type == "cpu")
 

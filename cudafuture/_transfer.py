@@ -26,9 +26,9 @@ from cudafuture._staging import (
     copy_between,
     devices_of,
     earlier_work,
+    empty_on,
     is_on_device,
     streams_after,
-    twin,
     used_on,
 )
 from cudafuture._tensors import find_tensors
@@ -180,7 +180,7 @@ class Transfer:
             elif self.to_host or not _is_plain(leaf):
                 leaves.append(leaf.detach().clone())
             else:
-                leaves.append(twin(leaf, leaf.device).copy_(leaf.detach()))
+                leaves.append(empty_on(leaf, leaf.device).copy_(leaf.detach()))
         return leaves
 
     def _enqueue(self, devices: list[torch.device], earlier: CUDAFuture[None], leaves: list[Any]) -> CUDAFuture[Any]:
@@ -230,7 +230,7 @@ class Transfer:
             used_on(streams, leaf, "copy.source_record_stream")
         if not _is_plain(leaf):
             return leaf.detach().to(self.target, non_blocking=True, copy=True)
-        copied = twin(leaf, self.target) if target is None else target
+        copied = empty_on(leaf, self.target) if target is None else target
         if target is not None:
             used_on(streams, target, "copy.target_record_stream")
         copy_between(copied, leaf)

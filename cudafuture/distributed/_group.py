@@ -76,7 +76,7 @@ class Group:
         self.beside = Issuer(None, None)
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
-        self.detours: dict[tuple[str, str], str | None] = {}  # per operation and type of device
+        self.staged_kinds: dict[tuple[str, str], bool] = {}  # per operation and type of device
         self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
         self._side_groups: dict[str, Issuer] = {}
         self._queues_in_issue_order: set[str] = set()

@@ -50,7 +50,7 @@ class Issue(NamedTuple):
     issuer: Issuer
     sequence: int
     tensors: tuple[Any, ...]  # shapes and dtypes only: futures may live long
-    detour: str | None  # STAGED if the backend cannot carry tensors of such a device
+    is_staged: bool  # the tensors go through the host
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -103,7 +103,7 @@ class Issue(NamedTuple):
         """
         if self.group.is_broken:
             return self.refused(RuntimeError("the group's Gloo thread has ended; create a new group"))
-        if self.detour == _staged.STAGED:
+        if self.is_staged:
             future = _staged.run(self, process_group, function, value, tensors, roles)
             return self.shown(process_group, future)
         try:
@@ -240,11 +240,11 @@ def begin(
         and first.is_contiguous()
     ):
         facts: Any = ((first.shape, first.dtype),)  # without a function call: nearly every operation takes this path
-        detour = None
+        is_staged = False
         over_nccl = not first.is_cpu
     else:
         facts = tuple([_facts(t, operation, process_group) for t in tensors])
-        detour = _staged.detour_of(state, process_group, operation, tensors)
+        is_staged = _staged.is_staged(state, process_group, operation, tensors)
         over_nccl = state.has_nccl and _is_over_nccl(state, tensors, on_device)
     if over_nccl:
         state.wait_for_issue_order(operation.name, queue)
@@ -252,10 +252,10 @@ def begin(
     elif queue is None:
         issuer = state.program
     else:
-        issuer = state.side_group(process_group, queue, connected=detour != _staged.STAGED)
+        issuer = state.side_group(process_group, queue, connected=not is_staged)
     sequence = issuer.issued
     issuer.issued = sequence + 1
-    return _new(Issue, (operation, state, issuer, sequence, facts, detour)), process_group
+    return _new(Issue, (operation, state, issuer, sequence, facts, is_staged)), process_group
 
 
 def begin_in_queue(operation: Operation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
@@ -274,12 +274,12 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
         return None
     state = group_of(process_group)
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
-    detour = _staged.detour_of(state, process_group, operation, tensors)
+    is_staged = _staged.is_staged(state, process_group, operation, tensors)
     if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
         state.wait_for_issue_order(operation.name, _C.issuing_serial_queue(state.callbacks))
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
-    return Issue(operation, state, state.beside, sequence, facts, detour), process_group
+    return Issue(operation, state, state.beside, sequence, facts, is_staged), process_group
 
 
 def _is_over_nccl(state: Group, tensors: tuple[Any, ...], on_device: bool | None) -> bool:

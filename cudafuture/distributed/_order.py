@@ -56,7 +56,7 @@ class _Entry:
         self.unseen = {r for r in range(issue.group.size) if r != issue.group.rank}
         operation = issue.operation
         shown = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
-        if issue.detour is not None:
+        if issue.is_staged:
             shown += " on a device"
         self.shown = {"what": shown.strip(), "where": _call_site()}
 

@@ -31,53 +31,48 @@ from cudafuture.distributed._staging_buffers import StagingBuffers, are_on_host,
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["STAGED", "detour_of", "is_over_gloo", "run", "run_recv", "run_send"]
+__all__ = ["is_over_gloo", "is_staged", "run", "run_recv", "run_send"]
 
 T = TypeVar("T")
 Call = Callable[..., Any]
 _HOST = torch.device("cpu")
 
-STAGED = "staged"  # through the host, by this library
 
-
-def detour_of(
-    group: Group, process_group: dist.ProcessGroup, operation: Operation, tensors: tuple[Any, ...]
-) -> str | None:
-    """Return STAGED if the backend cannot carry the devices of these tensors, else None.
+def is_staged(group: Group, process_group: dist.ProcessGroup, operation: Operation, tensors: tuple[Any, ...]) -> bool:
+    """Return True if the tensors go through the host, because the backend cannot carry their devices.
 
     Raises:
         ValueError: they are on devices of different types, and some have to go through the host.
     """
     if are_on_host(tensors):
-        return None
+        return False
     kinds = {t.device.type for t in each(tensors)}
-    detours = {_detour_of_kind(group, process_group, operation, k) for k in kinds}
-    if STAGED not in detours:
-        return None
+    if not any(_is_kind_staged(group, process_group, operation, k) for k in kinds):
+        return False
     if len(kinds) > 1:
         raise ValueError(
             f"{operation.name}() was given tensors on {' and '.join(sorted(kinds))}: all must be on devices of one type"
         )
-    return STAGED
+    return True
 
 
-def _detour_of_kind(group: Group, process_group: dist.ProcessGroup, operation: Operation, kind: str) -> str | None:
+def _is_kind_staged(group: Group, process_group: dist.ProcessGroup, operation: Operation, kind: str) -> bool:
     if kind == "cpu":
-        return None
+        return False
     key = operation.name, kind
-    if key not in group.detours:
-        group.detours[key] = _find_detour(process_group, operation, kind)
-    return group.detours[key]
+    if key not in group.staged_kinds:
+        group.staged_kinds[key] = _needs_staging(process_group, operation, kind)
+    return group.staged_kinds[key]
 
 
-def _find_detour(process_group: dist.ProcessGroup, operation: Operation, kind: str) -> str | None:
+def _needs_staging(process_group: dist.ProcessGroup, operation: Operation, kind: str) -> bool:
     backend = kind_of(process_group, torch.device(kind))
     if kind == "meta" or (backend is None and kind_of(process_group, _HOST) is None):
-        return None  # no backend can carry it: torch raises
+        return False  # no backend can carry it: torch raises
     if backend is not None and backend != "gloo":
-        return None
+        return False
     # torch's Gloo does not check the device in send and recv.
-    return None if backend == "gloo" and kind == "cuda" and operation.gloo_copies_cuda else STAGED
+    return not (backend == "gloo" and kind == "cuda" and operation.gloo_copies_cuda)
 
 
 def is_over_gloo(process_group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import copy_between, devices_of, earlier_work, is_on_device, streams_after, twin, used_on
+from cudafuture._staging import copy_between, devices_of, earlier_work, empty_on, is_on_device, streams_after, used_on
 from cudafuture.streams import use_streams
 
 __all__ = ["StagingBuffers", "are_on_host", "each", "record"]
@@ -71,7 +71,7 @@ class StagingBuffers:
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device} cannot go through the host")
         known = self._buffers.get(id(tensor))  # given twice, as in an in-place collective
         if known is None:
-            known = self._buffers[id(tensor)] = twin(tensor, _HOST)
+            known = self._buffers[id(tensor)] = empty_on(tensor, _HOST)
         return known
 
     def fetch(self) -> CUDAFuture[None]:

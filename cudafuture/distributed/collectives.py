@@ -114,7 +114,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
         return nothing()
     issue, pg = issued
     plain = op is _SUM and isinstance(tensor, Tensor) and not (has_torch_function_unary(tensor) or tensor.is_complex())
-    if not plain or issue.detour is not None or issue.group.is_broken:
+    if not plain or issue.is_staged or issue.group.is_broken:
         function = partial(ALL_REDUCE.function, op=op, async_op=True)
         return issue.run(pg, function, tensor, (tensor,), ALL_REDUCE.roles)
     # torch's own function checks and converts for longer than the rest of this path takes. Each Python call is slow too

@@ -112,7 +112,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if issued is None:
         return nothing()
     issue, pg = issued
-    if issue.detour is not None or any(_is_behind_others(issue, op.tensor) for op in ops):
+    if issue.is_staged or any(_is_behind_others(issue, op.tensor) for op in ops):
         return gather(*[_issue_alone(issue, pg, op) for op in ops])
     values = [_value_of(op, pg) for op in ops]
     works: list[Any] = []
@@ -142,7 +142,7 @@ def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None,
 
 def _send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
     function = partial(SEND.function, tag=tag, group_dst=peer)
-    if issue.detour is not None or _is_behind_others(issue, tensor):
+    if issue.is_staged or _is_behind_others(issue, tensor):
         return _staged.run_send(issue, group, function, tensor)
     return issue.run(group, function, None, (tensor,))
 
@@ -155,7 +155,7 @@ def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
 def _recv(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[Received]:
     function = partial(RECV.function, tag=tag, group_src=peer)
     received = Received(tensor, dist.get_global_rank(group, peer))
-    if issue.detour is not None:
+    if issue.is_staged:
         return _staged.run_recv(issue, group, function, lambda _: received, tensor)
     return issue.run(group, function, received, (tensor,))
 
@@ -178,7 +178,7 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
         return Received(tensor, dist.get_global_rank(group, work._source_rank()))
 
     function = partial(RECV.function, tag=tag)
-    if issue.detour is not None:
+    if issue.is_staged:
         return _staged.run_recv(issue, group, function, received_by, tensor)
     work: Any = None
 

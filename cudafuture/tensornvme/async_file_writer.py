@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import complete, copy_between, earlier_work, is_on_device, streams_after, twin, used_on
+from cudafuture._staging import complete, copy_between, earlier_work, empty_on, is_on_device, streams_after, used_on
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import default_executor
 from cudafuture.storage.engine import Engine
@@ -239,7 +239,7 @@ class AsyncFileWriter:
     def _write_device(
         self, tensor: torch.Tensor, pinned: torch.Tensor | None, at: int
     ) -> tuple[CUDAFuture[int], CUDAFuture[None]]:
-        on_host = twin(tensor, _HOST) if pinned is None else pinned
+        on_host = empty_on(tensor, _HOST) if pinned is None else pinned
         copied = self._copy(on_host, tensor)
 
         def write(copied: CUDAFuture[None]) -> CUDAFuture[int]:

@@ -107,7 +107,7 @@ def laid_out(function: str, layout: Callable[[Tensor], Tensor], name: str) -> Ma
 
 
 class Labelled(torch.Tensor):
-    """A tensor that torch's own functions take a detour for."""
+    """Tensor whose class overrides torch's own functions."""
 
 
 TAKEN: dict[str, Callable[[Tensor], Tensor]] = {

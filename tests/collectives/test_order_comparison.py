@@ -57,7 +57,7 @@ class Ranks:
             sequence=self.sequence,
             signature="float32[1]",
             shapes=((1,),),
-            detour=None,
+            is_staged=False,
             error=lambda cause: cause,
         )
         return _order.checked(future, issue, None)  # type: ignore[arg-type]

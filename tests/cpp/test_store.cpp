@@ -372,7 +372,7 @@ TEST_CASE("store: a durable one has its keys again") {
   disk->join();
 }
 
-TEST_CASE("store: its last user may be a write that is under way") {
+TEST_CASE("store: its last user may be a pending write") {
   const Folder folder;
   const auto disk = engine(FaultRates{0, 0, 0, 0, 0, 0, 0, true});
   auto store = Store::open(disk, durable(folder));

@@ -75,7 +75,7 @@ def test_it_asks_less_and_less_often(accelerator: Device, pauses: None) -> None:
         took = time.monotonic() - begin
     child.wait()
     idle()
-    assert polls <= most_polls(first, longest, took) + 2  # the one at once, and the one that is under way
+    assert polls <= most_polls(first, longest, took) + 2  # the one at once, and the one in progress
 
 
 def most_polls(first: float, longest: float, seconds: float) -> int:

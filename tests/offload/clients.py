@@ -103,7 +103,7 @@ def meet(moment: str, plan: Plan, half: int = -1) -> None:
 
 
 class Batch(NamedTuple):
-    """Reads that are under way."""
+    """Pending reads."""
 
     number: int
     begin: int

@@ -40,7 +40,7 @@ def held() -> Engine:
 
 
 @contextlib.contextmanager
-def let_go_at_the_end(engine: Engine) -> Iterator[None]:
+def released_at_the_end(engine: Engine) -> Iterator[None]:
     """Release the disk also when the test fails: ``close()`` waits for it."""
     try:
         yield

@@ -24,7 +24,7 @@ from cudafuture.storage import digest
 from cudafuture.storage.engine import PAGE
 from cudafuture.store import Offloader
 from offload import messages as wire
-from offload.seams import change_of, held, in_time, let_go_at_the_end, put_of, send
+from offload.seams import change_of, held, in_time, put_of, released_at_the_end, send
 from rpc_ext import rpc_sync
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
@@ -81,7 +81,7 @@ def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limit
         serve_offload(tmp_path / "served", engine=engine, memory=16 * PIECE, clients=2),
         RemoteOffloader(ME) as one,
         RemoteOffloader(ME) as other,
-        let_go_at_the_end(engine),
+        released_at_the_end(engine),
     ):
         remotes = one, other
         asking = threading.Thread(target=ask)

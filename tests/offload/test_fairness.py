@@ -17,7 +17,7 @@ import rpc_ext
 from cudafuture import CUDAFuture, collect_all, wait_all
 from cudafuture.storage import Engine
 from offload import messages as wire
-from offload.seams import let_go_at_the_end, put_of, send
+from offload.seams import put_of, released_at_the_end, send
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
@@ -71,7 +71,7 @@ def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind
         serve_offload(written, durable=True, engine=engine, memory=2 * WINDOW, clients=2) as service,
         RemoteOffloader(ME, namespace="kept") as flooding,
         RemoteOffloader(ME, namespace="kept") as other,
-        let_go_at_the_end(engine),
+        released_at_the_end(engine),
     ):
         flood = flood_of(flooding, kind)
         wait_for(lambda: service.statistics().in_flight > WINDOW - PIECE // 2)
@@ -95,7 +95,7 @@ def test_what_a_service_has_in_flight_keeps_within_its_memory(written: Path, kin
         contextlib.ExitStack() as open_,
     ):
         remotes = [open_.enter_context(RemoteOffloader(ME, namespace="kept")) for _ in range(clients)]
-        open_.enter_context(let_go_at_the_end(engine))
+        open_.enter_context(released_at_the_end(engine))
         floods = [future for remote in remotes for future in flood_of(remote, kind)]
         if kind == "writes":
             floods += [remote.write(f"pieces {i}", PIECES) for i, remote in enumerate(remotes)]
@@ -110,14 +110,14 @@ def test_what_a_service_has_in_flight_keeps_within_its_memory(written: Path, kin
 
 
 def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> None:
-    """Whether its requests are refused or wait: what is under way keeps within the memory of the service."""
+    """Check that requests in flight keep within the memory of the service, whether they are refused or wait."""
     data = torch.zeros(PIECE, dtype=torch.uint8)
     count = 10
     with (
         held() as engine,
         serve_offload(tmp_path / "served", engine=engine, memory=2 * WINDOW, clients=2) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
-        let_go_at_the_end(engine),
+        released_at_the_end(engine),
     ):
         served = rpc_ext.statistics().served
         entries = [put_of(f"{i}", data)[0] for i in range(count)]

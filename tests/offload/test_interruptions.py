@@ -36,7 +36,7 @@ SIZES = {"small": 100, "alone": 1 << 19, "parts": PIECE // 4 + 10}  # elements
 
 @pytest.fixture
 def remote(service: OffloadService) -> Iterator[RemoteOffloader]:
-    """Give a client which, whatever has come between, has nothing under way in the end."""
+    """Yield a client, and check that no operation of it is pending at the end."""
     remote = RemoteOffloader(ME)
     yield remote
     expect_idle(remote)

@@ -14,7 +14,7 @@ import rpc_ext
 from cudafuture import wait_all
 from cudafuture.errors import ChecksumError
 from cudafuture.storage import digest
-from offload.seams import Kept, expect_idle, held, let_go_at_the_end
+from offload.seams import Kept, expect_idle, held, released_at_the_end
 from rpc_ext.offload._wire import PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService, serve_offload
@@ -133,16 +133,16 @@ def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Pa
         held() as engine,
         serve_offload(tmp_path / "served", engine=engine),
         RemoteOffloader(ME) as remote,
-        let_go_at_the_end(engine),
+        released_at_the_end(engine),
     ):
-        writes = [remote.write("under way", numbered(1000)), remote.write("waits", numbered(1000))]
+        writes = [remote.write("in flight", numbered(1000)), remote.write("waits", numbered(1000))]
         with pytest.raises((TypeError, ValueError)):
             remote.writev({"with the bad one": numbered(1000), "bad": bad})
         writes.append(remote.write("waits, too", numbered(1000)))
         assert not any(write.done() for write in writes)
         engine._native.release_held()
         assert wait_all(writes, timeout=PATIENCE) == [4000] * 3
-        keys = ["under way", "waits", "waits, too"]
+        keys = ["in flight", "waits", "waits, too"]
         assert sorted(remote.keys()) == keys
         assert all(torch.equal(read, numbered(1000)) for read in remote.readv(keys).wait(timeout=PATIENCE))
 

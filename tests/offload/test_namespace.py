@@ -12,7 +12,7 @@ from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
-from offload.seams import let_go_at_the_end, put_of, send
+from offload.seams import put_of, released_at_the_end, send
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
 from support.patience import PATIENCE
@@ -73,7 +73,7 @@ def test_private_keys_are_gone_with_the_service(tmp_path: Path) -> None:
 def test_writes_that_end_after_a_private_namespace_was_deleted_are_deleted(tmp_path: Path) -> None:
     with (
         Engine("threads", block_size=1 << 18, _faults={"held": True}) as engine,
-        let_go_at_the_end(engine),
+        released_at_the_end(engine),
         serve_offload(tmp_path / "store", engine=engine) as service,
     ):
         remote = RemoteOffloader(ME)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.root, pytest.mark.world, pytest.mark.slow, pytest.mark
 
 KEYS = ["large a", "small a", "large b", "page a", "small b"]
 NAMESPACE = "kept"
-AT_ONCE = 4  # of what is under way
+AT_ONCE = 4  # operations in flight
 
 WORKER = (
     BE_A_HOST
@@ -135,7 +135,7 @@ class Client:
                     assert "worker 'callee'" in str(error), error
                     failed.append(what)
             if number == 2 + 2 * AT_ONCE:
-                self._say("under way")
+                self._say("in flight")
             if not in_flight:
                 return failed
         raise AssertionError
@@ -221,7 +221,7 @@ def test_a_cable_that_is_cut_amid_writes_and_reads_and_mended(tmp_path: Path, ve
     with workers_with(Cable, tmp_path / "served") as (cable, workers):
         workers.do("begin")
         workers.begin(f"{verb}_until_it_fails")
-        assert workers.client.hear(LONG) == "under way"
+        assert workers.client.hear(LONG) == "in flight"
         cable.cut()
         assert json.loads(workers.client.hear(LONG))
         assert workers.do("begin_more") is False
@@ -237,7 +237,7 @@ def test_a_cable_that_is_cut_for_good_leaves_what_was_done(tmp_path: Path) -> No
     with workers_with(Cable, tmp_path / "served") as (cable, workers):
         workers.do("begin")
         workers.begin("write_until_it_fails")
-        assert workers.client.hear(LONG) == "under way"
+        assert workers.client.hear(LONG) == "in flight"
         cable.cut()
         assert json.loads(workers.client.hear(LONG))
         versions = workers.do("versions")
@@ -262,7 +262,7 @@ def test_a_line_that_breaks_amid_the_bytes_of_a_piece(tmp_path: Path, verb: str)
         relay.limit = relay.came + (5 << 20)
         workers.begin(f"{verb}_until_it_fails")
         said = workers.client.hear(LONG)
-        failed = json.loads(said if said != "under way" else workers.client.hear(LONG))
+        failed = json.loads(said if said != "in flight" else workers.client.hear(LONG))
         assert f"{verb} large a" in failed or f"{verb} large b" in failed
         assert relay.came >= relay.limit
         relay.limit = None

@@ -213,7 +213,7 @@ def test_a_call_that_waits_behind_another_has_a_timeout_all_the_same(
 ) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate, 1), timeout=behind)
-        assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
+        assert gate.reached.wait(PATIENCE)  # it is in flight, and holds the only thread
         late = [rpc_async(ME, same, (i,), timeout=0.1) for i in range(3)]
         after = rpc_async(ME, same, (2,), timeout=PATIENCE)
     for future in late:
@@ -231,7 +231,7 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
 ) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate, 1), timeout=math.inf)
-        assert gate.reached.wait(PATIENCE)  # it is under way, and holds the only thread
+        assert gate.reached.wait(PATIENCE)  # it is in flight, and holds the only thread
         before = rpc_async(ME, same, (2,), timeout=PATIENCE)
         rpc_async(ME, same, (3,), timeout=0.001).exception(timeout=PATIENCE)  # by now the timer thread has looked
         late = rpc_async(ME, same, (value,), timeout=0.1)

@@ -258,7 +258,7 @@ def test_a_function_that_is_called_cannot_end_rpc(tmp_path: Path) -> None:
 
 
 class SlowStore:
-    """Does not answer before it is let go."""
+    """Does not answer before it is released."""
 
     def __init__(self) -> None:
         self.uses, self.is_asked, self.may_answer = 0, threading.Event(), threading.Event()

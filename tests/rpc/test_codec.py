@@ -149,7 +149,7 @@ def test_a_device_that_has_no_target_is_refused_and_the_next_value_is_not() -> N
     assert (encoded.tensors, decode(*parts_of(encoded))) == ([], 3)
 
 
-def test_native_devices_need_no_detour() -> None:
+def test_native_devices_are_not_staged() -> None:
     native = DeviceMap("other", {META: META}, {})
     encoded = encode(Kind.VALUE, torch.ones(2, device=META), native)
     assert (encoded.targets, targets_of(encoded.payload)) == (None, None)

@@ -1,4 +1,4 @@
-"""How much may be under way to one worker, who waits, and what is counted."""
+"""Limits on the calls and bytes in flight to one worker, calls that wait for room, and the counts."""
 
 from __future__ import annotations
 

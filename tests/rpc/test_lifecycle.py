@@ -210,7 +210,7 @@ def shut_down_at_once(rank: int, store: str) -> list[str]:
             threading.Thread(target=lambda: (wait_for(lambda: session.is_ending), release.set())).start()
             rpc_ext.shutdown(graceful=False)
         errors = [repr(future.exception(timeout=LONG)) for future in futures]
-        blocked.exception(timeout=LONG)  # it may have been answered: it was let go
+        blocked.exception(timeout=LONG)  # it may have been answered: its gate is open
     else:
         late = rpc_async("caller", hold).exception(timeout=LONG)
         assert isinstance(late, WorkerLostError)

@@ -1,4 +1,4 @@
-"""References to values on other workers: made, read, passed on, called through, and let go."""
+"""References to values on other workers: made, read, passed on, called through, and deleted."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class Waiting:
 
 
 @pytest.mark.slow
-def test_a_value_that_nobody_refers_to_any_more_is_let_go(worker: rpc_ext.Session) -> None:
+def test_a_value_without_references_is_deleted(worker: rpc_ext.Session) -> None:
     for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, made_on, (ME, Watched))):
         rref: Any = make()
         assert rpc_sync(ME, is_a, (rref,)) == "Watched"

@@ -46,7 +46,7 @@ def timeout_of(sent: int) -> float:
 
 
 def expect_all_ended(session: rpc_ext.Session) -> None:
-    """Nothing is under way to the lost worker, and this one leaves without it."""
+    """The lost worker has no calls in flight, and this worker leaves without it."""
     there = session.statistics().destinations["callee"]
     assert (there.in_flight, there.bytes_in_flight, there.waiting) == (0, 0, 0)
     rpc_ext.shutdown(graceful=False)
@@ -238,7 +238,7 @@ def test_a_value_that_is_not_made_in_time_is_a_timeout_wherever_the_reference_go
 
 
 def leave_the_stopped(rank: int, store: str) -> None:
-    """Calls without any limit are under way to the worker that has stopped."""
+    """Calls without any limit are in flight to the worker that has stopped."""
     begin(rank, 2, store, rpc_timeout=math.inf)
     if rank == 1:
         be_lost()

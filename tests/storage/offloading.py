@@ -14,7 +14,7 @@ from cudafuture.storage import Engine
 
 @contextmanager
 def held_engine() -> Iterator[Engine]:
-    """Give an engine from which no result comes before it is let go."""
+    """Give an engine that gives no result before it is released."""
     with Engine("threads", threads=2, _faults={"held": True}) as engine:
         try:
             yield engine

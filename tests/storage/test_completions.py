@@ -105,11 +105,11 @@ def test_one_more_than_may_be_pending_waits_for_the_oldest(
     assert [size(tensor) for tensor in tensors] == [4000] * 3
     end = offloader._completions.end
 
-    def end_when_let_go(operation: Operation) -> None:
+    def end_when_released(operation: Operation) -> None:
         held._native.release_held()
         end(operation)
 
-    monkeypatch.setattr(offloader._completions, "end", end_when_let_go)
+    monkeypatch.setattr(offloader._completions, "end", end_when_released)
     futures.append(offloader.async_write(tensors[2]))
     assert size(tensors[0]) == 0
     assert wait_all(futures, timeout=PATIENCE) == [4000] * 3

@@ -113,8 +113,8 @@ def test_an_optimizer_with_its_state_on_disk_steps_as_one_without(
 ) -> None:
     torch.manual_seed(0)
     weights = [torch.randn(30, 7, requires_grad=True) for _ in range(8)]
-    twins = [w.detach().clone().requires_grad_() for w in weights]
-    plain = torch.optim.Adam(twins, lr=0.1)
+    copies = [w.detach().clone().requires_grad_() for w in weights]
+    plain = torch.optim.Adam(copies, lr=0.1)
     offloader = DiskOffloader(tmp_path, n_entries)
     optimizer = torch.optim.Adam(weights, lr=0.1)
 
@@ -127,9 +127,9 @@ def test_an_optimizer_with_its_state_on_disk_steps_as_one_without(
             getattr(offloader, verb)(state["exp_avg_sq"])
 
     for step in range(4):
-        for w, twin in zip(weights, twins, strict=True):
+        for w, own in zip(weights, copies, strict=True):
             w.grad = torch.full_like(w, 0.1 * step - 0.2)
-            twin.grad = w.grad.clone()
+            own.grad = w.grad.clone()
         plain.step()
         if step == 0:
             optimizer.step()
@@ -144,7 +144,7 @@ def test_an_optimizer_with_its_state_on_disk_steps_as_one_without(
         for w in weights if step == 0 else ():
             move("sync_write", w)
         offloader.synchronize()
-    assert equal(weights, twins)
+    assert equal(weights, copies)
 
 
 # ---- what is stored, and of what
@@ -352,7 +352,7 @@ def test_what_nobody_can_read_any_more_is_deleted(offloader: DiskOffloader) -> N
     del tensor, tensors[0]
     tensors.pop()
     gc.collect()
-    assert gone[0].wait(PATIENCE)  # when the engine has let go of it, too
+    assert gone[0].wait(PATIENCE)  # when the engine has released it, too
     assert gone[-1].wait(PATIENCE)
     offloader.sync_write(torch.ones(1))  # with the next operation
     assert offloader.statistics().keys == 3

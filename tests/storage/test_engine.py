@@ -40,7 +40,7 @@ def engine_of(backend: Any, **options: Any) -> Engine:
 
 
 def held(backend: str, **options: Any) -> Engine:
-    """Return an engine from which no result comes before it is let go."""
+    """Return an engine that gives no result before it is released."""
     return engine_of(backend, _faults={"held": True}, **options)
 
 

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
         keys, count = [(KEYS, 100), (HOT_KEYS, 400), (TINY_KEYS, 2000), (HOT_KEYS, 400)][self.round % 4]
         steps: list[Step] = []
         for version in range(self.round * 10_000, self.round * 10_000 + count):
-            if steps and numbers.random() < 0.4:  # at once again, while it is under way
+            if steps and numbers.random() < 0.4:  # at once again, while it is pending
                 steps.append(Step(steps[-1].key, None if numbers.random() < 0.7 else version))
             else:
                 steps.append(Step(numbers.choice(keys), None if numbers.random() < 0.1 else version))

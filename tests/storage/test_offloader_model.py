@@ -65,7 +65,7 @@ class Model:
         self.store = store
         self.held: dict[str, tuple[int, int] | None] = dict.fromkeys(KEYS)
         self.version = 0
-        self.tensors: list[torch.Tensor] = []  # of writes under way
+        self.tensors: list[torch.Tensor] = []  # of pending writes
 
     def run(self, actions: list[Any]) -> None:
         """Ask for all of them at once, and check what comes of it."""

@@ -177,7 +177,7 @@ def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
     store.write("large", contents(30 * MIB)).wait(timeout=PATIENCE)
     assert os.statvfs(disk).f_bavail <= before - 30 * MIB // 4096
     store.close()
-    end = time.monotonic() + 5.0  # the kernel may let go of a file a little later
+    end = time.monotonic() + 5.0  # the kernel may close a file a little later
     while os.statvfs(disk).f_bavail < before - 10:
         assert time.monotonic() < end, "a store that is closed has its room as long as somebody holds it"
     del store

@@ -219,10 +219,10 @@ def test_shards_are_called_what_they_are(near: Offloader, far: Far, tmp_path: Pa
 
 
 def test_shards_that_cannot_be_told_apart_are_refused(near: Offloader, far: Far, tmp_path: Path) -> None:
-    with Offloader(tmp_path / "near") as twin:
+    with Offloader(tmp_path / "near") as other:
         with pytest.raises(ValueError, match=r"two shards are called '.*near'"):
-            ShardedOffloader([near, twin])
-        assert ShardedOffloader({"one": near, "two": twin}).shards.keys() == {"one", "two"}
+            ShardedOffloader([near, other])
+        assert ShardedOffloader({"one": near, "two": other}).shards.keys() == {"one", "two"}
     with pytest.raises(ValueError, match="is used for several"):
         ShardedOffloader({"one": far, "two": far})
     with pytest.raises(ValueError, match="give a mapping"):

@@ -48,7 +48,7 @@ def engine_on(backend: Any) -> Engine:
 
 
 def held(folder: Path, **options: Any) -> tuple[Engine, Offloader]:
-    """Return a store whose engine gives no result before it is let go."""
+    """Return a store whose engine gives no result before it is released."""
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
     return engine, Offloader(folder, engine=engine, **options)
 
