@@ -246,6 +246,19 @@ def test_an_error_comes_out_of_backward_as_it_was(world: World, fn: Function) ->
 
 
 @pytest.mark.world(2)
+def test_a_callback_that_should_be_attached_by_then_async_is_named_in_backward(world: World) -> None:
+    def nested(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Any]:
+        return average(group, bucket).then(lambda done: average(group, bucket))
+
+    def check() -> None:
+        model = make_model(cfd.ddp_comm_hook(nested))
+        with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
+            loss_of(model, 0).backward()
+
+    world.run(check)
+
+
+@pytest.mark.world(2)
 def test_of_several_buckets_one_may_fail_in_a_later_step(world: World) -> None:
     def check() -> None:
         step = 0

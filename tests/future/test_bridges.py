@@ -142,6 +142,12 @@ def test_an_error_survives_the_wrapper_that_carried_it():
         assert isinstance(future.exception(timeout=60), ValueError)
 
 
+def test_to_torch_names_then_async_where_a_callback_has_returned_a_future():
+    bridged = CUDAFuture.completed(1).then(lambda _: CUDAFuture()).to_torch()
+    with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
+        bridged.wait()
+
+
 def test_to_torch_of_a_future_that_is_dropped_fails_torchs():
     future = CUDAFuture()
     bridged = future.to_torch()

@@ -79,7 +79,8 @@ future is completed with streams ordered after the events, and failed with the e
 is pending, the torch future knows the devices that have a context at the call, and the current device of each type. A
 value on any other device is delivered when that device has finished; torch's `then` then raises ValueError. To avoid
 that, use the device before this call. Torch's futures keep no events of a failure: a consumer that recovers from a
-failure there is not ordered after the device work behind it.
+failure there is not ordered after the device work behind it. The torch future fails with TypeError if the value is a
+CUDAFuture: a callback that returns a future is attached by `then_async`.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(7).to_torch().wait()

@@ -120,6 +120,12 @@ class Deliver final : public Continuation {
       fail_target(exception_of(source));
       return;
     }
+    if (core_of_or_null(result_of(source)) != nullptr) {
+      fail_target(nb::handle(PyExc_TypeError)(
+          "the value of the future is a CUDAFuture, which torch's code cannot wait for: a callback that returns a future "
+          "is attached by then_async(), not by then()"));
+      return;
+    }
     // Here torch records its events, and tells the allocator about consumers of the value.
     const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
     if (stands(SyncEdge::to_torch_stream)) source.events().block_current_streams();
