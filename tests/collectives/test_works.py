@@ -1,16 +1,16 @@
-"""from_torch of c10d Works, over Gloo: two processes, a file for the rendezvous."""
+"""from_torch of c10d Works over Gloo, in two processes."""
 
-import faulthandler
 import os
+import signal
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from cudafuture import CUDAFuture, gather, submit
+from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.world, pytest.mark.slow]
 
@@ -63,10 +63,10 @@ def send_and_recv_without_a_future_of_their_own(rank: int) -> None:
         gather(*sends).wait(timeout=60)
 
 
-def a_dead_peer_fails_the_future_and_the_process_goes_on(rank: int) -> None:
+def wait_for_a_dead_peer(rank: int) -> None:
     dist.barrier()
     if rank == 1:
-        return  # leaves without taking part
+        os.kill(os.getpid(), signal.SIGKILL)
     future = CUDAFuture.from_torch(dist.all_reduce(torch.ones(1), async_op=True))
     error = future.exception(timeout=60)
     assert isinstance(error, RuntimeError), error
@@ -86,26 +86,19 @@ def to_torch_serves_a_ddp_communication_hook(rank: int) -> None:
     assert model.module.weight.grad.tolist() == [[0.5] * 4] * 2
 
 
-def _entry(rank: int, path: str, program: str) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # a process that hangs would outlive the one that tests it
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    globals()[program](rank)
-    if program == "a_dead_peer_fails_the_future_and_the_process_goes_on":
-        os._exit(0)  # the destructor of torch's group may abort or hang over the thread that has met the dead peer
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "program",
     [
         collectives,
         callbacks_run_on_the_callback_thread,
         send_and_recv_without_a_future_of_their_own,
-        a_dead_peer_fails_the_future_and_the_process_goes_on,
         to_torch_serves_a_ddp_communication_hook,
     ],
     ids=lambda p: p.__name__,
 )
-def test_works_of_two_processes(program, tmp_path: Path):
-    mp.start_processes(_entry, (str(tmp_path / "rendezvous"), program.__name__), nprocs=2, start_method="spawn")
+def test_works_of_two_processes(program: Callable[[int], None]) -> None:
+    run_ranks(2, program)
+
+
+def test_a_dead_peer_fails_the_future_and_the_process_goes_on() -> None:
+    run_ranks(2, wait_for_a_dead_peer, lost=[1])
