@@ -403,20 +403,28 @@ WAYS: dict[str, tuple[Callable[[], object], int]] = {
 }
 
 
-def main(report: Callable[[str], None], way: str, count: str, *scenarios: str) -> None:
-    """Begin the scenarios and end in the way named.
+def end_amid(way: str, *scenarios: str) -> None:
+    """Begin the scenarios and end this process in the way named."""
+    for scenario in scenarios:
+        SCENARIOS[scenario]()
+    WAYS[way][0]()
 
-    That is done in `count` forked children of this process, which has only imported the library; here when it is 0. It
-    reports how each child ended, as a JSON object: its exit code and what it wrote to stderr.
+
+def end_in_forks(hear: Callable[[], str], report: Callable[[str], None]) -> None:
+    """Take requests for `end_amid` in forked children of this process, which has only imported the library.
+
+    A request is a line of a count, a way and scenarios; an empty line is the last. The answer is a line for each child:
+    a JSON object of its exit code and of its output to stderr.
     """
-    if int(count) == 0 or _is_in_a_fork(int(count), report):
-        for scenario in scenarios:
-            SCENARIOS[scenario]()
-        WAYS[way][0]()
+    gc.freeze()  # the objects that torch has made need not be searched at every end
+    while request := hear():
+        count, way, *scenarios = request.split(" ")
+        if _is_in_a_fork(int(count), report):
+            end_amid(way, *scenarios)
+            return
 
 
 def _is_in_a_fork(count: int, report: Callable[[str], None]) -> bool:
-    gc.freeze()  # what torch has made need not be searched at every end
     for _ in range(count):
         with tempfile.TemporaryFile("w+") as errors:
             child = os.fork()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,8 +24,8 @@ def last():
     for use in late: use()
 
 atexit.register(last)
-from package.endings import main
-main(say, *sys.argv[1:])
+from package.endings import end_amid, end_in_forks
+end_amid(*sys.argv[1:]) if len(sys.argv) > 1 else end_in_forks(hear, say)
 """
 
 # They do not go with others, or slowly.
@@ -39,14 +40,38 @@ APART = (
 EVERYTHING = [name for name in SCENARIOS if name not in APART]
 
 
-def expect_endings(way: str, count: int, *scenarios: str) -> None:
-    """Let `count` processes end, forked ones as a rule, and look at how they did."""
-    with Child(SCRIPT, way, str(count), *scenarios) as process:
-        for _ in range(count):
-            ending = json.loads(process.hear())
-            expect_ending(way, ending["code"], ending["errors"])
-        code = process.end()
-        expect_ending("end" if count else way, code, process.errors())
+class Forker:
+    """Process that has imported the library, and whose forked children end. A failed test ends it, too."""
+
+    def __init__(self) -> None:
+        self._process: Child | None = None
+
+    def expect_endings(self, way: str, count: int, *scenarios: str) -> None:
+        """Let `count` forked children end one after another, and check their exit codes and outputs."""
+        if self._process is None:
+            self._process = Child(SCRIPT)
+        try:
+            self._process.say(" ".join((str(count), way, *scenarios)))
+            for _ in range(count):
+                ending = json.loads(self._process.hear())
+                expect_ending(way, ending["code"], ending["errors"])
+        except BaseException as e:
+            process, self._process = self._process, None
+            process.__exit__(type(e), e, e.__traceback__)
+            raise
+
+    def end(self) -> None:
+        if self._process is not None:
+            with self._process as process:
+                process.say("")
+                expect_ending("end", process.end(), process.errors())
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.end()
 
 
 def expect_ending(way: str, code: int, errors: str) -> None:
@@ -59,18 +84,19 @@ def expect_ending(way: str, code: int, errors: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_process_ends_well_amid(scenario: str) -> None:
-    expect_endings("end", soak_count(30), scenario)
+def test_a_process_ends_well_amid(forker: Forker, scenario: str) -> None:
+    forker.expect_endings("end", soak_count(30), scenario)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_ends_amid_everything_by(way: str) -> None:
-    expect_endings(way, soak_count(200 if way == "end" else 20), *EVERYTHING)
+def test_a_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
+    forker.expect_endings(way, soak_count(100 if way == "end" else 20), *EVERYTHING)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
-    expect_endings(way, 0, *EVERYTHING)
+    with Child(SCRIPT, way, *EVERYTHING) as process:
+        expect_ending(way, process.end(), process.errors())
 
 
 # With a collective in flight Gloo's own thread can be the last owner of a tensor and ask for the GIL at the very end,
@@ -101,7 +127,7 @@ for last in [False] * 20 + [True]:
 
 @pytest.mark.parametrize("size", [2, 20_000])  # the second is in flight for longer
 def test_a_process_ends_with_a_collective_in_flight_as_well_as_torch_lets_it(size: int) -> None:
-    for _ in range(soak_count(40)):
+    for _ in range(soak_count(20)):
         with Child(COLLECTIVE, str(size)) as process:
             assert process.end() in (0, -signal.SIGABRT)
 
