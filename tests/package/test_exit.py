@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from package.endings import SCENARIOS, WAYS
-from support.child import Child
+from support.child import FORK_WARNING, SILENCE, TESTS, Child
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]
@@ -95,8 +98,10 @@ def test_a_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
-    with Child(SCRIPT, way, *EVERYTHING) as process:
-        expect_ending(way, process.end(), process.errors())
+    command = [sys.executable, "-W", FORK_WARNING, "-c", SCRIPT, way, *EVERYTHING]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SILENCE)
+    expect_ending(way, done.returncode, done.stderr)
 
 
 # With a collective in flight Gloo's own thread can be the last owner of a tensor and ask for the GIL at the very end,

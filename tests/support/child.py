@@ -2,51 +2,154 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
+
+from support.script_server import REQUEST
 
 TESTS = Path(__file__).resolve().parents[1]
 SILENCE = 20.0  # seconds after which a silent child counts as hung; nothing waits that long unless it is broken
 # From Python 3.12 on, a fork of a process with several threads warns; what happens then is what these tests are about.
 FORK_WARNING = "ignore:This process:DeprecationWarning"
 
+_SERVER = """
+__import__("torch.distributed")
+exec(compile(__import__("support.script_server").script_server.next_script({number}), "<string>", "exec"))
+"""
+
+
+class Process:
+    """Process of a script.
+
+    Attributes:
+        pid: its ID, which is also that of its process group.
+    """
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self._server, self.pid = server, pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None if the process is running."""
+        return self._server.code(self.pid, 0)
+
+    def wait(self, timeout: float = SILENCE) -> int:
+        """Wait for the end of the process, and return its exit code.
+
+        Raises:
+            TimeoutError: it is still running after `timeout` seconds.
+        """
+        code = self._server.code(self.pid, timeout)
+        if code is None:
+            raise TimeoutError("the child does not end")
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class _Server:
+    """Forks the processes of scripts; see ``support.script_server``."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()  # guards what follows
+        self._codes: dict[int, int] = {}  # of processes that have ended
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", FORK_WARNING, "-c", _SERVER.format(number=theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": str(TESTS)},
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        self._socket.close()
+        self.process.wait()
+
+    def start(self, script: str, arguments: tuple[str, ...], descriptors: list[int]) -> Process:
+        """Start a script; `descriptors` are for its stdout, its stderr, and the pipes of `say` and `hear`."""
+        request = {
+            "script": script,
+            "arguments": arguments,
+            "environment": os.environ | {"PYTHONPATH": str(TESTS)},
+            "folder": str(Path.cwd()),
+        }
+        message = json.dumps(request).encode()
+        assert len(message) <= REQUEST
+        with self._lock:
+            socket.send_fds(self._socket, [message], descriptors)
+            while True:
+                pid, code = self._answer()
+                if code is None:
+                    return Process(self, pid)
+                self._codes[pid] = code
+
+    def code(self, pid: int, timeout: float) -> int | None:
+        """Return the exit code of a process, or None if it is still running after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        with self._lock:
+            while pid not in self._codes:
+                if not select.select([self._socket], [], [], max(0.0, end - time.monotonic()))[0]:
+                    return None
+                ended, code = self._answer()
+                assert code is not None
+                self._codes[ended] = code
+            return self._codes[pid]
+
+    def _answer(self) -> tuple[int, int | None]:
+        message = self._socket.recv(REQUEST)
+        if not message:
+            raise EOFError(f"the server of scripts is gone, with code {self.process.wait()}")
+        pid, code = json.loads(message)
+        return pid, code
+
+
+_servers: dict[str, _Server] = {}  # by the libraries that stand between a script and libc
+
+
+def _server() -> _Server:
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    server = _servers.get(preloaded)
+    if server is None or server.process.poll() is not None:
+        for other in [key for key in _servers if key]:
+            _servers.pop(other).end()  # a library is of one test
+        server = _servers[preloaded] = _Server()
+    return server
+
 
 class Child:
-    """Runs a script in another interpreter. Leaving the scope kills it if it is still there.
+    """Runs a script in another process. Leaving the scope kills it if it is still there.
 
     Args:
         code: the script. It finds `say(line)` and `hear()` defined, which speak to the test over pipes; its stdout
-            and stderr are collected apart.
+            and stderr are collected apart. Torch has been imported before it begins, and nothing of this project.
         arguments: go into its sys.argv.
     """
 
     def __init__(self, code: str, *arguments: str) -> None:
-        from_child, to_test = os.pipe()
-        from_test, to_child = os.pipe()
-        talk = TALK.format(to_test=to_test, from_test=from_test)
+        self._from_child, to_test = os.pipe()
+        from_test, self._to_child = os.pipe()
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", FORK_WARNING, "-c", talk + code, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._errors,
-            pass_fds=(to_test, from_test),
-            env=os.environ | {"PYTHONPATH": str(TESTS)},
-            start_new_session=True,  # a Ctrl-C in the terminal is the test's own affair
-        )
-        os.close(to_test)
-        os.close(from_test)
-        self._from_child = from_child
-        self._to_child = to_child
         self._heard = b""
+        try:
+            descriptors = [self._output.fileno(), self._errors.fileno(), to_test, from_test]
+            self.process = _server().start(code, arguments, descriptors)
+        finally:
+            os.close(to_test)
+            os.close(from_test)
 
     def __enter__(self) -> Child:
         return self
@@ -85,10 +188,7 @@ class Child:
 
     def end(self, patience: float = SILENCE) -> int:
         """Wait until the process has ended; return its exit code, negative for a signal."""
-        try:
-            return self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError("the child does not end") from None
+        return self.process.wait(patience)
 
     def output(self) -> str:
         self._output.seek(0)
@@ -97,21 +197,3 @@ class Child:
     def errors(self) -> str:
         self._errors.seek(0)
         return self._errors.read()
-
-
-# The line is written with one call, so that lines of several threads and forked children do not mix.
-TALK = """
-def say(line, _pipe={to_test}):
-    import os
-    os.write(_pipe, str(line).encode() + b"\\n")
-
-def hear(_pipe={from_test}):
-    import os
-    line = b""
-    while not line.endswith(b"\\n"):
-        piece = os.read(_pipe, 1)
-        if not piece:
-            os._exit(99)  # the test is gone
-        line += piece
-    return line[:-1].decode()
-"""
