@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from cudafuture.data import TgzImages
 from cudafuture.data._index import Reader, build_index
 from cudafuture.errors import ArchiveError
 from data.archives import images, numbers, written
+from support.child import run_script
 
 CODE = """
 import os, sys
@@ -34,7 +33,7 @@ raise error
 @pytest.mark.slow
 def test_a_process_with_iterators_and_its_fork_end_as_usual(tmp_path: Path) -> None:
     archive = written(tmp_path, images(9))
-    run = subprocess.run([sys.executable, "-c", CODE, str(archive)], capture_output=True, text=True, check=False)
+    run = run_script(CODE, str(archive))
     assert run.returncode == 1, run.stderr
     assert run.stderr.endswith("RuntimeError\n")
 

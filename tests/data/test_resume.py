@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages
 from data.archives import Entry, InTurn, images, numbers, written
+from support.soak import soak_cases
 
 COUNT = 19
-SETTINGS = list(product((0, 1, 2, 3), (1, 2), ("auto", False), (None, 2), (0, 4), ("raise", "skip")))
+SETTINGS = soak_cases(product((0, 1, 2, 3), (1, 2), ("auto", False), (None, 2), (0, 4), ("raise", "skip")), step=5)
 
 
 @pytest.fixture(scope="module")

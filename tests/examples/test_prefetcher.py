@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from support.child import RUN_PYTEST, run_script
 
 
 def test_the_bugs_of_the_prefetcher_are_found() -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "test_prefetcher.py"
-    command = [sys.executable, "-m", "pytest", "--disable-plugin-autoload", "-p", "cudafuture.testing.plugin"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-c", "/dev/null", str(example)], capture_output=True, text=True
-    )
+    options = ["--disable-plugin-autoload", "-p", "cudafuture.testing.plugin", "-p", "no:cacheprovider"]
+    done = run_script(RUN_PYTEST, *options, "-c", "/dev/null", str(example))
     assert "3 passed" in done.stdout, done.stdout + done.stderr

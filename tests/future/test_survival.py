@@ -17,7 +17,7 @@ from support.soak import soak_count
 
 pytestmark = pytest.mark.soak
 
-DEPTH = soak_count(1_000_000)
+DEPTH = soak_count(1_000_000, part=25)
 
 Future = CUDAFuture[int]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+
+from support.child import run_script
 
 PROLOGUE = """
 import contextlib, ctypes, threading, torch, torch.distributed as dist
@@ -39,9 +39,7 @@ def says_so(error):
 
 def run(program: str) -> None:
     """Run it in a process of its own, whose main thread also waits for longer than it sleeps at a time."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + textwrap.dedent(program)], capture_output=True, text=True, timeout=120
-    )
+    done = run_script(PROLOGUE + textwrap.dedent(program))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from rpc_ext import Session, rpc_sync, serve_offload, statistics
 from rpc_ext.offload._wire import LINE, MOST_ENTRIES, PACK, PIECE
 from rpc_ext.offload.client import RemoteOffloader
 from rpc_ext.offload.service import OffloadService
+from support.child import run_script
 from support.patience import PATIENCE
 from support.rpc_callees import ME, alone
 
@@ -265,8 +264,8 @@ with alone(sys.argv[1] + "/rendezvous", receive_memory=2 * size), rpc_ext.serve_
 
 def test_received_tensors_that_a_program_keeps_stop_no_client(tmp_path: Path) -> None:
     """In a process of its own, whose pool is small, and which keeps all of it."""
-    tests = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", EXHAUSTED, str(tmp_path)], cwd=tests, check=True, timeout=2 * PATIENCE)
+    done = run_script(EXHAUSTED, str(tmp_path), patience=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_statistics_count_what_was_received_outside_of_the_pool(remote: RemoteOffloader) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
 from rpc_ext.offload._handler import RequestHandler
 from rpc_ext.offload._wire import LONGEST_KEY, PIECE, TOKEN, Put
+from support.child import run_script
 from support.patience import PATIENCE
 from support.ranks import run_ranks
 from support.rpc_callees import ME, alone, wait_for
@@ -389,8 +388,8 @@ assert refused and all(isinstance(error, InvalidStateError) for error in refused
 
 def test_a_client_of_a_session_that_has_ended_does_not_block_the_next_session(tmp_path: Path) -> None:
     """The ended session's agent joins its threads, which take the GIL, when its last user drops it."""
-    tests = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], cwd=tests, check=True, timeout=2 * PATIENCE)
+    done = run_script(ENDED, str(tmp_path), patience=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- requests that come late, twice, or in another order

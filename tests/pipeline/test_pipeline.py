@@ -10,7 +10,6 @@ import io
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -28,6 +27,7 @@ from cudafuture.pipeline.link import LinkClosedError
 from cudafuture.testing import sim
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
+from support.child import run_script
 from support.interrupts import interrupt_at
 from support.soak import SOAK, soak_count
 
@@ -938,5 +938,5 @@ threading.Thread(target=pipeline.step, args=(torch.ones(2, 1),), daemon=True).st
 waiting.wait()
 print("ends")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    ended = run_script(script)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")

@@ -11,8 +11,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from cudafuture.pipeline import _worker_thread
 from cudafuture.pipeline import workers as workers_module
 from cudafuture.pipeline.stream import CPUStream
 from cudafuture.pipeline.workers import Workers, WorkersStatistics
+from support.child import run_script
 from support.interrupts import interrupt_at
 from support.soak import soak_count
 
@@ -814,7 +813,7 @@ waiting = workers.submit("cpu", int)
 began.wait()
 {ending}
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = run_script(program)
     assert result.returncode == (-signal.SIGINT if "SIGINT" in ending else 0), result.stderr
     assert "KeyboardInterrupt" in result.stderr if "SIGINT" in ending else not result.stderr
 
@@ -825,6 +824,6 @@ from cudafuture.pipeline.workers import Workers
 workers = Workers(["cpu"])
 print(workers.submit("cpu", lambda: 42, timeout=100).wait())
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = run_script(program)
     assert result.stdout == "42\n"
     assert not result.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from support.child import run_script
 
 # A process of its own: until the iterator of the DataLoader is gone, torch raises the death of a worker in the main
 # thread, whatever that is doing.
@@ -41,5 +40,5 @@ print("used again")
 
 
 def test_a_worker_that_is_killed_is_an_error_and_the_prefetcher_can_be_used_again() -> None:
-    finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=100)
+    finished = run_script(SCRIPT)
     assert finished.stdout == "used again\n", finished.stderr

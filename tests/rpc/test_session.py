@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import rpc_ext
 from cudafuture import InvalidStateError
 from rpc_ext import _agent, _engine, rpc_sync
 from rpc_ext import session as rpc_session
+from support.child import run_script
 from support.rpc_callees import ME, alone, raises, same
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-session")]
@@ -98,8 +97,8 @@ session.call_at_end(lambda: print("ended", flush=True))
 
 def test_functions_are_called_when_the_process_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "rendezvous")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ended\n"
+    done = run_script(AT_EXIT, str(tmp_path / "rendezvous"))
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
 # ---- the pool that tensors are received into

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
 from cudafuture.testing import sim
+from support.child import run_script
 from support.soak import soak_count
 
 EXITS = {
@@ -27,10 +26,6 @@ EXITS = {
 }
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-
-
 @pytest.mark.parametrize("how", EXITS)
 def test_a_process_exits_with_work_queued(how: str) -> None:
     for _ in range(soak_count(10)):
@@ -40,12 +35,12 @@ def test_a_process_exits_with_work_queued(how: str) -> None:
             sim.enable(devices=2, schedule="{random.choice(["free", "jitter", "lazy"])}")
             x = torch.ones(1000, device="sim")
 """ + "\n".join(f"            {line}" for line in EXITS[how].splitlines())
-        done = run(code)
+        done = run_script(code)
         assert (done.returncode, done.stderr) == (0, ""), code
 
 
 def test_it_is_too_late_after_a_backward() -> None:
-    done = run("""if True:
+    done = run_script("""if True:
         import torch
         from cudafuture.testing import sim
         torch.ones(1, requires_grad=True).sum().backward()
@@ -60,7 +55,7 @@ def test_it_is_too_late_after_a_backward() -> None:
 
 
 def test_another_backend_has_the_place() -> None:
-    done = run("""if True:
+    done = run_script("""if True:
         import torch
         from torch.utils.backend_registration import rename_privateuse1_backend
         from cudafuture.testing import sim

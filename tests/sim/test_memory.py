@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from cudafuture.testing import sim
+from support.child import run_script
 
 pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
 
@@ -146,7 +144,7 @@ def test_a_host_that_reads_device_memory_by_its_address_is_told() -> None:
         sim.enable(devices=2)
         ctypes.string_at(torch.ones(4, device="sim:1").data_ptr(), 4)
     """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = run_script(code)
     assert run.returncode != 0
     assert "sim:1" in run.stderr
     assert ".cpu()" in run.stderr

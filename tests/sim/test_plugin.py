@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.child import RUN_PYTEST, run_script
 
 HEAD = """
 import pytest
@@ -29,13 +29,10 @@ class Run:
 
     def __call__(self, tests: str, *arguments: str) -> str:
         self.file.write_text(HEAD + tests)
-        command = [sys.executable, "-m", "pytest", "-p", "cudafuture.testing.plugin", "--disable-plugin-autoload"]
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider", *arguments, str(self.file)],
-            capture_output=True,
-            text=True,
-            cwd=self.file.parent,
-        )
+        options = ["-p", "cudafuture.testing.plugin", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.file.parent)
+            done = run_script(RUN_PYTEST, *options, *arguments, str(self.file))
         return done.stdout + done.stderr
 
 

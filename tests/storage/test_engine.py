@@ -6,8 +6,6 @@ import asyncio
 import errno
 import os
 import resource
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather, wait_all
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File, default_engine
-from support.child import Child
+from support.child import Child, run_script
 from support.patience import PATIENCE
 
 BLOCK = 4096
@@ -106,8 +104,7 @@ except OSError as e: print(e)
     [(errno.ENOSYS, "the kernel has none"), (errno.EPERM, "forbidden by a sandbox, or by the sysctl")],
 )
 def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
-    command = [sys.executable, "-c", WITHOUT_IO_URING, str(code)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = run_script(WITHOUT_IO_URING, str(code)).stdout.splitlines()
     assert lines[1] == "threads"
     for line in (lines[0], lines[2]):
         assert f"io_uring: {os.strerror(code)} ({reason}" in line

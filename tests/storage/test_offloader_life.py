@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine, File
 from cudafuture.store import Offloader
+from support.child import run_script
 from support.patience import PATIENCE
 from support.storing import LARGE, SMALL, get, held, numbered
 
@@ -199,7 +198,7 @@ def test_a_process_that_exits_finishes_what_it_was_asked_for(tmp_path: Path, dur
         store = Offloader(sys.argv[1], durable=sys.argv[2] == "True")
         writes = [store.write(f"{i}", torch.full((1000,), float(i))) for i in range(2000)]
         """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(durable)], capture_output=True, text=True)
+    done = run_script(code, str(tmp_path), str(durable))
     assert (done.returncode, done.stderr) == (0, "")
     if not durable:
         assert [p.name for p in tmp_path.iterdir()] == []

@@ -129,6 +129,15 @@ def _server() -> _Server:
     return server
 
 
+def run_script(code: str, *arguments: str, patience: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, as `Child` does; return its exit code and what it wrote to stdout and stderr."""
+    with Child(code, *arguments) as child:
+        return subprocess.CompletedProcess(arguments, child.end(patience), child.output(), child.errors())
+
+
+RUN_PYTEST = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+
+
 class Child:
     """Runs a script in another process. Leaving the scope kills it if it is still there.
 

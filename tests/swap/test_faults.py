@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.store import Offloader
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.testing import FaultyEngine
+from support.child import run_script
 from support.training import OPTIMIZERS, Pair, same
 
 SHAPES = ((400, 420), (256, 255), (400, 424))  # three chunks, one, and three
@@ -312,8 +311,8 @@ print(caught)
 @pytest.mark.parametrize("memory", [0, 1 << 30])
 def test_an_interrupted_step_can_be_repeated(memory: int, tmp_path: Path) -> None:
     """Ctrl-C takes effect when a parameter has been updated and its write has begun."""
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(memory)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout == "2\n"
+    done = run_script(INTERRUPTED, str(tmp_path), str(memory))
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path) -> None:
