@@ -393,7 +393,7 @@ def test_callbacks_run_in_the_order_of_their_attachment(ranks: World, schedule: 
             hold = sim.hold()
             late = cfd.all_reduce(filled(1.0))
             early = cfd.all_reduce(torch.ones(1))
-            children = [f.then(lambda _, i=i: order.append(i)) for i, f in enumerate((late, early))]
+            children = [f.then(lambda _, i=i: order.append(i)) for i, f in enumerate((late, early))]  # type: ignore[misc]
             early.wait(timeout=LONG)
             if rank == 1:
                 sim.sleep(5)

@@ -19,7 +19,7 @@ def collectives(rank: int) -> None:
     thread = []
     tensor = torch.full((4,), float(rank + 1))
     future = CUDAFuture.from_torch(dist.all_reduce(tensor, async_op=True))
-    child = future.then(lambda f: thread.append(threading.get_ident()) or f.value()[0] / 2)
+    child = future.then(lambda f: thread.append(threading.get_ident()) or f.value()[0] / 2)  # type: ignore[func-returns-value]
     assert child.wait(timeout=60).tolist() == [1.5] * 4
     assert isinstance(future.value(), list)
     assert future.value()[0].data_ptr() == tensor.data_ptr()

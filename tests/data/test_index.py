@@ -30,7 +30,7 @@ def sidecar(archive: Path) -> Path:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of archives whose indexes are built, as it grows."""
     built: list[str] = []
-    monkeypatch.setattr(_index_source, "build_index", lambda path: built.append(path) or build_index(path))
+    monkeypatch.setattr(_index_source, "build_index", lambda path: built.append(path) or build_index(path))  # type: ignore[func-returns-value]
     return built
 
 
@@ -162,8 +162,8 @@ def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     archive = written(tmp_path, images(COUNT))
     steps: list[Any] = []
     fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or rename(a, b))
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or rename(a, b))  # type: ignore[func-returns-value]
     TgzImages(archive)
     assert steps == [sidecar(archive).stat().st_size, (tmp_path, sidecar(archive))]
 

@@ -225,7 +225,7 @@ def test_wrong_arguments_are_refused(device: Device) -> None:
             prefetch(iterable, device.at())  # type: ignore[arg-type]
     for wrong in ({"depth": 0}, {"bytes": 0}, {"priority": 1}, {"pin": "maybe"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            prefetch([], device.at(), **wrong)  # type: ignore[arg-type]
+            prefetch([], device.at(), **wrong)
     with pytest.raises(ValueError, match="no streams on meta"):
         prefetch([], "meta")
 

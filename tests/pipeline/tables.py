@@ -70,7 +70,7 @@ def torch_schedule(name: str, devices: int, stages_per_device: int, microbatches
         for i in range(stages_per_device)
     ]
     if name == "Runtime":
-        return schedules._PipelineScheduleRuntime(stages, microbatches)  # type: ignore[arg-type]
+        return schedules._PipelineScheduleRuntime(stages, microbatches)
     cls = schedules.get_schedule_class(name)
     return cls(stages[0] if issubclass(cls, schedules.PipelineScheduleSingle) else stages, microbatches)
 

@@ -320,7 +320,7 @@ def test_errors_of_other_partitions_in_the_same_cycle_are_notes() -> None:
     model = GPipe(layers, [1, 1], ["cpu", "cpu"], chunks=2)
     with pytest.raises(FailError, match="one") as caught:
         model(torch.ones(2))
-    assert caught.value.__notes__ == ["also in partition 1, micro-batch 0: FailError: two"]
+    assert caught.value.__notes__ == ["also in partition 1, micro-batch 0: FailError: two"]  # type: ignore[attr-defined]
     turn_on.remove()
 
 

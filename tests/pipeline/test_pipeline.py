@@ -149,7 +149,7 @@ def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
             balance=[1] * stages,
             microbatches=microbatches,
             schedule=schedule,
-            checkpoint=("never", "except_last", "always")[seed % 3],  # type: ignore[arg-type]
+            checkpoint=("never", "except_last", "always")[seed % 3],
             loss=loss_of,
         )
         expect_plain(pipeline, model, [1] * stages, rows=microbatches + seed % 3, device="sim:0")

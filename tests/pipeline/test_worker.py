@@ -357,7 +357,7 @@ def test_a_failing_create_workers_raises_its_error_and_leaves_no_thread() -> Non
         yield CPU
         raise OSError("no such device")
 
-    with pytest.raises(OSError, match="no such device"), spawn_workers(devices()):  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no such device"), spawn_workers(devices()):
         pass
     with pytest.raises(OSError, match="no such device"):
         create_workers(devices())

@@ -120,7 +120,7 @@ def test_a_torchscript_function_is_refused_and_torch_calls_it_in_the_same_sessio
     scripted = torch.jit.script(negative_is_refused)
     for call in (rpc_async, rpc_sync, rpc_ext.remote):
         with pytest.raises(TypeError, match=r"ScriptFunction 'negative_is_refused': use torch\.distributed\.rpc"):
-            call(ME, scripted, (ONES, 3))  # type: ignore[operator]
+            call(ME, scripted, (ONES, 3))
     with pytest.raises(TypeError, match="ScriptFunction"):
         rpc_ext.map_call([ME], scripted, [(ONES, 3)])
     assert torch.equal(torch_rpc.rpc_sync(ME, scripted, (ONES, 3)), ONES + 3)

@@ -141,7 +141,7 @@ def test_an_error_has_its_own_type_and_message(index: int) -> None:
     assert type(error) is type(KINDS[index][0]())
     assert KINDS[index][1] in str(error)
     assert len(str(error)) <= len(str(KINDS[index][0]()))
-    (note,) = (note for note in error.__notes__ if note.startswith("raised on worker 'me':\nTraceback (most recent"))
+    (note,) = (note for note in error.__notes__ if note.startswith("raised on worker 'me':\nTraceback (most recent"))  # type: ignore[attr-defined]
     assert "raise_kind" in note
     if type(error) not in (Slotted, AboutAWorker):
         assert error.worker == ME

@@ -397,7 +397,7 @@ def test_printing_and_comparing() -> None:
 def test_a_seed_gives_the_same_numbers_again(draw: Callable[[], torch.Tensor]) -> None:
     drawn = []
     for schedule in ("free", "lazy"):
-        sim.enable(schedule=schedule)  # type: ignore[arg-type]
+        sim.enable(schedule=schedule)
         torch.manual_seed(5)
         host = torch.random.get_rng_state()
         first, second = draw(), draw()
@@ -421,7 +421,7 @@ def test_statistics_that_batch_norm_writes_behind_its_schemas_back() -> None:
     norm = nn.BatchNorm1d(4).to("sim")
     sim.races()
     with torch.Stream("sim"):
-        norm.running_mean.add(1)  # type: ignore[operator]
+        norm.running_mean.add(1)
     norm(torch.zeros(3, 4, device="sim"))
     assert any("batch_norm" in report.later.operation for report in sim.races() if report.later is not None)
 

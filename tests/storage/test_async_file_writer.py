@@ -260,7 +260,7 @@ def test_errors_come_out_when_it_is_synchronized(path: Path, caplog: pytest.LogC
         writer.synchronize()
     assert caught.value.errno == errno.ENOSPC
     if hasattr(caught.value, "add_note"):
-        assert "2 more failed" in caught.value.__notes__[-1]
+        assert "2 more failed" in caught.value.__notes__[-1]  # type: ignore[attr-defined]
     assert isinstance(future.exception(), StorageError)
     writer.synchronize()
     writer.write(b"bytes")

@@ -107,7 +107,7 @@ def doubled_there(value: float, index: int = 0) -> Tensor:
 @rpc_ext.async_execution
 def doubled_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
     """Return a future of a tensor of the callee, on which its device is still at work."""
-    return doubled_later(filled(value, index))  # type: ignore[no-any-return]
+    return doubled_later(filled(value, index))
 
 
 @rpc_ext.async_execution

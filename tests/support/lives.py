@@ -331,7 +331,7 @@ def submitted() -> None:
 def completed_by_another_thread() -> None:
     futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
     children = [f.then(probe) for f in futures]
-    thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])
+    thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])  # type: ignore[func-returns-value]
     thread.start()
     assert wait_all(children) == [probe] * 100
     thread.join()

@@ -146,7 +146,7 @@ def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
     second = copy.deepcopy(pair.optimizer.state_dict())
     write, in_flight = store.write, []
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write", lambda key, tensor: in_flight.append((key, tensor)) or Interrupted())
+        patch.setattr(store, "write", lambda key, tensor: in_flight.append((key, tensor)) or Interrupted())  # type: ignore[func-returns-value]
         with pytest.raises(KeyboardInterrupt):
             pair.offloaded.save("latest")
     with monkeypatch.context() as patch:
