@@ -187,7 +187,7 @@ def test_every_kind_of_collective_may_be_issued_in_callbacks_beside_the_program(
         def objects(future: CUDAFuture[Any]) -> CUDAFuture[list[Any]]:
             return cfd.all_gather_object([None, None], ("callback", rank))
 
-        chains = []
+        chains: list[CUDAFuture[Any]] = []
         for _ in range(10):
             chains.append(cfd.all_reduce(torch.ones(3)).then_async(objects))
             chains.append(cfd.all_gather_object([None, None], ("program", rank)))

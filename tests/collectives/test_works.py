@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,14 @@ def callbacks_run_on_the_callback_thread(rank: int) -> None:
 def send_and_recv_without_a_future_of_their_own(rank: int) -> None:
     inbox = [torch.empty(2) for _ in range(10)]
     if rank == 0:
-        futures = [CUDAFuture.from_torch(dist.irecv(t, 1, tag=i)) for i, t in enumerate(inbox)]
+        futures = [CUDAFuture.from_torch(dist.irecv(t, 1, tag=i)) for i, t in enumerate(inbox)]  # type: ignore[arg-type]
         assert not any(f.done() for f in futures)
         dist.send(torch.zeros(1), 1, tag=100)
         gather(*futures).wait(timeout=60)
         assert [t[0].item() for t in inbox] == list(range(10))
     else:
         dist.recv(torch.empty(1), 0, tag=100)
-        sends = [CUDAFuture.from_torch(dist.isend(torch.full((2,), float(i)), 0, tag=i)) for i in reversed(range(10))]
+        sends = [CUDAFuture.from_torch(dist.isend(torch.full((2,), float(i)), 0, tag=i)) for i in reversed(range(10))]  # type: ignore[arg-type]
         gather(*sends).wait(timeout=60)
 
 
@@ -107,5 +108,5 @@ def _entry(rank: int, path: str, program: str) -> None:
     ],
     ids=lambda p: p.__name__,
 )
-def test_works_of_two_processes(program, tmp_path: Path):
+def test_works_of_two_processes(program: Callable[[int], None], tmp_path: Path) -> None:
     mp.start_processes(_entry, (str(tmp_path / "rendezvous"), program.__name__), nprocs=2, start_method="spawn")

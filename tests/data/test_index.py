@@ -118,7 +118,7 @@ def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path:
     ):
         changed = whole[:-16].replace(old, new)
         assert changed != whole[:-16]
-        sidecar(archive).write_bytes(changed + _sidecar.xxhash.xxh3_128_digest(changed))
+        sidecar(archive).write_bytes(changed + _sidecar.xxhash.xxh3_128_digest(changed))  # type: ignore[attr-defined]
         del builds[:]
         assert numbers(TgzImages(archive)) == list(range(COUNT))
         assert len(builds) == 1

@@ -686,7 +686,7 @@ def test_a_function_is_told_the_number_of_each_epoch_before_it_is_read(device: D
 
 
 def test_an_error_is_not_followed_by_the_next_epoch(device: Device) -> None:
-    made = []
+    made: list[int] = []
 
     def make() -> Iterator[int]:
         made.append(len(made))

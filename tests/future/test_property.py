@@ -358,7 +358,7 @@ def expect_consistency(graph: Graph, won: list[tuple[Node, Outcome]]) -> None:
     assert len(calls) == sum(1 for n in graph.nodes for c in n.consumers if is_callback(c)) + len(graph.model.log)
 
 
-def is_callback(consumer: Callable[[], None]) -> bool:
+def is_callback(consumer: Callable[[], object]) -> bool:
     return "add_done_callback" in consumer.__qualname__
 
 

@@ -87,7 +87,7 @@ class Blocker:
 
 
 def test_a_task_runs_in_the_thread_of_its_device() -> None:
-    devices = [CPU, FakeDevice("fake")]
+    devices: list[Any] = [CPU, FakeDevice("fake")]
     with Workers(devices, name="worker-of-test") as workers:
         assert workers.devices == tuple(devices)
         found = [workers.submit(device, threading.current_thread).wait() for device in (*devices, "cpu", "cpu:0")]

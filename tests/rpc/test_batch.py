@@ -273,7 +273,7 @@ def sees_later(gate: Gate, value: Any) -> CUDAFuture[Any]:
     return CUDAFuture.completed(sees(gate, value))
 
 
-@torch_rpc.functions.async_execution
+@torch_rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def torch_sees_later(gate: Gate, value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(sees(gate, value))
@@ -333,7 +333,7 @@ class Decorated(Hidden):
 
 def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
     with batch(ME):
-        sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]
+        sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]  # type: ignore[call-overload]
     assert [int(future.wait(timeout=PATIENCE)) for future in sums] == [1, 2, 3, 4]
 
 

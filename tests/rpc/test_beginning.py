@@ -281,7 +281,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
     with pytest.raises(TimeoutError, match="did not reply"):
-        _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())
+        _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())  # type: ignore[arg-type]
     assert store.is_asked.wait(LONG)
     (thread,) = set(threading.enumerate()) - before
     store.may_answer.set()

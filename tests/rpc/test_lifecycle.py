@@ -236,7 +236,7 @@ def leave_a_function_behind(rank: int, store: str) -> bool:
     rpc_ext.shutdown(timeout=LONG)
     release.set()
     begin(rank, 2, store + "again")
-    answered = rpc_sync(1 - rank, same, (True,))
+    answered: bool = rpc_sync(1 - rank, same, (True,))
     rpc_ext.shutdown(timeout=LONG)
     return answered
 

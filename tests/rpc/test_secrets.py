@@ -70,7 +70,8 @@ def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_
         assert begin(str(tmp_path / "file"), [SECRET, ANOTHER])[0] == "AuthenticationError"
         dist.barrier()
         with working(f"w{rank}", rank, 2, tmp_path / "file", secret=SECRET):
-            return rpc_sync(1 - rank, add, (rank, 1))
+            total: int = rpc_sync(1 - rank, add, (rank, 1))
+            return total
 
     assert world.run(run) == [1, 2]
 

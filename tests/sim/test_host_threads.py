@@ -196,7 +196,9 @@ def test_a_worker_that_is_ahead_begins_later(worker: ThreadPoolExecutor) -> None
 
 @pytest.mark.parametrize("kind", ["callback_thread", "serial", "pool"])
 def test_a_callback_runs_no_earlier_than_its_parent_and_its_attachment(kind: str, worker: ThreadPoolExecutor) -> None:
-    executor = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}[kind]
+    ways: dict[str, Any]
+    ways = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}
+    executor = ways[kind]
     parent: CUDAFuture[None] = CUDAFuture()
     ran_at = parent.then(lambda done: now(), executor=executor)
     complete_at(3, parent)

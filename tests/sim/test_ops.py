@@ -420,6 +420,7 @@ def test_a_generator_of_ones_own() -> None:
 def test_statistics_that_batch_norm_writes_behind_its_schemas_back() -> None:
     norm = nn.BatchNorm1d(4).to("sim")
     sim.races()
+    assert norm.running_mean is not None
     with torch.Stream("sim"):
         norm.running_mean.add(1)
     norm(torch.zeros(3, 4, device="sim"))
@@ -543,7 +544,7 @@ def test_modules_and_their_gradients_agree_with_the_cpu(name: str) -> None:
         out = out[0] if isinstance(out, tuple) else out
         out.square().sum().backward()
         buffers = [buffer.cpu() for buffer in module.buffers()]
-        results.append([out.cpu(), inputs.grad.cpu(), *(p.grad.cpu() for p in module.parameters()), *buffers])
+        results.append([out.cpu(), inputs.grad.cpu(), *(p.grad.cpu() for p in module.parameters()), *buffers])  # type: ignore[union-attr]
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 

@@ -113,7 +113,8 @@ def test_closing_waits_for_what_was_asked_for_and_refuses_the_rest(tmp_path: Pat
         assert not flushed.done()
         engine._native.release_held()
         closing.join(PATIENCE)
-        assert all(f.done() for f in (*futures, flushed))
+        assert all(f.done() for f in futures)
+        assert flushed.done()
         gather(*futures).wait(timeout=0)
         for call in (lambda: store.write("late", numbered(1)), lambda: store.delete("0"), store.flush):
             with pytest.raises(InvalidStateError, match="the store is closed"):

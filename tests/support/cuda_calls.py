@@ -97,7 +97,7 @@ def futures_there(to: str) -> None:
 def callbacks(to: str) -> None:
     first = rpc_async(to, doubled, (slow(1.0),))
     second = first.then_async(lambda done: rpc_async(to, doubled, (done.value() + 1,)))
-    both = gather(first, second).then(lambda done: sum(done.value()))
+    both: CUDAFuture[Any] = gather(first, second).then(lambda done: sum(done.value()))
     assert only(both.wait(timeout=LONG)) == 8.0
 
 
