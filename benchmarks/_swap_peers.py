@@ -34,7 +34,7 @@ class DeepSpeedSwapper:
 
     def __init__(self, folder: Path, halves: list[torch.Tensor]) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         zero = importlib.import_module("deepspeed.runtime.zero.offload_config")
         swapping = importlib.import_module("deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper")

@@ -48,7 +48,7 @@ def rank_main(rank: int, folder: str, measure: Measure, rounds: int, backend: st
 def on_two_ranks(measure: Measure, rounds: int, backend: str = "gloo") -> list[list[float]]:
     """Return the figures of each variant, of both ranks and all rounds."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (folder, measure, rounds, backend), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(rank_main, (folder, measure, rounds, backend), nprocs=2)
         took = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
     return [first + second for first, second in zip(*took, strict=True)]
 
@@ -166,7 +166,7 @@ class Bucketed:
             for parameter, values, gradient in parts:
                 parameter.data = values.view_as(parameter)
                 parameter.grad = gradient.view_as(parameter)
-                parameter.register_post_accumulate_grad_hook(partial(self.arrived, index))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self.arrived, index))
             self.flat.append(whole)
         self.optimizer = make_optimizer(self.flat)
         self.optimizers = [make_optimizer([whole]) for whole in self.flat]
@@ -216,7 +216,7 @@ def training(adam: bool, rounds: int) -> list[list[float]]:
 
     def step_ddp() -> float:
         start = now()
-        nn.functional.mse_loss(ddp(data), target).backward()  # type: ignore[no-untyped-call]
+        nn.functional.mse_loss(ddp(data), target).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         return now() - start
@@ -227,7 +227,7 @@ def training(adam: bool, rounds: int) -> list[list[float]]:
 
         def step() -> float:
             start = now()
-            nn.functional.mse_loss(model(data), target).backward()  # type: ignore[no-untyped-call]
+            nn.functional.mse_loss(model(data), target).backward()
             buckets.finish()
             return now() - start
 

@@ -258,7 +258,7 @@ def gloo(rounds: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         arguments = (f"{folder}/store", rounds, str(results))
-        spawn(gloo_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(gloo_rank, arguments, nprocs=2)
         took = [figures for rank in range(2) for figures in json.loads(Path(f"{results}.{rank}").read_text())]
     ours, raw = statistics.median(t[0] for t in took), statistics.median(t[1] for t in took)
     added = statistics.median(t[0] - t[1] for t in took)

@@ -111,7 +111,7 @@ class Part:
         views = torch.split(self.gradients, [p.numel() for p in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view.view_as(parameter)  # backward fills the vector that is sent
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
         for layer in layers:
             layer.register_forward_pre_hook(self._wait)
         self.loaded: CUDAFuture[None] = shard.rpc_async().fetch().then(self._load)
@@ -157,7 +157,7 @@ def train(trainer: int, shards: list[rpc_ext.RRef[Shard]], args: argparse.Namesp
     losses = []
     for images, labels in batches(digits, trainer, args):
         loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses.append(loss.item())
     wait_all([part.loaded for part in parts])
     seconds = time.perf_counter() - start

@@ -103,7 +103,7 @@ class Bucket:
         values, gradients = torch.split(self.values.detach(), sizes), torch.split(self.values.grad, sizes)
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
             parameter.data, parameter.grad = value.view_as(parameter), gradient.view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
         for layer in layers:
             layer.register_forward_pre_hook(self._forward_begins)
 
@@ -154,7 +154,7 @@ class Training:
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on one batch."""
         begin = time.perf_counter()
-        nn.functional.cross_entropy(self.model(images), labels).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(self.model(images), labels).backward()
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:

@@ -87,7 +87,7 @@ class Overlap:
         for bucket in buckets:
             for parameter in bucket.parameters:
                 hook = partial(self._gradient_is_there, bucket)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(hook)
             for layer in bucket.layers.values():
                 layer.register_forward_pre_hook(partial(self._wait_for_update, bucket))
 
@@ -100,7 +100,7 @@ class Overlap:
         with self.timeline.span("forward"):
             value = loss()
         with self.timeline.span("backward"):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
 
     def finish(self) -> None:
         """Wait for the last updates and writes, which no forward waits for."""
@@ -144,7 +144,7 @@ class Overlap:
 
 def plain_step(buckets: Sequence[Bucket], loss: Callable[[], Tensor]) -> None:
     """The synchronous loop that the overlapped one has to equal: backward, then bucket after bucket, blocking."""
-    loss().backward()  # type: ignore[no-untyped-call]
+    loss().backward()
     for bucket in buckets:
         dist.all_reduce(bucket.gradients)
         bucket.update()

@@ -144,7 +144,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             start = time.monotonic()
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.monotonic() - start)

@@ -67,7 +67,7 @@ class Bucket:
             self.values[part] = parameter.detach().flatten()
             parameter.data = self.values[part].view_as(parameter)
             parameter.grad = self.gradients[part].view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
             start = part.stop
         for layer in layers:
             layer.register_forward_pre_hook(self._wait_for_update)
@@ -108,7 +108,7 @@ def train_zero1(args: argparse.Namespace, digits: Digits, store: Offloader | Non
     in_flight = 0
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
         loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         in_flight = max(in_flight, sum(not bucket.updated.done() for bucket in buckets))
     wait_all([bucket.updated for bucket in buckets])
     return Run(model, loss.item(), sum(state_bytes(bucket.optimizer) for bucket in buckets)), in_flight
@@ -122,7 +122,7 @@ def train_plain(args: argparse.Namespace, digits: Digits) -> Run:
     for images, labels in digits.batches(args.epochs, args.batch_size, args.seed):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)

@@ -60,7 +60,7 @@ def start(options: Options, server: Server) -> Started:
         carries_devices=not options.seals_contents,
     )
     if devices.native_devices:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # tensors may arrive before the first local use
+        torch.cuda.init()  # tensors may arrive before the first local use
     server.set_devices(dict(enumerate(devices.answers)))
     _receive_into_pool(options.receive_memory)
     _engine.init_distributed_autograd(options.rank)

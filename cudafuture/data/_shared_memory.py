@@ -22,5 +22,5 @@ def batch_memory(*shape: int) -> torch.Tensor:
 
 def _shared(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
-    storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call] # as torch's collation does
+    storage = torch.UntypedStorage._new_shared(size)  # as torch's collation does
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

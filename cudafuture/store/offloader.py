@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from typing_extensions import Self
 
 from cudafuture import _C, _xxhash
 from cudafuture._C import CUDAFuture
@@ -309,7 +310,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
             self._native.retire().wait()  # Ctrl-C interrupts this wait
         self._end()
 
-    def __enter__(self) -> Offloader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

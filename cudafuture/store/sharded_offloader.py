@@ -8,6 +8,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Self
 
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
@@ -242,7 +243,7 @@ class ShardedOffloader(ShardedKeys):
             for shard in self._shards.values():
                 stack.callback(shard.close)
 
-    def __enter__(self) -> ShardedOffloader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

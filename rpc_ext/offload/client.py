@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
+from typing_extensions import Self
 
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import InvalidStateError
@@ -284,7 +285,7 @@ class RemoteOffloader(RemoteKeys):
         """
         return self._operations.statistics(*self._window.statistics())
 
-    def __enter__(self) -> RemoteOffloader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

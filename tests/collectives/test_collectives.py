@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cudafuture.distributed as cfd
+from cudafuture import CUDAFuture
 from cudafuture.testing import World
 from support.comparison import (
     ALL,
@@ -182,6 +183,7 @@ def test_a_barrier_is_passed_when_all_have_come(world: World, n: int) -> None:
     def run() -> None:
         store = dist.distributed_c10d._get_default_store()
         pg = cfd.ProcessGroup()
+        ways: list[Callable[[], CUDAFuture[Any]]]
         ways = [cfd.barrier, cfd.monitored_barrier, partial(cfd.monitored_barrier, wait_all_ranks=True)]
         ways += [pg.barrier, pg.monitored_barrier, partial(cfd.barrier, timeout=timedelta(seconds=TIMEOUT))]
         for i, barrier in enumerate(ways):
@@ -202,6 +204,7 @@ def test_what_the_other_ranks_count_on_cannot_be_cancelled(world: World) -> None
         cases = [make(place, torch.float32) for make in ALL if make not in NEWER]
         futures = [by_ours(case) for case in cases]
         objects: list[Any] = [None, None]
+        more: list[CUDAFuture[Any]]
         more = [cfd.barrier(), cfd.all_gather_object(objects, dist.get_rank()), cfd.monitored_barrier()]
         assert not any(future.cancel() for future in [*futures, *more])
         assert not any(future.cancelled() for future in [*futures, *more])

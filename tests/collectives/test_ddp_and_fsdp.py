@@ -78,7 +78,8 @@ def fsdp2(layers: nn.Sequential) -> nn.Module:
     for layer in layers:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
-    return fully_shard(layers, mesh=mesh)
+    fully_shard(layers, mesh=mesh)
+    return layers
 
 
 def train(wrap: Wrap, traffic: Traffic | None = None) -> list[Tensor]:

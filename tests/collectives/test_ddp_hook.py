@@ -50,12 +50,12 @@ def scatter_then_gather(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tenso
     return whole.then(lambda gathered: buffer.copy_(gathered.value()[: buffer.numel()]))
 
 
-def bf16_of_torch(group, bucket):
+def bf16_of_torch(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
     """Under this name: DDP refuses one that is called bf16_compress_hook where there is no NCCL."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-def make_model(hook: Hook | None, state: Any = None, **options: bool) -> DistributedDataParallel:
+def make_model(hook: Hook | None, state: Any = None, **options: Any) -> DistributedDataParallel:
     """Make a model of several buckets, the last of which has an odd number of elements."""
     torch.manual_seed(0)
     sizes = [17, 31, 32, 32, 3]
@@ -73,7 +73,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def gradients(hook: Hook | None, state: Any = None, **options: bool) -> list[list[Tensor]]:
+def gradients(hook: Hook | None, state: Any = None, **options: Any) -> list[list[Tensor]]:
     """Train; return the gradients of all parameters in all steps."""
     model = make_model(hook, state, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

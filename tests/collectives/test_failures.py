@@ -207,7 +207,7 @@ def test_tensors_with_gaps_are_refused() -> None:
 def destroy_while_pending(rank: int) -> None:
     group = short_group()
     if rank == 1:
-        pending = [
+        pending: list[CUDAFuture[Any]] = [
             group.all_reduce(ones(4)),
             group.recv(ones(4), 0),
             group.all_gather_object([None, None], 1),

@@ -125,7 +125,7 @@ def test_the_second_step_of_a_chain_does_not_hold_up_the_first_of_the_next(world
         ran: list[str] = []
         inner: CUDAFuture[int] = CUDAFuture()
         one = cfd.all_reduce(torch.ones(1)).then_async(lambda f: inner).then(lambda f: ran.append("second of one"))
-        two = cfd.all_reduce(torch.ones(1)).then_async(lambda f: ran.append("first of two") or CUDAFuture.completed(0))
+        two = cfd.all_reduce(torch.ones(1)).then_async(lambda f: ran.append("first of two") or CUDAFuture.completed(0))  # type: ignore[func-returns-value]
         two.wait(timeout=LONG)
         inner.set_result(0)
         one.wait(timeout=LONG)
@@ -187,7 +187,7 @@ def test_every_kind_of_collective_may_be_issued_in_callbacks_beside_the_program(
         def objects(future: CUDAFuture[Any]) -> CUDAFuture[list[Any]]:
             return cfd.all_gather_object([None, None], ("callback", rank))
 
-        chains = []
+        chains: list[CUDAFuture[Any]] = []
         for _ in range(10):
             chains.append(cfd.all_reduce(torch.ones(3)).then_async(objects))
             chains.append(cfd.all_gather_object([None, None], ("program", rank)))

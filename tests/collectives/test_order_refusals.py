@@ -106,7 +106,7 @@ def test_groups_are_not_made_in_callbacks(world: World) -> None:
         pg = cfd.ProcessGroup()
         for make in (lambda: cfd.new_group([0, 1]), lambda: pg.new_group([0, 1]), lambda: pg.split([[0], [1]])):
             with pytest.raises(InvalidStateError, match="not in a callback"):
-                cfd.all_reduce(ones(1)).then(lambda f, make=make: make()).wait(timeout=LONG)
+                cfd.all_reduce(ones(1)).then(lambda f, make=make: make()).wait(timeout=LONG)  # type: ignore[misc]
 
     world.run(run)
 

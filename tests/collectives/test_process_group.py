@@ -100,6 +100,7 @@ def test_any_number_of_them_stand_for_one_group(world: World) -> None:
         assert {whole, cfd.ProcessGroup(whole), part, cfd.ProcessGroup(group)} == {part, whole}
         rank = dist.get_rank()
         assert (whole.rank(), whole.size(), whole.ranks()) == (rank, 3, [0, 1, 2])
+        assert dist.group.WORLD is not None
         assert repr(whole) == f"<ProcessGroup '{dist.group.WORLD.group_name}', rank {rank} of 3>"
         assert whole.queue is cfd.ProcessGroup(whole).queue
         assert (outside.rank(), outside.size(), outside.ranks()) == (-1, -1, [])

@@ -21,7 +21,7 @@ LONG = 60.0  # seconds; reached only when a test fails
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:
     """Give the futures a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ def collectives(rank: int) -> None:
     thread = []
     tensor = torch.full((4,), float(rank + 1))
     future = CUDAFuture.from_torch(dist.all_reduce(tensor, async_op=True))
-    child = future.then(lambda f: thread.append(threading.get_ident()) or f.value()[0] / 2)
+    child = future.then(lambda f: thread.append(threading.get_ident()) or f.value()[0] / 2)  # type: ignore[func-returns-value]
     assert child.wait(timeout=60).tolist() == [1.5] * 4
     assert isinstance(future.value(), list)
     assert future.value()[0].data_ptr() == tensor.data_ptr()
@@ -52,14 +52,14 @@ def callbacks_run_on_the_callback_thread(rank: int) -> None:
 def send_and_recv_without_a_future_of_their_own(rank: int) -> None:
     inbox = [torch.empty(2) for _ in range(10)]
     if rank == 0:
-        futures = [CUDAFuture.from_torch(dist.irecv(t, 1, tag=i)) for i, t in enumerate(inbox)]
+        futures = [CUDAFuture.from_torch(dist.irecv(t, 1, tag=i)) for i, t in enumerate(inbox)]  # type: ignore[arg-type]
         assert not any(f.done() for f in futures)
         dist.send(torch.zeros(1), 1, tag=100)
         gather(*futures).wait(timeout=60)
         assert [t[0].item() for t in inbox] == list(range(10))
     else:
         dist.recv(torch.empty(1), 0, tag=100)
-        sends = [CUDAFuture.from_torch(dist.isend(torch.full((2,), float(i)), 0, tag=i)) for i in reversed(range(10))]
+        sends = [CUDAFuture.from_torch(dist.isend(torch.full((2,), float(i)), 0, tag=i)) for i in reversed(range(10))]  # type: ignore[arg-type]
         gather(*sends).wait(timeout=60)
 
 

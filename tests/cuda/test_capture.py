@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tenso
         doubled = future.then(lambda f: f.value() * 2)
         squared = future.then(lambda f: f.value() ** 2)
         future.set_result(x + 1)
-        y = sum(gather(doubled, squared).wait(non_blocking=True))
+        y: Any = sum(gather(doubled, squared).wait(non_blocking=True))
     assert replayed(graph, x, y, 2) == 15
     assert replayed(graph, x, y, 3) == 24
 

@@ -43,7 +43,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "nccl" and not dist.is_nccl_available():
         pytest.skip("needs NCCL")
     torch.cuda.set_device(0)
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group(f"cpu:gloo,cuda:{request.param}", store=store, rank=0, world_size=1)
     yield request.param
     dist.destroy_process_group()

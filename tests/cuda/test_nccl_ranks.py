@@ -65,7 +65,7 @@ def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
                 gradient = torch.full((8 * size,), float(i + 1), device="cuda")
                 shard = torch.empty(8, device="cuda")
                 reduced = cfd.reduce_scatter_tensor(shard, gradient)
-                chains.append(reduced.then_async(lambda f, n=turn + i: step(n, f)))
+                chains.append(reduced.then_async(lambda f, n=turn + i: step(n, f)))  # type: ignore[misc]
             for i, whole in enumerate(cudafuture.gather(*chains).wait(timeout=LONG)):
                 assert whole.tolist() == [(i + 1) * size / 2] * (8 * size)
 
@@ -83,7 +83,7 @@ def test_steps_of_several_chains_execute_in_one_order(ranks: World) -> None:
 
         futures = [cfd.all_reduce(torch.full((4,), float(i), device="cuda")) for i in range(4)]
         for step in range(3):
-            futures = [f.then_async(lambda g, n=step + i: again(n, g)) for i, f in enumerate(futures)]
+            futures = [f.then_async(lambda g, n=step + i: again(n, g)) for i, f in enumerate(futures)]  # type: ignore[misc]
         values = [value.tolist() for value in cudafuture.gather(*futures).wait(timeout=LONG)]
         assert values == [[i * 4.0**4] * 4 for i in range(4)]
 
@@ -102,8 +102,8 @@ def test_callbacks_of_two_groups_execute_in_one_order(ranks: World) -> None:
 
         for turn in range(5):
             x, y = (torch.ones(4, device="cuda") for _ in range(2))
-            there = first.all_reduce(x).then_async(lambda f, n=turn: cross(second, n, f))
-            back = second.all_reduce(y).then_async(lambda f, n=turn: cross(first, n + 1, f))
+            there = first.all_reduce(x).then_async(lambda f, n=turn: cross(second, n, f))  # type: ignore[misc]
+            back = second.all_reduce(y).then_async(lambda f, n=turn: cross(first, n + 1, f))  # type: ignore[misc]
             last = first.all_reduce(torch.ones(4, device="cuda"))
             assert there.wait(timeout=LONG).tolist() == back.wait(timeout=LONG).tolist() == [16.0] * 4
             assert last.wait(timeout=LONG).tolist() == [4.0] * 4

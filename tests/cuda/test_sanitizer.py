@@ -9,6 +9,7 @@ reads when it is imported, there is nothing to see.
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_waiting_on_several_streams_in_turn(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("stream", ["pool", "caller"])
-def test_callbacks(cuda: Cuda, stream: str) -> None:
+def test_callbacks(cuda: Cuda, stream: Literal["pool", "caller"]) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     child = future.then(lambda f: f.value().mul_(3), stream=stream).then(lambda f: f.value() + 1)
     with torch.cuda.stream(torch.cuda.Stream()):

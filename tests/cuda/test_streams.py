@@ -22,7 +22,7 @@ def foreign() -> Iterator[torch.cuda.ExternalStream]:
     handle = ctypes.c_void_p()
     assert driver.cuStreamCreate(ctypes.byref(handle), 1) == 0
     assert handle.value is not None
-    yield torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
+    yield torch.cuda.ExternalStream(handle.value)
     torch.cuda.synchronize()
     assert driver.cuStreamDestroy_v2(handle) == 0
 

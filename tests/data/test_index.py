@@ -30,7 +30,7 @@ def sidecar(archive: Path) -> Path:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of archives whose indexes are built, as it grows."""
     built: list[str] = []
-    monkeypatch.setattr(_index_source, "build_index", lambda path: built.append(path) or build_index(path))
+    monkeypatch.setattr(_index_source, "build_index", lambda path: built.append(path) or build_index(path))  # type: ignore[func-returns-value]
     return built
 
 
@@ -118,7 +118,7 @@ def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path:
     ):
         changed = whole[:-16].replace(old, new)
         assert changed != whole[:-16]
-        sidecar(archive).write_bytes(changed + _sidecar.xxhash.xxh3_128_digest(changed))
+        sidecar(archive).write_bytes(changed + _sidecar.xxhash.xxh3_128_digest(changed))  # type: ignore[attr-defined]
         del builds[:]
         assert numbers(TgzImages(archive)) == list(range(COUNT))
         assert len(builds) == 1
@@ -162,8 +162,8 @@ def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     archive = written(tmp_path, images(COUNT))
     steps: list[Any] = []
     fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or rename(a, b))
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(os, "replace", lambda a, b: steps.append((Path(a).parent, b)) or rename(a, b))  # type: ignore[func-returns-value]
     TgzImages(archive)
     assert steps == [sidecar(archive).stat().st_size, (tmp_path, sidecar(archive))]
 

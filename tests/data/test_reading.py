@@ -112,6 +112,7 @@ def test_directories_are_passed_over_and_only_the_parent_folder_is_the_label(
     names = ["../../up/a.png", "/etc/abs/b.png", "./here/c.png", "deep/er/than/d.png", "x/../odd/e.png", "two//f.png"]
     folder = tarfile.TarInfo("here")
     folder.type = tarfile.DIRTYPE
+    entries: list[tuple[str, bytes | tarfile.TarInfo]]
     entries = [("here", folder), *((name, png(pixels_of(i))) for i, name in enumerate(names))]
     dataset = TgzImages(written(tmp_path, entries, packing), index=index)
     found = [dataset.classes[label] for _, label in dataset]

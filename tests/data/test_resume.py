@@ -141,7 +141,7 @@ def test_resuming_with_an_index_reads_the_rest_only(archive: Path, monkeypatch: 
 
     read = []
     original = Reader.read
-    monkeypatch.setattr(Reader, "read", lambda *args: read.append(args[1]) or original(*args))
+    monkeypatch.setattr(Reader, "read", lambda *args: read.append(args[1]) or original(*args))  # type: ignore[func-returns-value]
     dataset = TgzImages(archive, batch=2)
     dataset.load_state_dict({"epoch": 0, "batches": 8})
     assert numbers(dataset) == [16, 17, 18]

@@ -351,7 +351,7 @@ SCENARIOS: dict[str, Scenario] = {
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """Give the collectives a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

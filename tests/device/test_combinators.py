@@ -87,6 +87,7 @@ def test_a_gather_is_as_urgent_as_its_most_urgent_part(accelerator: Device, prio
 
 
 def test_parts_on_the_host_and_on_the_device_mix(device: Device) -> None:
+    whole: CUDAFuture[list[Any]]
     whole = gather(CUDAFuture.completed("host"), device.completed(1.0), CUDAFuture.completed(torch.zeros(1)))
     with device.on(device.stream()):
         host, x, zeros = whole.wait(non_blocking=True)

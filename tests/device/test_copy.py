@@ -297,6 +297,7 @@ def test_the_source_beside_much_host_memory_is_read_after_what_was_enqueued(acce
 
 
 def test_a_device_that_is_not_there_is_refused(accelerator: Device) -> None:
+    value: object
     for value in (torch.ones(1), accelerator.produce(1.0), []):
         with pytest.raises((RuntimeError, ValueError)):
             copy(value, torch.device(accelerator.name, accelerator.index(accelerator.count)))

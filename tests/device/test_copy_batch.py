@@ -59,7 +59,7 @@ def test_conjugates_and_negatives_are_packed_by_value(accelerator: Device) -> No
 
 def test_what_cannot_be_packed_is_copied_beside(accelerator: Device) -> None:
     note = object()
-    value = [torch.ones(2), note, torch.full((SIZE,), 3.0, device=accelerator.at())]
+    value: list[Any] = [torch.ones(2), note, torch.full((SIZE,), 3.0, device=accelerator.at())]
     packed, same, there = copy(value, accelerator.at(), pack=True).wait()
     assert packed.tolist() == [1, 1]
     assert same is note
@@ -138,8 +138,8 @@ def test_out_that_cannot_take_the_packed_tensors_is_refused(accelerator: Device)
 @pytest.mark.parametrize("target", ["cpu", "device"])
 def test_out_is_filled_and_returned(device: Device, source: str, target: str) -> None:
     places = {"cpu": torch.device("cpu"), "device": device.at()}
-    value = {"x": torch.arange(6.0, device=places[source]).reshape(2, 3), "note": 1}
-    out = {"x": torch.zeros(3, 2, device=places[target]).t(), "note": None}
+    value: dict[str, Any] = {"x": torch.arange(6.0, device=places[source]).reshape(2, 3), "note": 1}
+    out: dict[str, Any] = {"x": torch.zeros(3, 2, device=places[target]).t(), "note": None}
     copied = copy(value, places[target], out=out).wait()
     assert copied["x"] is out["x"]
     assert torch.equal(copied["x"].cpu(), value["x"].cpu())

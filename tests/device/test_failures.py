@@ -220,7 +220,7 @@ def test_blocking_callbacks_behind_a_device_error_keep_their_order(accelerator: 
     ran: list[int] = []
     with breaking(accelerator):
         future: CUDAFuture[Any] = CUDAFuture()
-        children = [future.then(lambda _, i=i: ran.append(i), non_blocking=False) for i in range(5)]
+        children = [future.then(lambda _, i=i: ran.append(i), non_blocking=False) for i in range(5)]  # type: ignore[misc]
         fails_on_the_device(accelerator, future)
         for child in children:
             child.wait()

@@ -225,7 +225,7 @@ def test_wrong_arguments_are_refused(device: Device) -> None:
             prefetch(iterable, device.at())  # type: ignore[arg-type]
     for wrong in ({"depth": 0}, {"bytes": 0}, {"priority": 1}, {"pin": "maybe"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            prefetch([], device.at(), **wrong)  # type: ignore[arg-type]
+            prefetch([], device.at(), **wrong)
     with pytest.raises(ValueError, match="no streams on meta"):
         prefetch([], "meta")
 
@@ -686,7 +686,7 @@ def test_a_function_is_told_the_number_of_each_epoch_before_it_is_read(device: D
 
 
 def test_an_error_is_not_followed_by_the_next_epoch(device: Device) -> None:
-    made = []
+    made: list[int] = []
 
     def make() -> Iterator[int]:
         made.append(len(made))

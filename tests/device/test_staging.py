@@ -23,7 +23,7 @@ LONG = 40.0  # seconds; much more than anything takes
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:
     """Give the tests a process group of this process alone, over Gloo."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -153,7 +153,7 @@ def test_a_long_line_of_collectives_keeps_its_order(accelerator: Device) -> None
     for i in range(24):
         with accelerator.on(streams[i % 4]):
             reduced = cfd.all_reduce(accelerator.produce(float(i)))
-        children.append(reduced.then(lambda f, i=i: (order.append(i), f.value() + 1)[1]))
+        children.append(reduced.then(lambda f, i=i: (order.append(i), f.value() + 1)[1]))  # type: ignore[func-returns-value, misc]
     assert [accelerator.read(x) for x in gather(*children).wait(timeout=LONG)] == [i + 1.0 for i in range(24)]
     assert order == list(range(24))
 

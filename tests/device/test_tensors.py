@@ -17,6 +17,8 @@ from support.patience import PATIENCE
 class Counted:
     """An object that counts the searches of it."""
 
+    attributes: dict[str, Any]
+
     def __init__(self, x: torch.Tensor) -> None:
         object.__setattr__(self, "attributes", {"x": x})
         self.searches = 0

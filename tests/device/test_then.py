@@ -235,7 +235,7 @@ def test_blocking_callbacks_keep_their_order(accelerator: Device) -> None:
     ran: list[int] = []
     with accelerator.hold(side):
         future = accelerator.completed(3.0, stream=side)
-        children = [future.then(lambda _, i=i: ran.append(i), non_blocking=False) for i in range(10)]
+        children = [future.then(lambda _, i=i: ran.append(i), non_blocking=False) for i in range(10)]  # type: ignore[misc]
     for child in children:
         child.wait()
     assert ran == list(range(10))

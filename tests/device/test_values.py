@@ -41,7 +41,7 @@ class Attributes:
 class Wrapped(torch.Tensor):
     """A class of tensors that holds its memory in another one, as DTensor does."""
 
-    inner: torch.Tensor
+    inner: torch.Tensor  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
@@ -53,7 +53,7 @@ class Wrapped(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(func)
 
 

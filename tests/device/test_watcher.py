@@ -96,7 +96,7 @@ def test_it_watches_several_devices_and_streams_at_once(pair: Device) -> None:
     for i, side in enumerate(sides):
         with side:
             futures[i].set_result(pair.produce(1.0, i))
-    children = [f.then(lambda _, i=i: ran.append(i), non_blocking=False) for i, f in enumerate(futures)]
+    children = [f.then(lambda _, i=i: ran.append(i), non_blocking=False) for i, f in enumerate(futures)]  # type: ignore[misc]
     for i in (1, 0):
         with holds[i]:
             pass

@@ -232,7 +232,7 @@ def blocking_stream() -> Iterator[Stream]:
     """A stream that the legacy default stream waits for; torch makes none."""
     driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert driver.cuStreamCreate(ctypes.byref(handle), 0) == 0
-    yield torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
+    yield torch.cuda.ExternalStream(handle.value)
     torch.cuda.synchronize()
     assert driver.cuStreamDestroy_v2(handle) == 0
 

@@ -25,12 +25,13 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
     if kind == "asyncio":
         return asyncio.new_event_loop()
-    return pytest.importorskip("uvloop").new_event_loop()
+    loop: asyncio.AbstractEventLoop = pytest.importorskip("uvloop").new_event_loop()
+    return loop
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture
@@ -115,7 +116,8 @@ def test_await_of_a_cancelled_future_raises_the_cancellation_of_asyncio(run: Run
 @pytest.mark.parametrize("value", [None, 1, (1, 2), (), StopIteration(3), ValueError("a value"), [ValueError]])
 def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
     future = CUDAFuture.completed(value)
-    for step in (lambda: awaited(future).send(None), lambda: next(future.__await__())):
+    steps: tuple[Callable[[], object], ...] = (lambda: awaited(future).send(None), lambda: next(future.__await__()))
+    for step in steps:
         with pytest.raises(StopIteration) as stop:
             step()
         assert stop.value.value is value
@@ -188,7 +190,7 @@ def test_gather_of_asyncio_takes_futures(run: Run) -> None:
             in_another_thread(future, lambda i=i, future=future: future.set_result(i))  # type: ignore[misc]
         assert await asyncio.gather(*futures) == [0, 1, 2, 3, 4]
         error = ValueError("part")
-        assert await asyncio.gather(CUDAFuture.failed(error), futures[1], return_exceptions=True) == [error, 1]
+        assert await asyncio.gather(CUDAFuture.failed(error), futures[1], return_exceptions=True) == [error, 1]  # type: ignore[comparison-overlap]
         with pytest.raises(ValueError, match="part"):
             await asyncio.gather(*futures, CUDAFuture.failed(error))
 
@@ -280,7 +282,7 @@ def test_a_task_group_that_fails_leaves_the_futures_of_its_tasks_alone(run: Run)
                 group.create_task(awaited(failing))
                 in_another_thread(failing, lambda: failing.set_exception(error))
 
-        with pytest.raises(BaseExceptionGroup) as raised:  # noqa: F821
+        with pytest.raises(BaseExceptionGroup) as raised:  # type: ignore[name-defined]  # noqa: F821
             await group_of_two()
         assert raised.value.exceptions == (error,)
         assert not pending.done()

@@ -1,9 +1,12 @@
 """from_torch and to_torch: torch's own handles, both ways."""
 
+from __future__ import annotations
+
 import datetime as dt
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,8 @@ from torch.futures import Future as TorchFuture
 from cudafuture import CUDAFuture, InvalidStateError
 
 
-def test_a_torch_future_completes_ours():
-    source = TorchFuture()
+def test_a_torch_future_completes_ours() -> None:
+    source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     assert not future.done()
     value = [torch.ones(1), "text"]
@@ -22,15 +25,15 @@ def test_a_torch_future_completes_ours():
     assert future.wait() is value
 
 
-def test_a_done_torch_future_gives_a_done_one():
-    source = TorchFuture()
+def test_a_done_torch_future_gives_a_done_one() -> None:
+    source: TorchFuture[int] = TorchFuture()
     source.set_result(3)
     assert CUDAFuture.from_torch(source).value() == 3
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when):
-    source = TorchFuture()
+def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when: str) -> None:
+    source: TorchFuture[Any] = TorchFuture()
     error = KeyError("k")
     if when == "before":
         source.set_exception(error)
@@ -40,35 +43,35 @@ def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when):
     assert future.exception() is error
 
 
-def test_an_error_of_a_torch_callback_arrives():
-    source = TorchFuture()
+def test_an_error_of_a_torch_callback_arrives() -> None:
+    source: TorchFuture[None] = TorchFuture()
     future = CUDAFuture.from_torch(source.then(lambda f: 1 / 0))
     source.set_result(None)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         future.wait()
 
 
-def test_a_torch_future_whose_wrapper_is_dropped_still_completes_ours():
-    source = TorchFuture()
+def test_a_torch_future_whose_wrapper_is_dropped_still_completes_ours() -> None:
+    source: TorchFuture[int] = TorchFuture()
     future = CUDAFuture.from_torch(source.then(lambda f: f.value() + 1))
     gc.collect()
     source.set_result(1)
     assert future.wait() == 2
 
 
-def test_from_torch_of_a_cuda_future_is_that_future():
-    future = CUDAFuture()
+def test_from_torch_of_a_cuda_future_is_that_future() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     assert CUDAFuture.from_torch(future) is future
 
 
 @pytest.mark.parametrize("source", [None, 3, "work", object(), torch.ones(1)])
-def test_from_torch_refuses_everything_else(source):
+def test_from_torch_refuses_everything_else(source: Any) -> None:
     with pytest.raises(TypeError, match=r"torch\.futures\.Future or a c10d Work"):
         CUDAFuture.from_torch(source)
 
 
-def test_to_torch_gives_torchs_own_class_and_the_value():
-    future = CUDAFuture()
+def test_to_torch_gives_torchs_own_class_and_the_value() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     assert type(bridged) is TorchFuture
     assert not bridged.done()
@@ -78,8 +81,8 @@ def test_to_torch_gives_torchs_own_class_and_the_value():
 
 
 @pytest.mark.parametrize("error", [OSError(5, "io"), KeyboardInterrupt("stop"), SystemExit(2)])
-def test_to_torch_keeps_the_exception_object(error):
-    future = CUDAFuture()
+def test_to_torch_keeps_the_exception_object(error: BaseException) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     future.set_exception(error)
     with pytest.raises(type(error)) as caught:
@@ -89,32 +92,32 @@ def test_to_torch_keeps_the_exception_object(error):
         bridged.value()
 
 
-def test_to_torch_of_a_cancelled_future_fails():
-    future = CUDAFuture()
+def test_to_torch_of_a_cancelled_future_fails() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     future.cancel()
     with pytest.raises(RuntimeError, match="cancelled"):
         bridged.wait()
 
 
-def test_torchs_collect_all_takes_bridged_futures():
-    futures = [CUDAFuture() for _ in range(3)]
+def test_torchs_collect_all_takes_bridged_futures() -> None:
+    futures: list[CUDAFuture[int]] = [CUDAFuture() for _ in range(3)]
     collected = torch.futures.collect_all([f.to_torch() for f in futures])
     for i, future in enumerate(futures):
         future.set_result(i)
     assert [f.value() for f in collected.wait()] == [0, 1, 2]
 
 
-def test_there_and_back_again():
-    future = CUDAFuture()
+def test_there_and_back_again() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     back = CUDAFuture.from_torch(future.to_torch())
     error = ZeroDivisionError("round trip")
     future.set_exception(error)
     assert back.exception() is error
 
 
-def test_a_torch_future_completed_by_another_thread():
-    source = TorchFuture()
+def test_a_torch_future_completed_by_another_thread() -> None:
+    source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     child = future.then(lambda f: threading.get_ident())
     thread = threading.Thread(target=source.set_result, args=(1,))
@@ -124,8 +127,8 @@ def test_a_torch_future_completed_by_another_thread():
     thread.join()
 
 
-def test_a_pending_bridge_that_everybody_dropped_is_freed():
-    source = TorchFuture()
+def test_a_pending_bridge_that_everybody_dropped_is_freed() -> None:
+    source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     alive = weakref.ref(future)
     del future, source
@@ -133,23 +136,23 @@ def test_a_pending_bridge_that_everybody_dropped_is_freed():
     assert alive() is None
 
 
-def test_an_error_survives_the_wrapper_that_carried_it():
+def test_an_error_survives_the_wrapper_that_carried_it() -> None:
     for _ in range(50):
-        source = TorchFuture()
+        source: TorchFuture[Any] = TorchFuture()
         future = CUDAFuture.from_torch(source)
         source.set_exception(ValueError("kept"))
         del source
         assert isinstance(future.exception(timeout=60), ValueError)
 
 
-def test_to_torch_names_then_async_where_a_callback_has_returned_a_future():
-    bridged = CUDAFuture.completed(1).then(lambda _: CUDAFuture()).to_torch()
+def test_to_torch_names_then_async_where_a_callback_has_returned_a_future() -> None:
+    bridged = CUDAFuture.completed(1).then(lambda _: CUDAFuture[int]()).to_torch()
     with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
         bridged.wait()
 
 
-def test_to_torch_of_a_future_that_is_dropped_fails_torchs():
-    future = CUDAFuture()
+def test_to_torch_of_a_future_that_is_dropped_fails_torchs() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     child = bridged.then(lambda f: f.wait())
     del future
@@ -159,8 +162,8 @@ def test_to_torch_of_a_future_that_is_dropped_fails_torchs():
         child.wait()
 
 
-def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog):
-    source = TorchFuture()
+def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog: pytest.LogCaptureFixture) -> None:
+    source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     child = future.then(lambda f: f.value())
     del source
@@ -170,8 +173,8 @@ def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog):
     assert caplog.text == ""
 
 
-def test_to_torch_whose_target_is_done_already_is_left_alone():
-    future = CUDAFuture()
+def test_to_torch_whose_target_is_done_already_is_left_alone() -> None:
+    future: CUDAFuture[str] = CUDAFuture()
     bridged = future.to_torch()
     bridged.set_result("by hand")
     future.set_result("too late")
@@ -182,26 +185,28 @@ def test_to_torch_whose_target_is_done_already_is_left_alone():
 
 
 class PythonWork(dist.Work):
-    def __init__(self, followed=None):
+    outcome: Exception | None
+
+    def __init__(self, followed: TorchFuture[Any] | None = None) -> None:
         super().__init__()
         self.followed = followed
         self.finished = threading.Event()
 
-    def get_future(self):
+    def get_future(self) -> TorchFuture[Any]:
         if self.followed is None:
             raise NotImplementedError
         return self.followed
 
-    def wait(self, timeout=dt.timedelta(0)):
+    def wait(self, timeout: dt.timedelta = dt.timedelta(0)) -> bool:
         self.finished.wait()
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return True
 
 
-def test_a_python_work_completes_and_fails_through_its_own_future():
+def test_a_python_work_completes_and_fails_through_its_own_future() -> None:
     for outcome in ([torch.ones(1)], KeyError("typed")):
-        source = TorchFuture()
+        source: TorchFuture[Any] = TorchFuture()
         future = CUDAFuture.from_torch(PythonWork(source))
         assert not future.cancel()
         with pytest.raises(TimeoutError):
@@ -213,8 +218,8 @@ def test_a_python_work_completes_and_fails_through_its_own_future():
             assert future.wait(timeout=60) is outcome
 
 
-def test_a_python_work_lives_until_it_is_done():
-    source = TorchFuture()
+def test_a_python_work_lives_until_it_is_done() -> None:
+    source: TorchFuture[int] = TorchFuture()
     work = PythonWork(source)
     gone = threading.Event()
     weakref.finalize(work, gone.set)
@@ -229,7 +234,7 @@ def test_a_python_work_lives_until_it_is_done():
 
 
 @pytest.mark.parametrize("outcome", [None, ValueError("of a wait")])
-def test_a_python_work_without_a_future_is_waited_for(outcome):
+def test_a_python_work_without_a_future_is_waited_for(outcome: ValueError | None) -> None:
     work = PythonWork()
     work.outcome = outcome
     future, finished = CUDAFuture.from_torch(work), work.finished

@@ -1,8 +1,12 @@
 """One future out of many, and waiting for several."""
 
+from __future__ import annotations
+
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,11 +23,11 @@ from cudafuture import (
 )
 
 
-def futures(n):
+def futures(n: int) -> list[CUDAFuture[Any]]:
     return [CUDAFuture(name=f"part {i}") for i in range(n)]
 
 
-def test_gather_gives_the_values_in_their_order():
+def test_gather_gives_the_values_in_their_order() -> None:
     parts = futures(3)
     whole = gather(*parts)
     for i in (2, 0, 1):
@@ -33,19 +37,19 @@ def test_gather_gives_the_values_in_their_order():
     assert whole.value() is whole.value()
 
 
-def test_gather_of_nothing_and_of_done_ones_is_complete_at_once():
+def test_gather_of_nothing_and_of_done_ones_is_complete_at_once() -> None:
     assert gather().value() == []
     assert gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).value() == [1, 2]
 
 
-def test_gather_takes_the_same_future_twice():
+def test_gather_takes_the_same_future_twice() -> None:
     (part,) = futures(1)
     whole = gather(part, part)
     part.set_result("x")
     assert whole.wait() == ["x", "x"]
 
 
-def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on():
+def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on() -> None:
     parts = futures(3)
     whole = gather(*parts)
     error = OSError("second")
@@ -57,7 +61,7 @@ def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on():
     assert isinstance(parts[0].exception(), ValueError)
 
 
-def test_gather_counts_a_cancelled_part_as_failed():
+def test_gather_counts_a_cancelled_part_as_failed() -> None:
     parts = futures(2)
     whole = gather(*parts)
     parts[0].cancel()
@@ -66,7 +70,7 @@ def test_gather_counts_a_cancelled_part_as_failed():
 
 
 @pytest.mark.parametrize("cancel_parts", [True, False])
-def test_cancelling_a_gather(cancel_parts):
+def test_cancelling_a_gather(cancel_parts: bool) -> None:
     parts = futures(2)
     whole = gather(*parts, cancel_parts=cancel_parts)
     assert whole.cancel()
@@ -78,23 +82,23 @@ def test_cancelling_a_gather(cancel_parts):
     assert whole.cancelled()
 
 
-def test_an_iterator_that_is_left_in_a_cycle_is_collected():
-    done, pending = CUDAFuture.completed(1), CUDAFuture()
+def test_an_iterator_that_is_left_in_a_cycle_is_collected() -> None:
+    done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
     iterator = as_completed([done, pending])
     assert next(iterator) is done
-    pending.add_done_callback(lambda _, iterator=iterator: None)
+    pending.add_done_callback(lambda _, iterator=iterator: None)  # type: ignore[misc]
     gone = weakref.ref(pending)
     del iterator, done, pending
     gc.collect()
     assert gone() is None
 
 
-def test_gather_has_the_priority_of_its_most_urgent_part():
+def test_gather_has_the_priority_of_its_most_urgent_part() -> None:
     assert gather(CUDAFuture(priority=-1), CUDAFuture(priority=-2), CUDAFuture()).priority == -2
     assert gather(CUDAFuture(priority=-3)).priority == -3
 
 
-def test_a_pending_gather_does_not_keep_its_parts_from_being_collected():
+def test_a_pending_gather_does_not_keep_its_parts_from_being_collected() -> None:
     import gc
     import weakref
 
@@ -110,12 +114,12 @@ def test_a_pending_gather_does_not_keep_its_parts_from_being_collected():
 
 @pytest.mark.parametrize("combine", [lambda x: gather(x), lambda x: collect_all([x]), lambda x: collect_any([x])])
 @pytest.mark.parametrize("part", [None, 3, "future"])
-def test_something_else_than_a_future_is_refused(combine, part):
+def test_something_else_than_a_future_is_refused(combine: Callable[..., object], part: object) -> None:
     with pytest.raises(TypeError, match="takes CUDAFutures"):
         combine(part)
 
 
-def test_collect_all_gives_the_futures_whatever_their_outcome():
+def test_collect_all_gives_the_futures_whatever_their_outcome() -> None:
     parts = futures(3)
     whole = collect_all(parts)
     parts[0].set_exception(ValueError("bad"))
@@ -127,7 +131,7 @@ def test_collect_all_gives_the_futures_whatever_their_outcome():
     assert collect_all([]).value() == []
 
 
-def test_collect_any_gives_the_first_that_completes():
+def test_collect_any_gives_the_first_that_completes() -> None:
     parts = futures(3)
     whole = collect_any(parts)
     parts[0].set_exception(ValueError("does not count"))
@@ -139,29 +143,29 @@ def test_collect_any_gives_the_first_that_completes():
     parts[0].exception()
 
 
-def test_collect_any_fails_when_all_fail_with_all_errors():
+def test_collect_any_fails_when_all_fail_with_all_errors() -> None:
     parts = futures(2)
     whole = collect_any(parts)
     errors = [ValueError("a"), OSError("b")]
-    for part, error in zip(reversed(parts), reversed(errors), strict=True):
-        part.set_exception(error)
+    for part, failure in zip(reversed(parts), reversed(errors), strict=True):
+        part.set_exception(failure)
     error = whole.exception()
     assert isinstance(error, AllFailedError)
     assert error.exceptions == tuple(errors)
     assert "ValueError: a" in str(error)
 
 
-def test_collect_any_of_nothing_is_refused():
+def test_collect_any_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         collect_any([])
 
 
-def test_parts_completed_from_many_threads_are_all_counted():
+def test_parts_completed_from_many_threads_are_all_counted() -> None:
     parts = futures(800)
     whole, every = gather(*parts), collect_all(parts)
     barrier = threading.Barrier(8)
 
-    def complete(mine):
+    def complete(mine: list[CUDAFuture[Any]]) -> None:
         barrier.wait()
         for part in mine:
             part.set_result(part.name)
@@ -175,7 +179,7 @@ def test_parts_completed_from_many_threads_are_all_counted():
         thread.join()
 
 
-def test_wait_all_gives_values_and_raises_the_first_failure():
+def test_wait_all_gives_values_and_raises_the_first_failure() -> None:
     assert wait_all([CUDAFuture.completed(i) for i in range(3)]) == [0, 1, 2]
     assert wait_all([]) == []
     error = ValueError("no")
@@ -183,14 +187,14 @@ def test_wait_all_gives_values_and_raises_the_first_failure():
         wait_all([CUDAFuture.completed(1), CUDAFuture.failed(error)])
 
 
-def test_wait_all_has_one_timeout_for_all():
+def test_wait_all_has_one_timeout_for_all() -> None:
     with pytest.raises(TimeoutError):
         wait_all(futures(1000), timeout=0.01)
     with pytest.raises(ValueError, match="timeout"):
         wait_all([], timeout=-1)
 
 
-def test_wait_returns_who_is_done_and_who_is_not():
+def test_wait_returns_who_is_done_and_who_is_not() -> None:
     a, b, c = futures(3)
     a.set_result(1)
     assert wait([a, b, c], timeout=0) == ({a}, {b, c})
@@ -202,15 +206,15 @@ def test_wait_returns_who_is_done_and_who_is_not():
     assert wait([]) == (set(), set())
 
 
-def test_wait_for_the_first_leaves_nothing_behind_on_the_others():
-    pending = CUDAFuture()
+def test_wait_for_the_first_leaves_nothing_behind_on_the_others() -> None:
+    pending: CUDAFuture[Any] = CUDAFuture()
     for _ in range(10):
         wait([pending, CUDAFuture.completed(1)], return_when="FIRST_EXCEPTION", timeout=0)
         wait([pending], return_when="FIRST_COMPLETED", timeout=0)
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_wait_raises_no_error_and_counts_as_no_look(caplog):
+def test_wait_raises_no_error_and_counts_as_no_look(caplog: pytest.LogCaptureFixture) -> None:
     failed = CUDAFuture.failed(ValueError("still unseen"))
     done, _ = wait([failed])
     assert done == {failed}
@@ -218,19 +222,19 @@ def test_wait_raises_no_error_and_counts_as_no_look(caplog):
     assert "still unseen" in caplog.text
 
 
-def test_wait_refuses_an_unknown_return_when():
+def test_wait_refuses_an_unknown_return_when() -> None:
     with pytest.raises(ValueError, match="'ALL_COMPLETED'"):
-        wait([], return_when="SOME")
+        wait([], return_when="SOME")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout"):
         wait([], timeout=-0.5)
 
 
-def test_as_completed_gives_them_as_they_come():
+def test_as_completed_gives_them_as_they_come() -> None:
     parts = futures(3)
     came = []
     ready = threading.Event()
 
-    def complete():
+    def complete() -> None:
         for i in (2, 0, 1):
             parts[i].set_result(i)
             ready.wait(10)
@@ -245,8 +249,8 @@ def test_as_completed_gives_them_as_they_come():
     assert came == [2, 0, 1]
 
 
-def test_as_completed_times_out_and_the_futures_stay_good():
-    done, pending = CUDAFuture.completed(1), CUDAFuture()
+def test_as_completed_times_out_and_the_futures_stay_good() -> None:
+    done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
     iterator = iter(as_completed([done, pending], timeout=0.01))
     assert next(iterator) is done
     with pytest.raises(TimeoutError, match="not all of them are done"):
@@ -255,16 +259,17 @@ def test_as_completed_times_out_and_the_futures_stay_good():
     assert [f.value() for f in as_completed([pending])] == [2]
 
 
-def test_as_completed_takes_each_distinct_future_once():
+def test_as_completed_takes_each_distinct_future_once() -> None:
     part = CUDAFuture.completed(1)
     assert list(as_completed([part, part])) == [part]
 
 
-def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it():
-    source, result = CUDAFuture(), []
-    children = []
+def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it() -> None:
+    source: CUDAFuture[int] = CUDAFuture()
+    result: list[object] = []
+    children: list[CUDAFuture[int]] = []
 
-    def look(_):
+    def look(_: object) -> None:
         result.append(wait(children, return_when="FIRST_COMPLETED", timeout=60)[0])
         result.append([f.value() for f in as_completed(children, timeout=60)])
 
@@ -274,14 +279,14 @@ def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it():
     assert result == [{children[0]}, [2]]
 
 
-def test_as_completed_gives_those_that_are_done_first_and_in_their_order():
-    pending, first, second = CUDAFuture(), CUDAFuture.completed(1), CUDAFuture.completed(2)
+def test_as_completed_gives_those_that_are_done_first_and_in_their_order() -> None:
+    pending, first, second = CUDAFuture[int](), CUDAFuture.completed(1), CUDAFuture.completed(2)
     iterator = as_completed([first, pending, second])
     assert [next(iterator), next(iterator)] == [first, second]
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**400])
-def test_a_timeout_beyond_all_clocks_is_none(timeout):
+def test_a_timeout_beyond_all_clocks_is_none(timeout: float) -> None:
     done = CUDAFuture.completed(1)
     assert wait([done], timeout=timeout, return_when="FIRST_COMPLETED") == ({done}, set())
     assert list(as_completed([done], timeout=timeout)) == [done]
@@ -290,8 +295,8 @@ def test_a_timeout_beyond_all_clocks_is_none(timeout):
 
 
 @pytest.mark.parametrize("how", [gather, lambda *fs: collect_any(fs), lambda *fs: collect_all(fs)])
-def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how):
-    pending = CUDAFuture()
+def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how: Callable[..., CUDAFuture[Any]]) -> None:
+    pending: CUDAFuture[Any] = CUDAFuture()
     for _ in range(10):
         how(pending, CUDAFuture.completed(1)).cancel()
         gather(pending, CUDAFuture.failed(ValueError())).exception()
@@ -299,8 +304,8 @@ def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how):
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_wait_all_that_timed_out_takes_no_failure_away(caplog):
-    slow = CUDAFuture(name="slow")
+def test_wait_all_that_timed_out_takes_no_failure_away(caplog: pytest.LogCaptureFixture) -> None:
+    slow: CUDAFuture[Any] = CUDAFuture(name="slow")
     with pytest.raises(TimeoutError):
         wait_all([slow], timeout=0)
     assert gc.get_referents(slow) == [CUDAFuture]
@@ -310,28 +315,32 @@ def test_wait_all_that_timed_out_takes_no_failure_away(caplog):
 
 
 @pytest.mark.parametrize("how", [gather, lambda *fs: collect_any(fs)])
-def test_a_whole_that_an_early_part_decides_is_not_attached_to_the_later_ones(how):
-    pending = CUDAFuture()
+def test_a_whole_that_an_early_part_decides_is_not_attached_to_the_later_ones(
+    how: Callable[..., CUDAFuture[Any]],
+) -> None:
+    pending: CUDAFuture[Any] = CUDAFuture()
     for _ in range(10):
         gather(CUDAFuture.failed(ValueError()), pending).exception()
         assert collect_any([CUDAFuture.completed(1), pending]).wait() == (0, 1)
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_a_gather_that_is_cancelled_inside_a_callback_of_a_cancellation_cancels_at_once():
-    outer, inner, seen = CUDAFuture(), CUDAFuture(), []
+def test_a_gather_that_is_cancelled_inside_a_callback_of_a_cancellation_cancels_at_once() -> None:
+    outer: CUDAFuture[None] = CUDAFuture()
+    inner: CUDAFuture[None] = CUDAFuture()
+    seen = []
     whole, nested = gather(outer, cancel_parts=True), gather(inner, cancel_parts=True)
     outer.add_done_callback(lambda f: seen.append((nested.cancel(), inner.cancelled())))
     whole.cancel()
     assert seen == [(True, True)]
 
 
-def test_gather_of_a_list_says_how_to_give_one():
+def test_gather_of_a_list_says_how_to_give_one() -> None:
     with pytest.raises(TypeError, match=r"gather\(\*futures\)"):
-        gather([CUDAFuture()])
+        gather([CUDAFuture()])  # type: ignore[call-overload]
 
 
-def test_as_completed_that_is_never_begun_keeps_nothing_alive():
+def test_as_completed_that_is_never_begun_keeps_nothing_alive() -> None:
     future = CUDAFuture.completed([1])
     iterator = as_completed([future])
     alive = weakref.ref(future)

@@ -1,9 +1,12 @@
 """The states of a future, its outcome, waiting for it, and what it says about itself."""
 
+from __future__ import annotations
+
 import gc
 import threading
 import traceback
 import weakref
+from typing import Any, get_origin
 
 import pytest
 import torch
@@ -11,8 +14,8 @@ import torch
 from cudafuture import CancelledError, CUDAFuture, CUDAFutureError, DeviceMismatchError, InvalidStateError
 
 
-def test_pending_then_completed():
-    future = CUDAFuture()
+def test_pending_then_completed() -> None:
+    future: CUDAFuture[str] = CUDAFuture()
     assert not future.done()
     assert not future.ready()
     future.set_result("value")
@@ -24,15 +27,15 @@ def test_pending_then_completed():
 
 
 @pytest.mark.parametrize("value", [None, 0, "", (), (1, 2), [torch.ones(1)], ValueError("as a value"), CUDAFuture])
-def test_any_object_is_a_value_and_comes_back_as_itself(value):
+def test_any_object_is_a_value_and_comes_back_as_itself(value: object) -> None:
     future = CUDAFuture.completed(value)
     assert future.value() is value
     assert future.wait() is value
 
 
 @pytest.mark.parametrize("finish", ["set_result", "set_exception", "cancel"])
-def test_done_is_for_ever(finish):
-    future = CUDAFuture(name="once")
+def test_done_is_for_ever(finish: str) -> None:
+    future: CUDAFuture[int] = CUDAFuture(name="once")
     future.cancel() if finish == "cancel" else getattr(future, finish)(OSError("first"))
     with pytest.raises(InvalidStateError, match=r"'once' is (completed|failed|cancelled) already"):
         future.set_result(2)
@@ -41,13 +44,13 @@ def test_done_is_for_ever(finish):
     future.exception() if finish != "cancel" else None
 
 
-def test_value_of_a_pending_future_is_an_error():
+def test_value_of_a_pending_future_is_an_error() -> None:
     with pytest.raises(InvalidStateError, match="pending"):
         CUDAFuture().value()
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_a_failure_keeps_its_object_whatever_its_type(error):
+def test_a_failure_keeps_its_object_whatever_its_type(error: BaseException) -> None:
     future = CUDAFuture.failed(error)
     assert future.exception() is error
     for look in (future.wait, future.result, future.value):
@@ -56,40 +59,43 @@ def test_a_failure_keeps_its_object_whatever_its_type(error):
         assert caught.value is error
 
 
-def test_a_failure_carries_a_note_that_names_the_future_once():
+def test_a_failure_carries_a_note_that_names_the_future_once() -> None:
     error = ValueError("v")
-    first = CUDAFuture(name="bucket 3")
+    first: CUDAFuture[Any] = CUDAFuture(name="bucket 3")
     first.set_exception(error)
-    second = CUDAFuture(name="bucket 3")
+    second: CUDAFuture[Any] = CUDAFuture(name="bucket 3")
     second.set_exception(error)
-    assert error.__notes__ == ["in CUDAFuture 'bucket 3'"]
+    assert error.__notes__ == ["in CUDAFuture 'bucket 3'"]  # type: ignore[attr-defined]
     first.exception()
     second.exception()
 
 
-def test_waiting_again_and_again_does_not_grow_the_traceback():
-    def producer():
+def test_waiting_again_and_again_does_not_grow_the_traceback() -> None:
+    def producer() -> None:
         raise ValueError("deep")
 
-    future = CUDAFuture()
+    future: CUDAFuture[Any] = CUDAFuture()
     try:
         producer()
     except ValueError as e:
         future.set_exception(e)
 
-    def depth():
+    def depth() -> int | None:
         try:
             future.wait()
         except ValueError as e:
             return len(traceback.extract_tb(e.__traceback__))
+        return None
 
     depths = [depth() for _ in range(5)]
     assert len(set(depths)) == 1
-    assert "producer" in [frame.name for frame in traceback.extract_tb(future.exception().__traceback__)]
+    error = future.exception()
+    assert error is not None
+    assert "producer" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_wait_times_out_and_the_future_stays_usable():
-    future = CUDAFuture(name="late")
+def test_wait_times_out_and_the_future_stays_usable() -> None:
+    future: CUDAFuture[int] = CUDAFuture(name="late")
     with pytest.raises(TimeoutError, match="'late' is still pending"):
         future.wait(timeout=0.001)
     with pytest.raises(TimeoutError):
@@ -103,34 +109,34 @@ def test_wait_times_out_and_the_future_stays_usable():
 @pytest.mark.parametrize("seconds", [5, 0.5, None, True])
 def test_a_timeout_that_is_not_named_is_told(seconds: object) -> None:
     with pytest.raises(TypeError, match=r"(?s)wait\(self, \*, .*timeout: .*Invoked with types: .*CUDAFuture, "):
-        CUDAFuture.completed(1).wait(seconds)  # type: ignore[call-arg]
+        CUDAFuture.completed(1).wait(seconds)  # type: ignore[arg-type, call-arg]
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), -float("inf")])
-def test_a_negative_timeout_is_refused_even_when_done(timeout):
+def test_a_negative_timeout_is_refused_even_when_done(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout is None"):
         CUDAFuture.completed(1).wait(timeout=timeout)
 
 
-def test_a_timeout_that_is_no_number_is_refused():
+def test_a_timeout_that_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError):
-        CUDAFuture.completed(1).wait(timeout="soon")
+        CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[arg-type]
 
 
-def test_an_infinite_timeout_waits():
-    future = CUDAFuture()
+def test_an_infinite_timeout_waits() -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     thread = threading.Thread(target=lambda: future.set_result(9))
     thread.start()
     assert future.wait(timeout=float("inf")) == 9
     thread.join()
 
 
-def test_many_threads_wait_for_one_future():
-    future = CUDAFuture()
+def test_many_threads_wait_for_one_future() -> None:
+    future: CUDAFuture[str] = CUDAFuture()
     started = threading.Barrier(9)
     seen = []
 
-    def waiter():
+    def waiter() -> None:
         started.wait()
         seen.append(future.wait())
 
@@ -144,9 +150,9 @@ def test_many_threads_wait_for_one_future():
     assert seen == ["all"] * 8
 
 
-def test_cancel_is_an_outcome():
-    future = CUDAFuture(name="job")
-    ran = []
+def test_cancel_is_an_outcome() -> None:
+    future: CUDAFuture[Any] = CUDAFuture(name="job")
+    ran: list[CUDAFuture[Any]] = []
     future.add_done_callback(ran.append)
     assert future.cancel()
     assert not future.cancel()
@@ -158,13 +164,13 @@ def test_cancel_is_an_outcome():
             look()
 
 
-def test_a_done_future_cannot_be_cancelled():
+def test_a_done_future_cannot_be_cancelled() -> None:
     future = CUDAFuture.completed(1)
     assert not future.cancel()
     assert future.value() == 1
 
 
-def test_cancelled_error_is_the_one_of_concurrent_futures():
+def test_cancelled_error_is_the_one_of_concurrent_futures() -> None:
     import concurrent.futures
 
     assert issubclass(CancelledError, concurrent.futures.CancelledError)
@@ -172,8 +178,8 @@ def test_cancelled_error_is_the_one_of_concurrent_futures():
 
 
 @pytest.mark.parametrize("exc", [None, "text", ValueError, 3])
-def test_failing_with_something_that_is_no_exception_is_refused(exc):
-    future = CUDAFuture()
+def test_failing_with_something_that_is_no_exception_is_refused(exc: Any) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(TypeError, match="exception"):
         future.set_exception(exc)
     with pytest.raises(TypeError):
@@ -181,8 +187,8 @@ def test_failing_with_something_that_is_no_exception_is_refused(exc):
     assert not future.done()
 
 
-def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog):
-    future = CUDAFuture(name="forgotten")
+def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    future: CUDAFuture[Any] = CUDAFuture(name="forgotten")
     future.set_exception(ValueError("lost?"))
     del future
     gc.collect()
@@ -192,7 +198,7 @@ def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog):
 
 
 @pytest.mark.parametrize("look", ["exception", "wait", "value", "result"])
-def test_a_failure_that_somebody_saw_is_not_logged(caplog, look):
+def test_a_failure_that_somebody_saw_is_not_logged(caplog: pytest.LogCaptureFixture, look: str) -> None:
     future = CUDAFuture.failed(ValueError("seen"))
     if look == "exception":
         future.exception()
@@ -204,14 +210,14 @@ def test_a_failure_that_somebody_saw_is_not_logged(caplog, look):
     assert not caplog.records
 
 
-def test_a_cancelled_future_is_not_logged(caplog):
+def test_a_cancelled_future_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     CUDAFuture().cancel()
     gc.collect()
     assert not caplog.records
 
 
-def test_repr_shows_name_state_and_age():
-    future = CUDAFuture(name="read 7")
+def test_repr_shows_name_state_and_age() -> None:
+    future: CUDAFuture[int] = CUDAFuture(name="read 7")
     assert repr(future).startswith("<CUDAFuture 'read 7' pending, ")
     assert repr(future).endswith("s old>")
     future.set_result(1)
@@ -219,105 +225,105 @@ def test_repr_shows_name_state_and_age():
     assert repr(CUDAFuture()).startswith("<CUDAFuture pending, ")
 
 
-def test_facts():
-    future = CUDAFuture(priority=-1, name="n")
+def test_facts() -> None:
+    future: CUDAFuture[Any] = CUDAFuture(priority=-1, name="n")
     assert (future.priority, future.name, future.devices, dict(future.events)) == (-1, "n", (), {})
     assert future.late_error is None
     assert future.released is None
     with pytest.raises(AttributeError):
-        future.name = "other"
+        future.name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
-        future.events[torch.device("cpu")] = None
+        future.events[torch.device("cpu")] = None  # type: ignore[index]
 
 
-def test_what_has_begun_cannot_be_cancelled():
-    future = CUDAFuture()
+def test_what_has_begun_cannot_be_cancelled() -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     assert future.set_running_or_notify_cancel()
     assert not future.cancel()
     future.set_result(1)
     assert not future.set_running_or_notify_cancel()
 
 
-def test_what_was_cancelled_is_not_to_begin():
-    future = CUDAFuture()
+def test_what_was_cancelled_is_not_to_begin() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     assert future.cancel()
     assert not future.set_running_or_notify_cancel()
 
 
-def test_a_producer_says_when_the_source_is_released():
-    future = CUDAFuture()
+def test_a_producer_says_when_the_source_is_released() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     released = future.released = CUDAFuture()
     assert future.released is released
     with pytest.raises(TypeError):
-        future.released = 1
+        future.released = 1  # type: ignore[assignment]
 
 
-def test_it_is_generic_weakly_referenceable_hashable_and_final():
-    assert CUDAFuture[int].__origin__ is CUDAFuture
-    future = CUDAFuture()
+def test_it_is_generic_weakly_referenceable_hashable_and_final() -> None:
+    assert get_origin(CUDAFuture[int]) is CUDAFuture
+    future: CUDAFuture[Any] = CUDAFuture()
     assert weakref.ref(future)() is future
     assert len({future, future, CUDAFuture()}) == 2
     with pytest.raises(TypeError):
         type("Sub", (CUDAFuture,), {})
 
 
-def test_the_cpu_is_always_inside_the_bounding_set():
+def test_the_cpu_is_always_inside_the_bounding_set() -> None:
     assert CUDAFuture(devices=["cpu"]).devices == ()
-    future = CUDAFuture(devices=[])
+    future: CUDAFuture[Any] = CUDAFuture(devices=[])
     future.set_result(torch.ones(2, device="cpu"))
     assert future.wait().tolist() == [1, 1]
 
 
-def test_devices_of_several_types_are_refused():
+def test_devices_of_several_types_are_refused() -> None:
     with pytest.raises(DeviceMismatchError, match=r"cuda:0 and xpu:0.*gather") as caught:
         CUDAFuture(devices=["cuda:0", "xpu:0"])
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("devices", ["cuda:0", [1.5], [None], 3])
-def test_devices_that_are_none_are_refused(devices):
+def test_devices_that_are_none_are_refused(devices: Any) -> None:
     with pytest.raises(TypeError):
         CUDAFuture(devices=devices)
 
 
-def test_devices_are_sorted_without_duplicates():
-    future = CUDAFuture(devices=["cuda:1", torch.device("cuda", 0), "cuda:1", "cpu"])
+def test_devices_are_sorted_without_duplicates() -> None:
+    future: CUDAFuture[Any] = CUDAFuture(devices=["cuda:1", torch.device("cuda", 0), "cuda:1", "cpu"])
     assert future.devices == (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
-def test_an_unknown_lifetime_is_refused():
+def test_an_unknown_lifetime_is_refused() -> None:
     CUDAFuture(lifetime="hold")
     with pytest.raises(ValueError, match="'record' or 'hold'"):
-        CUDAFuture(lifetime="borrow")
+        CUDAFuture(lifetime="borrow")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stream", ["pool", 3, object()])
-def test_a_stream_that_is_none_is_refused(stream):
-    future = CUDAFuture()
+def test_a_stream_that_is_none_is_refused(stream: Any) -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     with pytest.raises(TypeError, match=r"a stream is a torch\.Stream"):
         future.set_result(1, stream=stream)
     assert not future.done()
 
 
-def test_tensors_that_are_none_are_refused():
-    future = CUDAFuture()
+def test_tensors_that_are_none_are_refused() -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     with pytest.raises(TypeError, match=r"tensors= names torch\.Tensors"):
-        future.set_result(1, tensors=[3])
+        future.set_result(1, tensors=[3])  # type: ignore[list-item]
     future.set_result(1, tensors=[torch.ones(1)])
     assert future.wait() == 1
 
 
-def test_a_callback_over_its_own_pending_future_is_freed():
-    future = CUDAFuture()
-    future.add_done_callback(lambda _, keep=future: keep)
+def test_a_callback_over_its_own_pending_future_is_freed() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
+    future.add_done_callback(lambda _, keep=future: keep)  # type: ignore[misc]
     alive = weakref.ref(future)
     del future
     gc.collect()
     assert alive() is None
 
 
-def test_a_future_in_its_own_value_is_freed():
-    future = CUDAFuture()
+def test_a_future_in_its_own_value_is_freed() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     future.set_result([future])
     alive = weakref.ref(future)
     del future
@@ -325,10 +331,10 @@ def test_a_future_in_its_own_value_is_freed():
     assert alive() is None
 
 
-def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog):
-    future = CUDAFuture()
+def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     child = future.then(lambda f: f)
-    grandchild = child.then(lambda f, keep=(future, child): keep)
+    grandchild = child.then(lambda f, keep=(future, child): keep)  # type: ignore[misc]
     alive = [weakref.ref(f) for f in (future, child, grandchild)]
     del future, child, grandchild
     gc.collect()
@@ -336,9 +342,9 @@ def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog):
     assert not caplog.records
 
 
-def test_a_failure_in_a_cycle_that_nobody_saw_is_logged_too(caplog):
-    def produce():
-        future = CUDAFuture(name="cyclic")
+def test_a_failure_in_a_cycle_that_nobody_saw_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    def produce() -> None:
+        future: CUDAFuture[Any] = CUDAFuture(name="cyclic")
         try:
             raise ValueError("in its own traceback")
         except ValueError as e:

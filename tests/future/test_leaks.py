@@ -101,7 +101,8 @@ def test_the_collector_frees_a_cycle_through_a_pending_future() -> None:
     gone = cycle()
     assert gone[0]() is not None
     gc.collect()
-    assert gone[0]() is gone[1]() is None
+    assert gone[0]() is None
+    assert gone[1]() is None
 
 
 def test_the_collector_leaves_a_future_alone_that_something_else_will_complete() -> None:

@@ -1,12 +1,16 @@
 """submit and copy: functions and copies that run elsewhere."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import functools
 import gc
 import threading
 import weakref
 from collections import namedtuple
+from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +18,13 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, copy, executors, submit
 
 
-def test_submit_runs_a_function_with_its_arguments():
+def test_submit_runs_a_function_with_its_arguments() -> None:
     assert submit(divmod, 7, 2).wait() == (3, 1)
     assert submit(sorted, [2, 1], reverse=True).wait() == [2, 1]
     assert submit(threading.get_ident).wait() != threading.get_ident()
 
 
-def test_submit_takes_any_executor():
+def test_submit_takes_any_executor() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
         assert submit(lambda: threading.current_thread().name, executor=pool).wait().startswith("mine")
     assert submit(threading.get_ident, executor=executors.inline).value() == threading.get_ident()
@@ -28,22 +32,23 @@ def test_submit_takes_any_executor():
     assert on_callback_thread not in (threading.get_ident(), None)
 
 
-def test_submit_names_the_future_after_the_function():
+def test_submit_names_the_future_after_the_function() -> None:
     error = submit(int, "not a number").exception()
-    assert error.__notes__ == ["in CUDAFuture 'int'"]
+    assert error.__notes__ == ["in CUDAFuture 'int'"]  # type: ignore[union-attr]
     assert submit(print, executor=executors.inline, priority=-1).priority == -1
 
 
-def test_submit_carries_the_callers_modes():
+def test_submit_carries_the_callers_modes() -> None:
     with torch.no_grad():
         future = submit(torch.is_grad_enabled)
     assert future.wait() is False
 
 
-def test_a_submitted_function_can_be_cancelled_until_it_begins():
-    begun, end, ran = threading.Event(), threading.Event(), []
+def test_a_submitted_function_can_be_cancelled_until_it_begins() -> None:
+    begun, end = threading.Event(), threading.Event()
+    ran: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        blocker = submit(lambda: begun.set() or end.wait(), executor=pool)
+        blocker = submit(lambda: begun.set() or end.wait(), executor=pool)  # type: ignore[func-returns-value]
         begun.wait()
         queued = submit(ran.append, 1, executor=pool)
         assert queued.cancel()
@@ -54,17 +59,17 @@ def test_a_submitted_function_can_be_cancelled_until_it_begins():
     assert ran == []
 
 
-def test_submit_refuses_what_it_cannot_call_or_run_on():
+def test_submit_refuses_what_it_cannot_call_or_run_on() -> None:
     with pytest.raises(TypeError, match="takes a callable"):
-        submit(3)
+        submit(3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"concurrent\.futures\.Executor"):
-        submit(print, executor=3)
+        submit(print, executor=3)  # type: ignore[call-overload]
 
 
 Point = namedtuple("Point", "x y")
 
 
-def test_copy_keeps_the_structure_and_copies_the_tensors():
+def test_copy_keeps_the_structure_and_copies_the_tensors() -> None:
     value = {"a": [torch.arange(3), "text"], "b": Point(torch.ones(2, 2), None), "c": (1,)}
     copied = copy(value, "cpu").wait()
     assert copied["a"][0].tolist() == [0, 1, 2]
@@ -75,7 +80,7 @@ def test_copy_keeps_the_structure_and_copies_the_tensors():
     assert value["a"][0].tolist() == [0, 1, 2]
 
 
-def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all():
+def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
         source = torch.ones(3, dtype=dtype, device="cpu")
         assert torch.equal(copy(source, "cpu").wait(), source)
@@ -83,7 +88,7 @@ def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all():
     assert copy(torch.ones(4, 4)[::2, 1], "cpu", priority=-1).wait().tolist() == [1, 1]
 
 
-def test_copy_to_a_device_that_is_none_is_refused():
+def test_copy_to_a_device_that_is_none_is_refused() -> None:
     with pytest.raises((RuntimeError, TypeError)):
         copy(torch.ones(1), "nowhere")
 
@@ -91,11 +96,11 @@ def test_copy_to_a_device_that_is_none_is_refused():
 class Refusing(Executor):
     """Takes a call, and fails it without having called it, as executors do that cannot send it where it would run."""
 
-    def __init__(self, error):
+    def __init__(self, error: Exception | None) -> None:
         self.error = error
 
-    def submit(self, fn, /, *args, **kwargs):
-        handle = concurrent.futures.Future()
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        handle: concurrent.futures.Future[Any] = concurrent.futures.Future()
         if self.error is None:
             handle.cancel()
         else:
@@ -103,30 +108,30 @@ class Refusing(Executor):
         return handle
 
 
-def test_an_executor_that_fails_a_callback_without_running_it_fails_the_future():
+def test_an_executor_that_fails_a_callback_without_running_it_fails_the_future() -> None:
     error = ValueError("cannot be sent")
     assert submit(int, executor=Refusing(error)).exception(timeout=60) is error
-    assert CUDAFuture.completed(1).then(int, executor=Refusing(error)).exception(timeout=60) is error
+    assert CUDAFuture.completed(1).then(int, executor=Refusing(error)).exception(timeout=60) is error  # type: ignore[arg-type]
     assert submit(int, executor=Refusing(None)).cancelled()
 
 
-def test_an_executor_that_was_shut_down_is_an_invalid_state():
+def test_an_executor_that_was_shut_down_is_an_invalid_state() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(InvalidStateError, match="no longer accepts callbacks: cannot schedule"):
         submit(int, executor=pool).wait(timeout=60)
 
 
-def test_an_executor_of_processes_is_refused():
+def test_an_executor_of_processes_is_refused() -> None:
     with ProcessPoolExecutor(1) as pool:
         with pytest.raises(TypeError, match="ProcessPoolExecutor"):
             submit(int, executor=pool)
         with pytest.raises(TypeError, match="ProcessPoolExecutor"):
-            CUDAFuture.completed(1).then(int, executor=pool)
+            CUDAFuture.completed(1).then(int, executor=pool)  # type: ignore[arg-type]
 
 
-def test_a_callable_with_an_odd_name_is_submitted():
-    odd = functools.partial(str, "called")
+def test_a_callable_with_an_odd_name_is_submitted() -> None:
+    odd: Any = functools.partial(str, "called")
     odd.__qualname__ = 3
     assert submit(odd).wait() == "called"
 
@@ -134,32 +139,32 @@ def test_a_callable_with_an_odd_name_is_submitted():
 class Handle:
     """What an executor's submit() returns; tells its callbacks what the test says."""
 
-    def __init__(self):
-        self.callbacks = []
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[Handle], object]] = []
 
-    def add_done_callback(self, fn):
+    def add_done_callback(self, fn: Callable[..., Any]) -> None:
         self.callbacks.append(fn)
 
-    def cancelled(self):
+    def cancelled(self) -> bool:
         return True
 
 
 class Keeping:
     """An executor that keeps what it is given."""
 
-    def __init__(self):
-        self.jobs = []
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], object]] = []
         self.handle = Handle()
 
-    def submit(self, job):
+    def submit(self, job: Callable[[], object]) -> Any:
         self.jobs.append(job)
         return self.handle
 
 
-def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing():
-    executor = Keeping()
+def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing() -> None:
+    executor: Any = Keeping()
 
-    def cancel_the_handle(future):
+    def cancel_the_handle(future: CUDAFuture[int]) -> list[int]:
         for callback in executor.handle.callbacks:
             callback(executor.handle)  # as asyncio's run_in_executor does
         return [future.value()] * 10
@@ -169,10 +174,11 @@ def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing():
     assert child.wait() == [1] * 10
 
 
-def test_a_job_that_is_called_twice_runs_once():
-    executor, ran = Keeping(), []
+def test_a_job_that_is_called_twice_runs_once() -> None:
+    executor: Any = Keeping()
+    ran = []
 
-    def call_again(future):
+    def call_again(future: CUDAFuture[int]) -> None:
         ran.append(1)
         executor.jobs[0]()
 
@@ -183,24 +189,25 @@ def test_a_job_that_is_called_twice_runs_once():
 
 
 @pytest.mark.parametrize("where", ["submit", "add_done_callback"])
-def test_an_executor_that_raises_after_it_has_run_the_callback_changes_nothing(where):
+def test_an_executor_that_raises_after_it_has_run_the_callback_changes_nothing(where: str) -> None:
     class Raising(Keeping):
-        def submit(self, job):
+        def submit(self, job: Callable[[], object]) -> Any:
             job()
             if where == "submit":
                 raise RuntimeError("after running it")
             return self
 
-        def add_done_callback(self, fn):
+        def add_done_callback(self, fn: Callable[..., Any]) -> None:
             raise KeyError("closed")
 
-    children = [CUDAFuture.completed(i).then(lambda f: [f.value()] * 3, executor=Raising()) for i in range(100)]
+    raising: Callable[[], Any] = Raising
+    children = [CUDAFuture.completed(i).then(lambda f: [f.value()] * 3, executor=raising()) for i in range(100)]
     assert [c.wait() for c in children] == [[i] * 3 for i in range(100)]
 
 
-def test_a_cycle_through_an_executor_that_keeps_its_jobs_is_collected():
-    executor = Keeping()
-    child = CUDAFuture.completed(1).then(lambda f, executor=executor: executor, executor=executor)
+def test_a_cycle_through_an_executor_that_keeps_its_jobs_is_collected() -> None:
+    executor: Any = Keeping()
+    child = CUDAFuture.completed(1).then(lambda f, executor=executor: executor, executor=executor)  # type: ignore[misc]
     alive = weakref.ref(executor), weakref.ref(child)
     del executor, child
     gc.collect()

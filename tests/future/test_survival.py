@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_a_nest_of_then_async_is_dropped_without_recursion() -> None:
 
 
 def test_a_value_that_holds_a_future_that_holds_a_future_is_freed_without_recursion() -> None:
-    value: object = CUDAFuture.completed(None)
+    value: CUDAFuture[Any] = CUDAFuture.completed(None)
     innermost = weakref.ref(value)
     for _ in range(DEPTH):
         value = CUDAFuture.completed(value)
@@ -139,7 +140,7 @@ def test_a_value_that_holds_a_future_that_holds_a_future_is_freed_without_recurs
 
 
 def test_a_failure_that_holds_a_failed_future_is_freed_without_recursion() -> None:
-    first: Future = CUDAFuture.completed(None)
+    first: CUDAFuture[None] = CUDAFuture.completed(None)
     innermost = weakref.ref(first)
     error = ValueError(first)
     del first
@@ -152,14 +153,14 @@ def test_a_failure_that_holds_a_failed_future_is_freed_without_recursion() -> No
     assert innermost() is None
 
 
-NESTS: dict[str, Callable[[CUDAFuture[object]], CUDAFuture[object]]] = {
+NESTS: dict[str, Callable[[CUDAFuture[Any]], CUDAFuture[Any]]] = {
     "gather": lambda f: gather(f),
     "collect_all": lambda f: collect_all([f]),
     "collect_any": lambda f: collect_any([f]),
 }
 
 
-def nest(how: str, innermost: CUDAFuture[object]) -> CUDAFuture[object]:
+def nest(how: str, innermost: CUDAFuture[Any]) -> CUDAFuture[Any]:
     future = innermost
     for _ in range(DEPTH):
         future = NESTS[how](future)
@@ -262,7 +263,7 @@ def test_futures_completed_by_many_threads_call_each_callback_once() -> None:
     children = []
     for i, future in enumerate(futures):
         future.add_done_callback(lambda f, i=i: called.append(("first", i)))  # type: ignore[misc]
-        children.append(future.then(lambda f, i=i: called.append(("then", i)) or f.value()))  # type: ignore[misc]
+        children.append(future.then(lambda f, i=i: called.append(("then", i)) or f.value()))  # type: ignore[func-returns-value, misc]
         future.add_done_callback(lambda f, i=i: called.append(("last", i)))  # type: ignore[misc]
     whole = gather(*children)
 

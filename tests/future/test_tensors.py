@@ -1,11 +1,16 @@
 """Finding the tensors of a value, wherever they hide."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cudafuture import _tensors
 from cudafuture._tensors import find_tensors, search_objects
@@ -19,14 +24,14 @@ class Data:
 
 
 class Attributes:
-    def __init__(self, **values):
+    def __init__(self, **values: object) -> None:
         self.__dict__.update(values)
 
 
 class Slots:
     __slots__ = ("__private", "x")
 
-    def __init__(self, x, private):
+    def __init__(self, x: object, private: object) -> None:
         self.x = x
         self.__private = private
 
@@ -34,7 +39,7 @@ class Slots:
 class SlotsChild(Slots):
     __slots__ = "more"  # a single name is allowed as well
 
-    def __init__(self, x, private, more):
+    def __init__(self, x: object, private: object, more: object) -> None:
         super().__init__(x, private)
         self.more = more
 
@@ -42,11 +47,11 @@ class SlotsChild(Slots):
 Pair = namedtuple("Pair", "first second")
 
 
-def tensors(n):
+def tensors(n: int) -> list[Tensor]:
     return [torch.full((2,), i) for i in range(n)]
 
 
-def same(found, expected):
+def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     return [id(t) for t in found] == [id(t) for t in expected]
 
 
@@ -67,39 +72,39 @@ def same(found, expected):
         lambda a, b: SlotsChild(None, a, b),
     ],
 )
-def test_tensors_are_found_each_once(make):
+def test_tensors_are_found_each_once(make: Callable[[Tensor, Tensor], object]) -> None:
     a, b = tensors(2)
     assert sorted(id(t) for t in find_tensors(make(a, b))) == sorted((id(a), id(b)))
 
 
-def test_the_order_is_that_of_the_value():
+def test_the_order_is_that_of_the_value() -> None:
     parts = tensors(4)
     assert same(find_tensors([parts[0], {"x": parts[1]}, (parts[2], parts[3])]), parts)
 
 
-def test_sets_and_keys_are_searched():
+def test_sets_and_keys_are_searched() -> None:
     a, b = tensors(2)
     assert len(find_tensors([{a}, {b: 1}, frozenset({a})])) == 2
 
 
-def test_cycles_are_harmless():
+def test_cycles_are_harmless() -> None:
     (a,) = tensors(1)
-    ring = [a]
+    ring: list[object] = [a]
     ring.append(ring)
-    node = Attributes(t=a)
+    node: Any = Attributes(t=a)
     node.me = node
     assert same(find_tensors([ring, node]), [a])
 
 
-def test_deep_nesting_is_searched_without_recursion():
+def test_deep_nesting_is_searched_without_recursion() -> None:
     (a,) = tensors(1)
-    nested = a
+    nested: object = a
     for _ in range(100_000):
         nested = [nested]
     assert same(find_tensors(nested), [a])
 
 
-def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch):
+def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
     a, b = tensors(2)
     value = Attributes(a=a, b=Data(b))
@@ -108,10 +113,10 @@ def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch):
     assert same(search_objects([value], value, True), [a])
 
 
-def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch):
+def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
         @property
-        def __dict__(self):
+        def __dict__(self) -> dict[str, object]:  # type: ignore[override]
             return {"next": Endless()}
 
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 1000)
@@ -119,14 +124,14 @@ def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch):
         find_tensors(Endless())
 
 
-def test_plain_data_does_not_count_as_objects(monkeypatch):
+def test_plain_data_does_not_count_as_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
     (a,) = tensors(1)
     assert same(find_tensors([*range(1000), *map(str, range(1000)), None, 1.5, torch, a]), [a])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
-def test_sparse_tensors_count_all_their_storages():
+def test_sparse_tensors_count_all_their_storages() -> None:
     dense = torch.eye(3, device="cpu")
     coo = dense.to_sparse()
     assert len(find_tensors(coo)) == 2
@@ -134,19 +139,22 @@ def test_sparse_tensors_count_all_their_storages():
     assert len(find_tensors(dense.to_sparse_csc())) == 3
 
 
-def test_a_subclass_with_parts_counts_them():
+def test_a_subclass_with_parts_counts_them() -> None:
     class TwoTensors(torch.Tensor):
+        a: Tensor
+        b: Tensor
+
         @staticmethod
-        def __new__(cls, a, b):
+        def __new__(cls, a: Tensor, b: Tensor) -> TwoTensors:
             self = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
             self.a, self.b = a, b
             return self
 
-        def __tensor_flatten__(self):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
             return ["a", "b"], None
 
         @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             return NotImplemented
 
     a, b = tensors(2)
@@ -155,12 +163,12 @@ def test_a_subclass_with_parts_counts_them():
     assert same(find_tensors(Attributes(p=parameter)), [parameter])
 
 
-def test_nothing_is_pickled():
+def test_nothing_is_pickled() -> None:
     class Unpicklable:
-        def __init__(self, t):
+        def __init__(self, t: Tensor) -> None:
             self.t = t
 
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[Any, ...]:
             raise AssertionError("pickled")
 
     (a,) = tensors(1)

@@ -1,9 +1,14 @@
 """Callbacks: then, then_async, add_done_callback, and what they find when they run."""
 
+from __future__ import annotations
+
 import contextvars
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,10 +16,10 @@ import torch
 from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors, submit
 
 
-def test_a_callback_gets_the_future_and_makes_the_child():
-    future = CUDAFuture()
+def test_a_callback_gets_the_future_and_makes_the_child() -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     got = []
-    child = future.then(lambda f: got.append(f) or 2 * f.value())
+    child = future.then(lambda f: got.append(f) or 2 * f.value())  # type: ignore[func-returns-value]
     assert not child.done()
     future.set_result(4)
     assert child.wait() == 8
@@ -22,49 +27,50 @@ def test_a_callback_gets_the_future_and_makes_the_child():
     assert got[0] is future
 
 
-def test_then_on_a_done_future_runs_at_once():
+def test_then_on_a_done_future_runs_at_once() -> None:
     assert CUDAFuture.completed(1).then(lambda f: f.value() + 1).value() == 2
 
 
-def test_a_callback_that_raises_fails_the_child_with_that_object():
+def test_a_callback_that_raises_fails_the_child_with_that_object() -> None:
     error = LookupError("mine")
 
-    def fail(_):
+    def fail(_: object) -> None:
         raise error
 
     child = CUDAFuture.completed(1).then(fail)
     assert child.exception() is error
 
 
-def test_a_callback_runs_whatever_the_outcome():
-    failed, cancelled = CUDAFuture(), CUDAFuture()
+def test_a_callback_runs_whatever_the_outcome() -> None:
+    failed: CUDAFuture[None] = CUDAFuture()
+    cancelled: CUDAFuture[None] = CUDAFuture()
     looked = [f.then(lambda f: f.cancelled() or type(f.exception())) for f in (failed, cancelled)]
     failed.set_exception(OSError())
     cancelled.cancel()
     assert [f.wait() for f in looked] == [OSError, True]
 
 
-def test_an_error_travels_down_a_chain_as_the_same_object():
-    future = CUDAFuture()
+def test_an_error_travels_down_a_chain_as_the_same_object() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     end = future.then(lambda f: f.value()).then(lambda f: f.value()).then(lambda f: f.value())
     error = ZeroDivisionError()
     future.set_exception(error)
     assert end.exception() is error
 
 
-def test_callbacks_run_in_the_order_of_their_registration():
-    future = CUDAFuture()
+def test_callbacks_run_in_the_order_of_their_registration() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     order = []
     future.add_done_callback(lambda _: order.append(0))
     future.then(lambda _: order.append(1))
     future.add_done_callback(lambda _: order.append(2))
-    future.then_async(lambda _: order.append(3) or CUDAFuture.completed(0))
+    future.then_async(lambda _: order.append(3) or CUDAFuture.completed(0))  # type: ignore[func-returns-value]
     future.set_result(None)
     assert order == [0, 1, 2, 3]
 
 
-def test_a_callback_that_raises_does_not_stop_the_next(caplog):
-    future = CUDAFuture(name="noisy")
+def test_a_callback_that_raises_does_not_stop_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    future: CUDAFuture[None] = CUDAFuture(name="noisy")
     future.add_done_callback(lambda _: 1 / 0)
     child = future.then(lambda _: "ran")
     future.set_result(None)
@@ -73,20 +79,21 @@ def test_a_callback_that_raises_does_not_stop_the_next(caplog):
     assert "'noisy'" in caplog.text
 
 
-def test_the_state_is_published_before_callbacks_run():
-    future = CUDAFuture()
+def test_the_state_is_published_before_callbacks_run() -> None:
+    future: CUDAFuture[int] = CUDAFuture()
     seen = []
     future.add_done_callback(lambda f: seen.append((f.done(), future.value())))
     future.set_result(5)
     assert seen == [(True, 5)]
 
 
-def test_completing_inside_a_callback_does_not_nest_its_callbacks():
-    outer, inner = CUDAFuture(), CUDAFuture()
+def test_completing_inside_a_callback_does_not_nest_its_callbacks() -> None:
+    outer: CUDAFuture[None] = CUDAFuture()
+    inner: CUDAFuture[None] = CUDAFuture()
     order = []
     inner.add_done_callback(lambda _: order.append("inner"))
 
-    def callback(_):
+    def callback(_: object) -> None:
         inner.set_result(None)
         order.append("callback ends")
 
@@ -97,35 +104,35 @@ def test_completing_inside_a_callback_does_not_nest_its_callbacks():
 
 
 @pytest.mark.parametrize("fn", [None, 3, "name"])
-def test_a_callback_that_cannot_be_called_is_refused(fn):
-    future = CUDAFuture()
+def test_a_callback_that_cannot_be_called_is_refused(fn: Any) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     for register in (future.then, future.then_async, future.add_done_callback):
         with pytest.raises(TypeError, match="takes a callable that takes the future"):
             register(fn)
 
 
-def test_unknown_arguments_are_refused_with_what_is_allowed():
-    future = CUDAFuture()
+def test_unknown_arguments_are_refused_with_what_is_allowed() -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(ValueError, match="'pool', 'caller'"):
-        future.then(print, stream="fast")
+        future.then(print, stream="fast")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"torch\.Stream"):
-        future.then(print, stream=[3])
+        future.then(print, stream=[3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"concurrent\.futures\.Executor"):
-        future.then(print, executor="pool")
+        future.then(print, executor="pool")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        future.then(print, priority="high")
+        future.then(print, priority="high")  # type: ignore[arg-type]
 
 
-def test_a_stream_outside_the_bounding_set_is_refused():
+def test_a_stream_outside_the_bounding_set_is_refused() -> None:
     stream = torch.Stream(stream_id=0, device_index=1, device_type=1)  # cuda:1, never used
     with pytest.raises(DeviceMismatchError, match=r"cuda:1.*\{cuda:0\}"):
         CUDAFuture(devices=["cuda:0"]).then(print, stream=stream)
     with pytest.raises(DeviceMismatchError, match=r"cuda:1"):
-        CUDAFuture(devices=["cuda:0"]).set_result(1, stream=stream)
+        CUDAFuture[int](devices=["cuda:0"]).set_result(1, stream=stream)
 
 
-def test_a_child_inherits_priority_name_and_bounding_set():
-    parent = CUDAFuture(devices=["cuda:0"], priority=-1, name="parent")
+def test_a_child_inherits_priority_name_and_bounding_set() -> None:
+    parent: CUDAFuture[Any] = CUDAFuture(devices=["cuda:0"], priority=-1, name="parent")
     child = parent.then(lambda f: f)
     assert (child.priority, child.name, child.devices) == (-1, "parent", (torch.device("cuda:0"),))
     assert parent.then(lambda f: f, priority=-2).priority == -2
@@ -133,8 +140,10 @@ def test_a_child_inherits_priority_name_and_bounding_set():
 
 @pytest.mark.parametrize("stream", ["pool", "caller", []])
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_every_choice_works_for_values_of_the_host(stream, non_blocking):
-    future = CUDAFuture()
+def test_every_choice_works_for_values_of_the_host(
+    stream: Literal["pool", "caller"] | list[torch.Stream], non_blocking: bool
+) -> None:
+    future: CUDAFuture[Any] = CUDAFuture()
     child = future.then(lambda f: f.value(), stream=stream, non_blocking=non_blocking)
     future.set_result(torch.ones(1))
     assert child.wait().item() == 1
@@ -143,8 +152,8 @@ def test_every_choice_works_for_values_of_the_host(stream, non_blocking):
 # ---- then_async
 
 
-def test_then_async_takes_the_outcome_of_the_returned_future():
-    inner = CUDAFuture()
+def test_then_async_takes_the_outcome_of_the_returned_future() -> None:
+    inner: CUDAFuture[str] = CUDAFuture()
     child = CUDAFuture.completed(1).then_async(lambda _: inner)
     assert not child.done()
     inner.set_result("inner")
@@ -152,30 +161,30 @@ def test_then_async_takes_the_outcome_of_the_returned_future():
     assert child.value() is inner.value()
 
 
-def test_then_async_takes_failure_and_cancellation_too():
+def test_then_async_takes_failure_and_cancellation_too() -> None:
     error = OSError()
     assert CUDAFuture.completed(1).then_async(lambda _: CUDAFuture.failed(error)).exception() is error
-    inner = CUDAFuture()
+    inner: CUDAFuture[Any] = CUDAFuture()
     child = CUDAFuture.completed(1).then_async(lambda _: inner)
     inner.cancel()
     assert child.cancelled()
 
 
-def test_then_async_refuses_a_plain_value():
+def test_then_async_refuses_a_plain_value() -> None:
     with pytest.raises(TypeError, match=r"returns a CUDAFuture, not 7; use then\(\)"):
-        CUDAFuture.completed(1).then_async(lambda _: 7).wait()
+        CUDAFuture.completed(1).then_async(lambda _: 7).wait()  # type: ignore[arg-type, return-value]
 
 
-def test_then_async_that_returns_its_own_child_fails_instead_of_waiting_for_ever():
-    future = CUDAFuture()
+def test_then_async_that_returns_its_own_child_fails_instead_of_waiting_for_ever() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     child = future.then_async(lambda _: child)
     future.set_result(None)
     with pytest.raises(InvalidStateError, match="itself"):
         child.wait(timeout=10)
 
 
-def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone():
-    inner = CUDAFuture()
+def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone() -> None:
+    inner: CUDAFuture[int] = CUDAFuture()
     child = CUDAFuture.completed(1).then_async(lambda _: inner)
     assert child.cancel()
     assert not inner.done()
@@ -186,8 +195,8 @@ def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone():
 # ---- cancelling children
 
 
-def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent_alone():
-    future = CUDAFuture()
+def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent_alone() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     ran = []
     child = future.then(lambda _: ran.append(1))
     assert child.cancel()
@@ -197,23 +206,23 @@ def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent
     assert child.cancelled()
 
 
-def test_a_child_cannot_be_cancelled_once_its_callback_runs():
-    future = CUDAFuture()
+def test_a_child_cannot_be_cancelled_once_its_callback_runs() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     answers = []
-    child = future.then(lambda _: answers.append(child.cancel()) or "done")
+    child = future.then(lambda _: answers.append(child.cancel()) or "done")  # type: ignore[func-returns-value]
     future.set_result(None)
     assert answers == [False]
     assert child.wait() == "done"
 
 
-def test_a_dropped_parent_fails_its_child_instead_of_leaving_it_waiting():
-    child = CUDAFuture().then(lambda f: f.value())
+def test_a_dropped_parent_fails_its_child_instead_of_leaving_it_waiting() -> None:
+    child: CUDAFuture[Any] = CUDAFuture().then(lambda f: f.value())
     with pytest.raises(InvalidStateError, match="dropped before it completed"):
         child.wait(timeout=10)
 
 
-def test_a_callback_that_waits_for_its_own_child_is_told_so():
-    future = CUDAFuture()
+def test_a_callback_that_waits_for_its_own_child_is_told_so() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     child = future.then(lambda _: child.wait())
     future.set_result(None)
     with pytest.raises(InvalidStateError, match="waits for its own result"):
@@ -225,7 +234,7 @@ def test_a_callback_that_waits_for_its_own_child_is_told_so():
 variable = contextvars.ContextVar("variable", default="unset")
 
 
-def modes(_=None):
+def modes(_: object = None) -> tuple[bool, bool, bool, torch.dtype | None, str]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -235,7 +244,7 @@ def modes(_=None):
     )
 
 
-CONTEXTS = {
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.float16),
@@ -244,8 +253,8 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("where", ["inline", "thread", "executor"])
-def test_then_carries_the_modes_of_its_caller(context, where):
-    future = CUDAFuture()
+def test_then_carries_the_modes_of_its_caller(context: str, where: str) -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     token = variable.set("caller")
     with ThreadPoolExecutor(1) as pool:
         with CONTEXTS[context]():
@@ -263,8 +272,8 @@ def test_then_carries_the_modes_of_its_caller(context, where):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_callback_runs_without_the_modes_of_who_completes(context):
-    future = CUDAFuture()
+def test_a_callback_runs_without_the_modes_of_who_completes(context: str) -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     child = future.then(modes)
     with CONTEXTS[context]():
         inside = modes()
@@ -273,8 +282,8 @@ def test_a_callback_runs_without_the_modes_of_who_completes(context):
     assert child.wait() == (True, False, False, None, "unset")
 
 
-def test_a_callback_cannot_leak_its_modes():
-    def leak(_):
+def test_a_callback_cannot_leak_its_modes() -> None:
+    def leak(_: object) -> tuple[bool, bool, bool, torch.dtype | None, str]:
         torch.set_grad_enabled(False)
         torch.set_autocast_enabled("cpu", True)
         variable.set("leaked")
@@ -286,8 +295,8 @@ def test_a_callback_cannot_leak_its_modes():
     assert modes() == before
 
 
-def test_add_done_callback_carries_no_context():
-    future = CUDAFuture()
+def test_add_done_callback_carries_no_context() -> None:
+    future: CUDAFuture[None] = CUDAFuture()
     seen = []
     with torch.no_grad():
         future.add_done_callback(lambda _: seen.append(torch.is_grad_enabled()))
@@ -298,7 +307,7 @@ def test_add_done_callback_carries_no_context():
 # ---- executors
 
 
-def test_an_executor_runs_the_callback():
+def test_an_executor_runs_the_callback() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
         child = CUDAFuture.completed(1).then(lambda _: threading.current_thread().name, executor=pool)
         assert child.wait().startswith("mine")
@@ -307,7 +316,7 @@ def test_an_executor_runs_the_callback():
         assert ran.wait(10)
 
 
-def test_the_librarys_own_executors():
+def test_the_librarys_own_executors() -> None:
     here = threading.get_ident()
     future = CUDAFuture.completed(1)
     assert future.then(lambda _: threading.get_ident(), executor=executors.inline).value() == here
@@ -316,9 +325,9 @@ def test_the_librarys_own_executors():
     assert repr(executors.inline) == "<cudafuture.executors.inline>"
 
 
-def test_a_producer_says_where_callbacks_run_that_name_no_executor():
+def test_a_producer_says_where_callbacks_run_that_name_no_executor() -> None:
     here, library = threading.get_ident(), submit(threading.get_ident, executor=executors.callback_thread).wait()
-    future = CUDAFuture(executor=executors.callback_thread)
+    future: CUDAFuture[None] = CUDAFuture(executor=executors.callback_thread)
     ran = []
     future.add_done_callback(lambda _: ran.append(threading.get_ident()))
     before = future.then(lambda _: threading.get_ident())
@@ -333,31 +342,33 @@ def test_a_producer_says_where_callbacks_run_that_name_no_executor():
 
 
 @pytest.mark.parametrize("executor", [None, executors.inline])
-def test_where_the_producer_names_none_or_inline_callbacks_run_where_the_future_completes(executor):
-    future = CUDAFuture(executor=executor)
+def test_where_the_producer_names_none_or_inline_callbacks_run_where_the_future_completes(
+    executor: executors.HostExecutor | None,
+) -> None:
+    future: CUDAFuture[None] = CUDAFuture(executor=executor)
     child = future.then(lambda _: threading.get_ident())
     future.set_result(None)
     assert child.value() == threading.get_ident()
 
 
-def test_a_producers_executor_is_one_of_the_librarys():
+def test_a_producers_executor_is_one_of_the_librarys() -> None:
     with ThreadPoolExecutor(1) as pool:
         for wrong in (pool, "inline", 1, executors):
             with pytest.raises(TypeError, match=r"CUDAFuture\(executor=\) is cudafuture.executors.inline"):
-                CUDAFuture(executor=wrong)
+                CUDAFuture(executor=wrong)  # type: ignore[arg-type]
 
 
-def test_an_executor_that_was_shut_down_fails_the_child():
+def test_an_executor_that_was_shut_down_fails_the_child() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         CUDAFuture.completed(1).then(print, executor=pool).wait()
 
 
-def test_an_executor_that_drops_its_work_cancels_the_child():
+def test_an_executor_that_drops_its_work_cancels_the_child() -> None:
     pool = ThreadPoolExecutor(1)
     begun, end = threading.Event(), threading.Event()
-    pool.submit(lambda: begun.set() or end.wait())
+    pool.submit(lambda: begun.set() or end.wait())  # type: ignore[func-returns-value]
     begun.wait()
     child = CUDAFuture.completed(1).then(print, executor=pool)
     pool.shutdown(wait=False, cancel_futures=True)
@@ -366,11 +377,11 @@ def test_an_executor_that_drops_its_work_cancels_the_child():
     assert child.cancelled()
 
 
-def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child():
+def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child() -> None:
     children = []
 
-    def make():
-        parent = CUDAFuture()
+    def make() -> CUDAFuture[Any]:
+        parent: CUDAFuture[Any] = CUDAFuture()
         children.append(parent.then(lambda f: f.value()))
         return parent
 
@@ -380,28 +391,28 @@ def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child():
 
 
 @pytest.mark.parametrize("method", ["then", "then_async", "add_done_callback"])
-def test_a_method_called_on_something_else_is_refused(method):
+def test_a_method_called_on_something_else_is_refused(method: str) -> None:
     with pytest.raises(TypeError, match="takes CUDAFutures"):
         getattr(CUDAFuture, method)(42, print)
 
 
-def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once():
-    def interrupt(_):
+def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once() -> None:
+    def interrupt(_: object) -> None:
         raise KeyboardInterrupt("by a callback")
 
-    parent = CUDAFuture()
+    parent: CUDAFuture[Any] = CUDAFuture()
     child = parent.then(lambda f: f.value())
     child.add_done_callback(interrupt)
     with pytest.raises(KeyboardInterrupt, match="by a callback"):  # noqa: PT012
         del parent
         for _ in range(1000):  # CPython looks here
             pass
-    CUDAFuture().set_result("raises nothing any more")
+    CUDAFuture[str]().set_result("raises nothing any more")
 
 
-def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog):
-    inner = CUDAFuture(name="inner")
-    child = CUDAFuture.completed(1).then_async(lambda f, inner=inner: inner)
+def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    inner: CUDAFuture[Any] = CUDAFuture(name="inner")
+    child = CUDAFuture.completed(1).then_async(lambda f, inner=inner: inner)  # type: ignore[misc]
     assert child.cancel()
     inner.set_exception(OSError("disk"))
     del inner
@@ -409,9 +420,10 @@ def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog):
 
 
 @pytest.mark.parametrize("how", ["then", "then_async"])
-def test_cancelled_children_do_not_pile_up_on_a_parent_that_stays_pending(how):
-    parent, order = CUDAFuture(), []
-    kept = [parent.then(lambda f, i=i: order.append(i)) for i in range(100)]
+def test_cancelled_children_do_not_pile_up_on_a_parent_that_stays_pending(how: str) -> None:
+    parent: CUDAFuture[None] = CUDAFuture()
+    order: list[Any] = []
+    kept = [parent.then(lambda f, i=i: order.append(i)) for i in range(100)]  # type: ignore[misc]
     children = []
     for _ in range(1000):
         if how == "then":

@@ -39,7 +39,7 @@ class Check:
         facts = "Python 3.12, torch 2.12, " + ("CUDA 13.0, a GPU" if cuda else "no CUDA")
         environment = os.environ | {"PYTHON": str(python), "RECORD": str(record), "FACTS": facts, "FAILS": fails}
         self.out = folder / "out"
-        command = [ROOT / "tools" / "gpu_check.sh", *options, self.out]
+        command: list[str | Path] = [ROOT / "tools" / "gpu_check.sh", *options, self.out]
         self.run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
         self.commands = record.read_text().splitlines()
         self.phases = [next(name for name, word in PHASES.items() if word in line) for line in self.commands]

@@ -20,7 +20,7 @@ def checkout(tmp_path: Path) -> Path:
     """Return a copy of what a build is made from, with no trace of one."""
     for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", "README.md", "cmake", "tools", ".ci"):
         source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)  # type: ignore[operator]
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
     for package in (PACKAGE, RPC):
         shutil.copytree(package, tmp_path / package.name, ignore=ignored)

@@ -49,7 +49,7 @@ class Matrix:
         record.touch()
         environment = {"PATH": str(programs), "HOME": str(folder), "RECORD": str(record), "FAILS": fails}
         self.folder = folder / "matrix"
-        command = [SCRIPT, *options, self.folder]
+        command: list[str | Path] = [SCRIPT, *options, self.folder]
         self.run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         self.commands = record.read_text().splitlines()
         rows = re.findall(r"^(2\.\d+)\.\d+ +(3\.\d+) +(\w+) +(.*)$", self.run.stdout, re.MULTILINE)

@@ -253,7 +253,7 @@ class Departures:
 
     def __enter__(self) -> Departures:
         self._patch = pytest.MonkeyPatch()
-        real = client.channel
+        real = client.channel  # type: ignore[attr-defined]
         lock = threading.Lock()
 
         def counted(*arguments: Any) -> Any:

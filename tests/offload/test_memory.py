@@ -204,7 +204,7 @@ def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: R
     for tensor in [*wait_all(outside, timeout=PATIENCE), *many.wait(timeout=PATIENCE)]:
         assert not tensor.is_inference()
         assert torch.equal(tensor, numbered(size))
-        (2 * tensor.requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
+        (2 * tensor.requires_grad_()).sum().backward()
         assert tensor.grad is not None
     for tensor in wait_all(inside, timeout=PATIENCE):
         assert torch.equal(tensor, numbered(size))

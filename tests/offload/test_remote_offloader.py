@@ -253,7 +253,7 @@ def test_arguments(service: OffloadService, tmp_path: Path) -> None:
         serve_offload(tmp_path / "another")
     for wrong in ({"clients": 0}, {"memory": PIECE}, {"name": ""}):
         with pytest.raises(ValueError, match=r"memory|name"):
-            serve_offload(tmp_path / "another", **wrong)  # type: ignore[arg-type]
+            serve_offload(tmp_path / "another", **wrong)
     with pytest.raises(InvalidStateError, match="serves no offload called 'other'"):
         RemoteOffloader(ME, name="other")
     with serve_offload(tmp_path / "another", name="other"), RemoteOffloader(ME, name="other") as remote:

@@ -68,9 +68,9 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
                     while rpc_sync("w0", handled_requests) < departures.sent:  # late requests may still be on their way
                         pass
                     undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
-            late = rpc_sync("w0", late_requests)
+            too_late = rpc_sync("w0", late_requests)
             dist.barrier()
-            assert second == "the same client" or late >= times, late
+            assert second == "the same client" or too_late >= times, too_late
             return undone
 
     assert world.run(run)[1] == 0

@@ -9,6 +9,7 @@ import gc
 import queue
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -104,7 +105,8 @@ class Client:
 
     def read(self, *keys: str, outs: list[torch.Tensor] | None = None) -> Any:
         operation = Operation(self.operations, "read", keys, gives_list=True)
-        targets = [target_of(out, None, 0) for out in outs or [None] * len(keys)]
+        given: Sequence[torch.Tensor | None] = outs or [None] * len(keys)
+        targets = [target_of(out, None, 0) for out in given]
         self.window.read(operation.native, list(keys), targets, False)
         return operation.future
 

@@ -148,7 +148,7 @@ def test_bad_keys_are_refused(key: str) -> None:
     ],
     ids=str,
 )
-def test_entries_that_make_no_sense_are_refused(changes: dict[str, object], says: str) -> None:
+def test_entries_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         request(wire.PUT, [SMALL._replace(**changes)], data(24))
 

@@ -276,6 +276,7 @@ def late_use() -> None:
         child = future.then(lambda f: f.value() + 1)
         future.set_result(1)
         assert child.wait() == 2
+        call: Callable[[], int]
         for call in (
             lambda: future.then(lambda f: 3, executor=executors.callback_thread).wait(),
             lambda: submit(int, executor=executors.callback_thread).wait(),

@@ -1,15 +1,19 @@
 """The CUDAFUTURE_* variables."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cudafuture import config, errors
 
 
-def test_defaults_hold_where_nothing_is_set():
+def test_defaults_hold_where_nothing_is_set() -> None:
     settings = config.read({})
     assert settings.watcher_first_pause == pytest.approx(5e-6)
     assert settings.watcher_longest_pause == pytest.approx(5000e-6)
@@ -18,7 +22,7 @@ def test_defaults_hold_where_nothing_is_set():
     assert settings.rpc_secret_file is None
 
 
-def test_variables_are_read():
+def test_variables_are_read() -> None:
     environment = {
         "CUDAFUTURE_WATCHER_FIRST_PAUSE_US": "20",
         "CUDAFUTURE_SUBMIT_THREADS": "3",
@@ -31,27 +35,27 @@ def test_variables_are_read():
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1", "0", "nan", "1e12"])
-def test_a_value_that_makes_no_sense_is_refused_by_name(text):
+def test_a_value_that_makes_no_sense_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"CUDAFUTURE_SUBMIT_THREADS=.*at least 1"):
         config.read({"CUDAFUTURE_SUBMIT_THREADS": text})
 
 
 @pytest.mark.parametrize(("text", "on"), [("", False), ("order", True), (" order ,", True), ("order,order", True)])
-def test_debug_is_a_list_of_words(text, on):
+def test_debug_is_a_list_of_words(text: str, on: bool) -> None:
     assert config.read({"CUDAFUTURE_DEBUG": text}).debug_order is on
 
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
-def test_a_word_that_debug_does_not_know_is_refused_by_name(text):
+def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, or leave it empty"):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 
-def test_the_table_names_every_variable_that_is_read():
+def test_the_table_names_every_variable_that_is_read() -> None:
     asked = []
 
-    class Spy(dict):
-        def get(self, name, default=None):
+    class Spy(dict[str, str]):
+        def get(self, name: str, default: Any = None) -> Any:
             asked.append(name)
             return default
 
@@ -59,13 +63,13 @@ def test_the_table_names_every_variable_that_is_read():
     assert sorted(asked) == sorted(set(re.findall(r"``(CUDAFUTURE_\w+)``", config.__doc__)))
 
 
-def test_every_error_is_in_the_tree_that_the_docstring_draws():
+def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), errors.CUDAFutureError)
         assert re.search(rf"\b{name}\b", errors.__doc__), name
 
 
-def test_storage_errors_carry_where_and_how_much():
+def test_storage_errors_carry_where_and_how_much() -> None:
     error = errors.StorageError("short read", errno=5, path="/x", offset=1, wanted=3, got=2)
     assert isinstance(error, OSError)
     assert (error.errno, error.path, error.offset, error.wanted, error.got) == (5, "/x", 1, 3, 2)
@@ -76,18 +80,20 @@ def test_storage_errors_carry_where_and_how_much():
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"]
 )
-def test_storage_errors_keep_their_number_on_the_way_to_others(duplicate):
+def test_storage_errors_keep_their_number_on_the_way_to_others(
+    duplicate: Callable[[errors.QuotaError], errors.QuotaError],
+) -> None:
     error = duplicate(errors.QuotaError("no room", errno=28, path="/x", offset=1, wanted=3, got=2))
     assert type(error) is errors.QuotaError
     assert (error.errno, error.path, error.offset, error.wanted, error.got) == (28, "/x", 1, 3, 2)
     assert str(error) == "no room"
 
 
-def test_an_empty_name_of_a_secret_file_is_none():
+def test_an_empty_name_of_a_secret_file_is_none() -> None:
     assert config.read({"CUDAFUTURE_RPC_SECRET_FILE": ""}).rpc_secret_file is None
 
 
-def test_a_lost_worker_is_a_connection_error_that_has_its_name():
+def test_a_lost_worker_is_a_connection_error_that_has_its_name() -> None:
     error = errors.WorkerLostError("worker 'b' was lost", worker="b")
     assert isinstance(error, errors.RemoteError)
     assert isinstance(error, ConnectionError)
@@ -96,7 +102,7 @@ def test_a_lost_worker_is_a_connection_error_that_has_its_name():
     assert (error.type_name, error.remote_traceback) == ("", "")
 
 
-def test_failed_calls_carry_the_errors_and_the_other_results_by_worker():
+def test_failed_calls_carry_the_errors_and_the_other_results_by_worker() -> None:
     error = errors.CallsFailedError("1 of 2 calls has failed", {"a": KeyError("k")}, {"b": 3})
     assert error.failures["a"].args == ("k",)
     assert error.results == {"b": 3}
@@ -105,7 +111,7 @@ def test_failed_calls_carry_the_errors_and_the_other_results_by_worker():
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_every_error_survives_pickling(name):
+def test_every_error_survives_pickling(name: str) -> None:
     error = getattr(errors, name)("a message")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)

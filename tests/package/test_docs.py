@@ -68,7 +68,7 @@ NEEDS_A_DEVICE = {EventView}
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """Give the examples with collectives a process group: of one process, over Gloo."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

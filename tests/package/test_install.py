@@ -43,7 +43,7 @@ def test_the_licences_of_what_is_linked_statically_are_installed() -> None:
 
 def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
     """The library is on no package index: an extra is installed from a checkout."""
-    known = importlib.metadata.metadata("cudafuture").get_all("Provides-Extra")
+    known = importlib.metadata.metadata("cudafuture").get_all("Provides-Extra") or ()
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for package, extra in re.findall(r"""pip install [^\n`]*?["' ]([\w.]+)\[(\w+)\]""", page.read_text()):
             assert package == ".", f"{page.name}: {package}[{extra}] is on no index"

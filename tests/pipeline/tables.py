@@ -48,8 +48,9 @@ def random_costs(seed: int, stages: int) -> Costs:
         return tuple(rng.randrange(12) / 4 for _ in range(stages))
 
     split = rng.random() < 0.5
+    choices: list[float | tuple[float, ...]] = [draw(), 1.5]
     return Costs(
-        rng.choice([draw(), 1.5]), draw(), draw() if split else None, draw() if split else None, rng.randrange(4) / 4
+        rng.choice(choices), draw(), draw() if split else None, draw() if split else None, rng.randrange(4) / 4
     )
 
 
@@ -70,7 +71,7 @@ def torch_schedule(name: str, devices: int, stages_per_device: int, microbatches
         for i in range(stages_per_device)
     ]
     if name == "Runtime":
-        return schedules._PipelineScheduleRuntime(stages, microbatches)  # type: ignore[arg-type]
+        return schedules._PipelineScheduleRuntime(stages, microbatches)
     cls = schedules.get_schedule_class(name)
     return cls(stages[0] if issubclass(cls, schedules.PipelineScheduleSingle) else stages, microbatches)
 

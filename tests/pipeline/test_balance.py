@@ -74,7 +74,7 @@ class Takes(nn.Module):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module_of_balance.time, "perf_counter", clock)
+    monkeypatch.setattr(module_of_balance.time, "perf_counter", clock)  # type: ignore[attr-defined]
     return clock
 
 

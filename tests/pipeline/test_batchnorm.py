@@ -48,6 +48,8 @@ def test_a_micro_batch_is_normalised_as_by_the_plain_layer() -> None:
     assert y.grad is not None
     assert x.grad is not None
     assert torch.equal(y.grad, x.grad)
+    assert deferred.weight.grad is not None
+    assert plain.weight.grad is not None
     assert torch.equal(deferred.weight.grad, plain.weight.grad)
 
 
@@ -99,7 +101,7 @@ def test_half_precision_is_summed_in_single_precision() -> None:
 
 
 def test_a_converted_model_has_the_parameters_buffers_and_hooks_of_the_original() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5, eps=0.5)), nn.BatchNorm1d(5))
+    model: Any = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5, eps=0.5)), nn.BatchNorm1d(5))
     model[1][0].register_parameter("bias", None)  # as bias=False does, where torch has it
     state, parameters, calls = model.state_dict(), list(model.parameters()), []
     model[2].register_forward_hook(lambda *_: calls.append(1))
@@ -117,7 +119,7 @@ def test_a_converted_model_has_the_parameters_buffers_and_hooks_of_the_original(
 
 def test_a_layer_in_two_places_stays_one_layer() -> None:
     norm = nn.BatchNorm1d(5)
-    model = convert_deferred_batch_norm(nn.Sequential(norm, nn.Sequential(norm)), chunks=2)
+    model: Any = convert_deferred_batch_norm(nn.Sequential(norm, nn.Sequential(norm)), chunks=2)
     assert isinstance(model[0], DeferredBatchNorm)
     assert model[0] is model[1][0]
 

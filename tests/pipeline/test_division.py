@@ -92,7 +92,7 @@ def test_a_module_that_stashes_is_not_in_two_places() -> None:
 
 class Doubled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+        return 2 * super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def test_a_sequential_with_a_forward_of_its_own_is_refused_but_may_be_a_stage() -> None:

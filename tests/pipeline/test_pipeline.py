@@ -149,7 +149,7 @@ def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
             balance=[1] * stages,
             microbatches=microbatches,
             schedule=schedule,
-            checkpoint=("never", "except_last", "always")[seed % 3],  # type: ignore[arg-type]
+            checkpoint=("never", "except_last", "always")[seed % 3],
             loss=loss_of,
         )
         expect_plain(pipeline, model, [1] * stages, rows=microbatches + seed % 3, device="sim:0")
@@ -239,6 +239,7 @@ def test_calling_it_without_gradients_takes_any_nesting() -> None:
 
 def test_a_pipeline_stays_on_its_devices() -> None:
     pipeline = Pipeline([nn.Linear(1, 1)], microbatches=1)
+    move: Callable[[], object]
     for move in (lambda: pipeline.to("meta"), lambda: pipeline.to_empty(device="meta")):
         with pytest.raises(TypeError, match="lie on the devices"):
             move()
@@ -289,7 +290,7 @@ class Hooked(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
+        y: Tensor = self.linear(x)
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient * 2)
         return y.tanh()
@@ -303,8 +304,9 @@ class Tied(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: Tensor = Keeping.apply(self.linear(x))
-        return self.linear(kept.relu())
+        kept: Tensor = Keeping.apply(self.linear(x))  # type: ignore[no-untyped-call]
+        again: Tensor = self.linear(kept.relu())
+        return again
 
 
 class Keeping(torch.autograd.Function):
@@ -330,7 +332,7 @@ class Undefined(torch.autograd.Function):
 
 class Stop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        stopped: Tensor = Undefined.apply(x)
+        stopped: Tensor = Undefined.apply(x)  # type: ignore[no-untyped-call]
         return stopped
 
 
@@ -621,7 +623,7 @@ class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "forward" and (x == 7).any():
             raise BrokenError("broken forward")
-        broken: Tensor = BreakingBackward.apply(x, self.where)
+        broken: Tensor = BreakingBackward.apply(x, self.where)  # type: ignore[no-untyped-call]
         return broken
 
 
@@ -722,7 +724,7 @@ def test_no_cell_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             self.by = nn.Parameter(torch.zeros(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            weight: Tensor = Weight.apply(self.by)
+            weight: Tensor = Weight.apply(self.by)  # type: ignore[no-untyped-call]
             return x + weight
 
     failed = threading.Event()

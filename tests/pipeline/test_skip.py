@@ -84,7 +84,7 @@ def test_a_module_may_use_several_names_in_any_order() -> None:
 
 def test_namespaces_keep_pairs_of_the_same_name_apart() -> None:
     one, two = Namespace(), Namespace()
-    model = nn.Sequential(Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one))
+    model = nn.Sequential(Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one))  # type: ignore[operator]
     verify_skippables(model)
     assert model(torch.ones(1)).item() == 4 + 2 + 1
     assert copy.deepcopy(model)(torch.ones(1)).item() == 7
@@ -174,8 +174,8 @@ def test_all_mistakes_of_a_model_are_in_one_error() -> None:
 def test_a_layout_knows_where_each_skip_goes() -> None:
     ns = Namespace()
     partitions = [
-        nn.Sequential(Stash(), Stash().isolate(ns)),
-        nn.Sequential(nn.ReLU(), Pop().isolate(ns)),
+        nn.Sequential(Stash(), Stash().isolate(ns)),  # type: ignore[operator]
+        nn.Sequential(nn.ReLU(), Pop().isolate(ns)),  # type: ignore[operator]
         nn.Sequential(Pop()),
     ]
     layout = inspect_skip_layout(partitions)

@@ -206,7 +206,7 @@ def test_an_atomic_batch() -> None:
     assert x.tensor is x.tensor_or_tensors is x[0]
     assert [tensor.item() for tensor in x] == [42]
     assert len(x) == 1
-    assert x.call(lambda y: (y, y)).index == 7
+    assert x.call(lambda y: (y, y)).index == 7  # type: ignore[arg-type, return-value]
     assert repr(x) == "Batch[atomic=True](tensor([42]))"
     with pytest.raises(AttributeError, match="atomic"):
         _ = x.tensors
@@ -241,7 +241,7 @@ def test_assigning_to_a_batch_replaces_its_tensors() -> None:
     two[-2] = b
     assert two.tensors == (b, c)
     two[:] = (a,)
-    assert two.tensors == (a,)
+    assert two.tensors == (a,)  # type: ignore[comparison-overlap]
     with pytest.raises(IndexError):
         one[1] = a
     with pytest.raises(IndexError, match="2"):
@@ -286,8 +286,8 @@ def test_computes_run_in_the_worker_threads_and_results_follow_the_protocol() ->
     where: list[int] = []
     task = Task(CPUStream, compute=lambda: where.append(threading.get_ident()) or batch(5), finalize=None)  # type: ignore[func-returns-value]
     with spawn_workers([CPU]) as (in_queues, out_queues):
-        assert isinstance(in_queues[0], InQueue)
-        assert isinstance(out_queues[0], OutQueue)
+        assert isinstance(in_queues[0], InQueue)  # type: ignore[misc]
+        assert isinstance(out_queues[0], OutQueue)  # type: ignore[misc]
         in_queues[0].put(task)
         ok, payload = out_queues[0].get()
         assert ok is True
@@ -357,7 +357,7 @@ def test_a_failing_create_workers_raises_its_error_and_leaves_no_thread() -> Non
         yield CPU
         raise OSError("no such device")
 
-    with pytest.raises(OSError, match="no such device"), spawn_workers(devices()):  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no such device"), spawn_workers(devices()):
         pass
     with pytest.raises(OSError, match="no such device"):
         create_workers(devices())

@@ -86,7 +86,7 @@ class Blocker:
 
 
 def test_a_task_runs_in_the_thread_of_its_device() -> None:
-    devices = [CPU, FakeDevice("fake")]
+    devices: list[Any] = [CPU, FakeDevice("fake")]
     with Workers(devices, name="worker-of-test") as workers:
         assert workers.devices == tuple(devices)
         found = [workers.submit(device, threading.current_thread).wait() for device in (*devices, "cpu", "cpu:0")]
@@ -197,7 +197,7 @@ def test_a_task_keeps_nothing_alive_once_it_has_ended(workers: Workers) -> None:
 
     value = Value()
     kept = weakref.ref(value)
-    future = workers.submit(CPU, lambda value=value: value, timeout=100)
+    future = workers.submit(CPU, lambda value=value: value, timeout=100)  # type: ignore[misc]
     del value
     future.wait()
     workers.wait()
@@ -253,7 +253,7 @@ def test_without_a_stream_the_task_follows_the_work_on_the_current_stream_of_the
             with stream:
                 sim.sleep(ms=2)
                 x = torch.ones(8, device="sim")
-                future = workers.submit("sim", lambda x=x: (x + 1, torch.accelerator.current_stream()))
+                future = workers.submit("sim", lambda x=x: (x + 1, torch.accelerator.current_stream()))  # type: ignore[misc]
                 y, current = future.wait()
                 assert current == stream
                 assert y.sum().item() == 16
@@ -311,7 +311,7 @@ def test_lower_priorities_come_first_and_equal_ones_in_order(workers: Workers) -
     blocker = Blocker(workers)
     priorities = [0, 5, -1, 0, -3, 5, -1, 0, 2, -3]
     for i, priority in enumerate(priorities):
-        workers.submit(CPU, lambda entry=(priority, i): ran.append(entry), priority=priority)
+        workers.submit(CPU, lambda entry=(priority, i): ran.append(entry), priority=priority)  # type: ignore[misc]
     blocker.release()
     workers.wait()
     assert ran == sorted(ran)
@@ -437,7 +437,7 @@ def test_cancel_waiting_fails_the_tasks_with_the_given_error(workers: Workers) -
 
 def test_close_runs_the_waiting_tasks_joins_and_refuses_further_ones() -> None:
     workers = Workers([CPU, FakeDevice("fake")])
-    futures = [workers.submit(CPU, lambda i=i: i) for i in range(50)]
+    futures = [workers.submit(CPU, lambda i=i: i) for i in range(50)]  # type: ignore[misc]
     workers.close()
     assert [future.value() for future in futures] == list(range(50))
     assert not threads()
@@ -643,7 +643,7 @@ def test_a_task_may_submit_to_another_device_and_wait() -> None:
     with Workers([CPU, other], queue=1) as workers:
         blocker = Blocker(workers, other)
         workers.submit(other, int)  # full, yet a task may add to it
-        outer = workers.submit(CPU, lambda: [workers.submit(other, lambda i=i: i).wait() for i in range(3)])
+        outer = workers.submit(CPU, lambda: [workers.submit(other, lambda i=i: i).wait() for i in range(3)])  # type: ignore[misc]
         blocker.release()
         assert outer.wait() == [0, 1, 2]
 
@@ -750,7 +750,7 @@ def test_many_threads_submit_at_once() -> None:
         def program(offset: int) -> None:
             choose = random.Random(offset)
             futures = [
-                workers.submit(choose.choice(workers.devices), lambda i=i: i + offset, priority=choose.randint(-1, 1))
+                workers.submit(choose.choice(workers.devices), lambda i=i: i + offset, priority=choose.randint(-1, 1))  # type: ignore[misc]
                 for i in range(100)
             ]
             results.append([future.wait() - offset for future in futures])

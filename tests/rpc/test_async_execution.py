@@ -266,7 +266,7 @@ def test_many_threads_are_held_by_functions_that_wait_themselves(tmp_path: Path,
 def test_a_call_that_comes_before_this_worker_is_ready_waits_until_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, found = rpc_session.start, []
+    start, found = rpc_session.start, []  # type: ignore[attr-defined]
 
     def call() -> None:
         try:

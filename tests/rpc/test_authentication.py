@@ -95,7 +95,7 @@ def be_attacked(file: str, attack: Callable[[list[Any]], Any], *, closed: bool =
 
 
 def default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._get_default_store()
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def test_references_and_gradients_of_a_stranger_are_refused(world: World, tmp_pa
         with Stranger(addresses(known)) as stranger:
             assert "was refused" in stranger.remote(os.mkdir, str(folder / "remote"))
             assert "was refused" in stranger.remote(attacker.script_that_makes_a_file(), str(folder / "script"))
-            with dist_autograd.context():  # type: ignore[no-untyped-call]
+            with dist_autograd.context():
                 weight = torch.ones(2, requires_grad=True)
                 assert "was refused" in stranger.call(attacker.make_folder, str(folder / "autograd"), weight)
 
@@ -225,7 +225,7 @@ def test_without_a_secret_all_of_that_is_executed(world: World, tmp_path: Path) 
             assert stranger.call(attacker.script_that_makes_a_file(), str(folder / "script")) == ""
             assert stranger.builtin("aten::from_file", str(folder / "builtin"), True, 4) == ""
             stranger.remote(os.mkdir, str(folder / "remote"))
-            with dist_autograd.context():  # type: ignore[no-untyped-call]
+            with dist_autograd.context():
                 stranger.call(attacker.make_folder, str(folder / "autograd"), torch.ones(2, requires_grad=True))
 
     w0, w1, _ = world.run(be_attacked, str(tmp_path / "file"), attack)
@@ -322,9 +322,9 @@ def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: Worl
     def run() -> list[str]:
         rank, shared = dist.get_rank(), default_store()
         if rank == STRANGER:
-            store = dist.FileStore(str(file), -1)  # type: ignore[attr-defined]
-            poisoned = dist.PrefixStore("cudafuture_rpc/2/1/handshake", store)  # type: ignore[attr-defined]
-            rendezvous = dist.PrefixStore("cudafuture_rpc/2/rendezvous", store)  # type: ignore[attr-defined]
+            store = dist.FileStore(str(file), -1)
+            poisoned = dist.PrefixStore("cudafuture_rpc/2/1/handshake", store)
+            rendezvous = dist.PrefixStore("cudafuture_rpc/2/rendezvous", store)
             steps = ("hello", "proof", "ready", "shutdown")
             for place, garbage in zip([f"{s}/{r}" for r in (0, 1) for s in steps], poisons(), strict=False):
                 poisoned.set(place, garbage)

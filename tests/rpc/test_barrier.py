@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import rpc_ext
+from cudafuture import InvalidStateError
 from cudafuture.testing import World
 from rpc_ext import barrier
 from support.patience import PATIENCE
@@ -80,5 +80,5 @@ def test_a_worker_takes_part_in_its_own_barriers_only(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="worker 'me' is not a participant of a barrier of no workers"):
             barrier([])
         assert barrier(["me", 0]).wait(timeout=PATIENCE) is None
-    with pytest.raises(rpc_ext.session.InvalidStateError):
+    with pytest.raises(InvalidStateError):
         barrier()

@@ -125,7 +125,9 @@ def test_calls_travel_together(worker: rpc_ext.Session, gate: Gate, monkeypatch:
     sent: list[int] = []
     send = _batching._BatchMessage.send
     monkeypatch.setattr(
-        _batching._BatchMessage, "send", lambda self, *args: (sent.append(len(self.calls)), send(self, *args))
+        _batching._BatchMessage,
+        "send",
+        lambda self, *args: (sent.append(len(self.calls)), send(self, *args)),  # type: ignore[func-returns-value]
     )
     with batch(ME):
         futures = [rpc_async(ME, pending, (gate,))]
@@ -271,7 +273,7 @@ def sees_later(gate: Gate, value: Any) -> CUDAFuture[Any]:
     return CUDAFuture.completed(sees(gate, value))
 
 
-@torch_rpc.functions.async_execution
+@torch_rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def torch_sees_later(gate: Gate, value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(sees(gate, value))
@@ -331,7 +333,7 @@ class Decorated(Hidden):
 
 def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
     with batch(ME):
-        sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]  # type: ignore[arg-type]
+        sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]  # type: ignore[call-overload]
     assert [int(future.wait(timeout=PATIENCE)) for future in sums] == [1, 2, 3, 4]
 
 

@@ -281,7 +281,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
     with pytest.raises(TimeoutError, match="did not reply"):
-        _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())
+        _shutdown.leave(agent, Handshake(store, 0, 2, None, LONG), time.monotonic())  # type: ignore[arg-type]
     assert store.is_asked.wait(LONG)
     (thread,) = set(threading.enumerate()) - before
     store.may_answer.set()
@@ -329,7 +329,7 @@ def open_while_rpc_begins(rank: int, store: str) -> None:
             mine.extend([listener(), listener(loop)])
 
         with mock.patch.object(_engine, "set_agent", also_open), begin(0, 1, store) as session:
-            address = session.agent.store.get(f"addrs/{session.name}").decode()  # type: ignore[attr-defined]
+            address = session.agent.store.get(f"addrs/{session.name}").decode()
             assert not can_connect((_listeners.host(), int(address.rpartition(":")[2])))
             assert [can_connect(one.getsockname()) for one in mine] == [True, True]
     for one in mine:

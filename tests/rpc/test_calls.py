@@ -120,7 +120,7 @@ def test_a_torchscript_function_is_refused_and_torch_calls_it_in_the_same_sessio
     scripted = torch.jit.script(negative_is_refused)
     for call in (rpc_async, rpc_sync, rpc_ext.remote):
         with pytest.raises(TypeError, match=r"ScriptFunction 'negative_is_refused': use torch\.distributed\.rpc"):
-            call(ME, scripted, (ONES, 3))  # type: ignore[operator]
+            call(ME, scripted, (ONES, 3))
     with pytest.raises(TypeError, match="ScriptFunction"):
         rpc_ext.map_call([ME], scripted, [(ONES, 3)])
     assert torch.equal(torch_rpc.rpc_sync(ME, scripted, (ONES, 3)), ONES + 3)
@@ -194,7 +194,7 @@ def test_the_future_is_an_ordinary_one() -> None:
     assert (future.priority, future.name) == (-1, "add on me")
     with pytest.raises(InvalidStateError):
         future.set_result(1)
-    failed = rpc_async(ME, raises, (ValueError("expected"),))
+    failed: CUDAFuture[None] = rpc_async(ME, raises, (ValueError("expected"),))
     for _ in range(2):
         with pytest.raises(ValueError, match="expected"):
             failed.wait()
@@ -242,7 +242,7 @@ def test_a_callback_makes_calls_and_waits_for_them() -> None:
     "test_callback_with_error", "test_callback_wrong_arg_num", "test_callback_wrong_arg_type", "test_callback_none"
 )
 def test_what_goes_wrong_in_a_callback_is_its_own() -> None:
-    future = rpc_async(ME, raises, (ValueError("expected"),))
+    future: CUDAFuture[None] = rpc_async(ME, raises, (ValueError("expected"),))
 
     def look(f: CUDAFuture[Any]) -> None:
         with pytest.raises(ValueError, match="expected"):

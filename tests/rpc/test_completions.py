@@ -32,7 +32,7 @@ def test_what_is_due_and_raises_does_not_end_the_timer_thread(caplog: pytest.Log
     with timer._changed:  # both are due in one round, the one that raises first
         timer._due = {bad: 0.0, good: 0.0}
         timer._heap = [(0.0, -2, bad), (0.0, -1, good)]
-    timer.schedule(Due(look=lambda _: None), 0.0)  # type: ignore[arg-type]
+    timer.schedule(Due(look=lambda _: None), 0.0)
     looked.wait(timeout=PATIENCE)
     timer.end()
     assert "while it was looked at" in caplog.text

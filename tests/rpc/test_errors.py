@@ -141,11 +141,11 @@ def test_an_error_has_its_own_type_and_message(index: int) -> None:
     assert type(error) is type(KINDS[index][0]())
     assert KINDS[index][1] in str(error)
     assert len(str(error)) <= len(str(KINDS[index][0]()))
-    (note,) = (note for note in error.__notes__ if note.startswith("raised on worker 'me':\nTraceback (most recent"))
+    (note,) = (note for note in error.__notes__ if note.startswith("raised on worker 'me':\nTraceback (most recent"))  # type: ignore[attr-defined]
     assert "raise_kind" in note
     if type(error) not in (Slotted, AboutAWorker):
-        assert error.worker == ME
-        assert "raise_kind" in error.remote_traceback
+        assert error.worker == ME  # type: ignore[attr-defined]
+        assert "raise_kind" in error.remote_traceback  # type: ignore[attr-defined]
 
 
 def test_what_an_error_says_of_itself_is_kept() -> None:
@@ -171,7 +171,7 @@ def test_the_librarys_own_errors_keep_their_attributes(error: type[StorageError]
 def test_an_error_whose_text_cannot_be_had_arrives_all_the_same() -> None:
     error = error_of(raise_without_text)
     assert type(error) is WithoutText
-    assert "raise_without_text" in error.remote_traceback
+    assert "raise_without_text" in error.remote_traceback  # type: ignore[attr-defined]
 
 
 def raise_without_text() -> NoReturn:
@@ -220,9 +220,9 @@ def test_what_would_end_the_caller_does_not(error: type[BaseException]) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs exception groups")
 def test_groups_of_errors_arrive() -> None:
-    got = error_of(raises, ExceptionGroup("two", [ValueError(1), KeyError("k")]))  # noqa: F821
+    got = error_of(raises, ExceptionGroup("two", [ValueError(1), KeyError("k")]))  # type: ignore[name-defined]  # noqa: F821
     assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
-    got = error_of(raises, BaseExceptionGroup("base", [KeyboardInterrupt()]))  # noqa: F821
+    got = error_of(raises, BaseExceptionGroup("base", [KeyboardInterrupt()]))  # type: ignore[name-defined]  # noqa: F821
     assert type(got) is RemoteError
 
 
@@ -309,7 +309,7 @@ def test_arguments_that_cannot_be_pickled_are_the_callers_error_at_once(call: An
 def test_arguments_that_cannot_be_unpickled_fail_the_call() -> None:
     error = error_of(same, Bomb(AttributeError("no such function here")))
     assert type(error) is AttributeError
-    assert error.worker == ME
+    assert error.worker == ME  # type: ignore[attr-defined]
     assert error_of(same, Bomb(SystemExit(3))).type_name == "builtins.SystemExit"
     with pytest.raises(AttributeError, match="no such function"):
         rpc_ext.remote(ME, same, (Bomb(AttributeError("no such function here")),)).to_here()
@@ -360,7 +360,7 @@ def test_a_future_that_is_dropped_on_the_callee_fails_the_call_which_counts_as_s
 
 
 def test_each_waiting_gets_the_error_and_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    future = rpc_async(ME, raises, (ValueError("expected"),))
+    future: CUDAFuture[None] = rpc_async(ME, raises, (ValueError("expected"),))
     for _ in range(3):
         with pytest.raises(ValueError, match="expected"):
             future.wait(timeout=PATIENCE)

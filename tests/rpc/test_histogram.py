@@ -58,7 +58,7 @@ def test_none_is_not_a_number() -> None:
 
 @pytest.mark.parametrize("ns", [-5, 0, 1, 7])
 def test_what_is_shorter_than_the_first_bucket_is_in_it(ns: int) -> None:
-    assert histogram_of([ns]).buckets() == [(pytest.approx(9e-9), 1)]
+    assert histogram_of([ns]).buckets() == [(pytest.approx(9e-9), 1)]  # type: ignore[comparison-overlap]
 
 
 def test_of_a_hundred_the_p99_is_the_last_but_one() -> None:

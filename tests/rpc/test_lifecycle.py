@@ -207,7 +207,7 @@ def shut_down_at_once(rank: int, store: str) -> list[str]:
         futures += [future.then_async(lambda f: f) for future in futures]
         with rpc_ext.batch("callee"):
             futures.append(rpc_async("callee", hold))
-            threading.Thread(target=lambda: (wait_for(lambda: session.is_ending), release.set())).start()
+            threading.Thread(target=lambda: (wait_for(lambda: session.is_ending), release.set())).start()  # type: ignore[func-returns-value]
             rpc_ext.shutdown(graceful=False)
         errors = [repr(future.exception(timeout=LONG)) for future in futures]
         blocked.exception(timeout=LONG)  # it may have been answered: its gate is open
@@ -236,7 +236,7 @@ def leave_a_function_behind(rank: int, store: str) -> bool:
     rpc_ext.shutdown(timeout=LONG)
     release.set()
     begin(rank, 2, store + "again")
-    answered = rpc_sync(1 - rank, same, (True,))
+    answered: bool = rpc_sync(1 - rank, same, (True,))
     rpc_ext.shutdown(timeout=LONG)
     return answered
 
@@ -352,7 +352,7 @@ def call_beside_collectives(rank: int, store: str) -> None:
         for i in range(20):
             reduced = cfd.all_reduce(torch.full((1000,), float(rank)))
             answer = rpc_async(1 - rank, same, (torch.full((1000,), float(i)),))
-            both = answer.then_async(lambda f, reduced=reduced: reduced.then(lambda r: r.value() + f.value()))
+            both = answer.then_async(lambda f, reduced=reduced: reduced.then(lambda r: r.value() + f.value()))  # type: ignore[misc]
             assert both.wait(timeout=LONG).tolist() == [i + 1.0] * 1000
     assert cfd.all_reduce(torch.ones(1)).wait(timeout=LONG).item() == 2
 

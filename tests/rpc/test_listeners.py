@@ -8,6 +8,7 @@ import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,7 +32,7 @@ def listener(family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)) -
         yield one
 
 
-def can_connect(to: socket.socket, address: object = None) -> bool:
+def can_connect(to: socket.socket, address: Any = None) -> bool:
     with socket.socket(to.family) as one:
         try:
             one.connect(address or to.getsockname())

@@ -19,12 +19,12 @@ LONG = "0123456789abcdef"
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "secret"
-    monkeypatch.setattr(_options, "config", dataclasses.replace(_options.config, rpc_secret_file=str(file)))
+    monkeypatch.setattr(_options, "config", dataclasses.replace(_options.config, rpc_secret_file=str(file)))  # type: ignore[attr-defined]
     return file
 
 
 def test_there_is_none_by_default() -> None:
-    assert _options.config.rpc_secret_file is None
+    assert _options.config.rpc_secret_file is None  # type: ignore[attr-defined]
     assert read_secret(None) is None
 
 

@@ -70,7 +70,8 @@ def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_
         assert begin(str(tmp_path / "file"), [SECRET, ANOTHER])[0] == "AuthenticationError"
         dist.barrier()
         with working(f"w{rank}", rank, 2, tmp_path / "file", secret=SECRET):
-            return rpc_sync(1 - rank, add, (rank, 1))
+            total: int = rpc_sync(1 - rank, add, (rank, 1))
+            return total
 
     assert world.run(run) == [1, 2]
 
@@ -88,15 +89,15 @@ def test_addresses_in_the_store_lead_no_message_astray(world: World, tmp_path: P
         rank, found = dist.get_rank(), []
         relay = socket.create_server(("127.0.0.1", 0))
         address = f"uv://127.0.0.1:{relay.getsockname()[1]}"
-        store = dist.FileStore(str(file), -1) if rank == 2 else None  # type: ignore[attr-defined]
+        store = dist.FileStore(str(file), -1) if rank == 2 else None
         for i in range(times):
             if store is not None:
                 for number in range(i + 1, i + 4):
-                    lies = dist.PrefixStore(f"cudafuture_rpc/2/{number}/agent", store)  # type: ignore[attr-defined]
+                    lies = dist.PrefixStore(f"cudafuture_rpc/2/{number}/agent", store)
                     for worker in range(2):
                         lies.set(f"names/{worker}", f"w{1 - worker}")
                         lies.set(f"addrs/w{worker}", address)
-                    shown = dist.PrefixStore(f"cudafuture_rpc/2/{number}/handshake", store)  # type: ignore[attr-defined]
+                    shown = dist.PrefixStore(f"cudafuture_rpc/2/{number}/handshake", store)
                     for worker in range(2):
                         shown.set(f"address/{worker}", f"unsigned {json.dumps({'value': address})}")
             dist.barrier()
@@ -137,7 +138,7 @@ class FromNowhere:
 
 def backward() -> None:
     """Let gradients flow through a call."""
-    with dist_autograd.context() as context:  # type: ignore[no-untyped-call]
+    with dist_autograd.context() as context:
         weight = torch.full((2, 2), 3.0, requires_grad=True)
         product = rpc.rpc_sync("w1", torch.mul, (weight, weight))
         dist_autograd.backward(context, [product.sum()])

@@ -28,7 +28,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file}", num_worker_threads=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # init_rpc uses what torch calls deprecated
-        rpc.init_rpc(ME, rank=0, world_size=1, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        rpc.init_rpc(ME, rank=0, world_size=1, rpc_backend_options=options)
     yield
     rpc.shutdown()
 
@@ -58,7 +58,7 @@ def raise_key_error() -> None:
 
 def async_execution(function: F) -> F:
     """Decorate with torch's decorator, which has no types."""
-    decorated: F = rpc.functions.async_execution(function)  # type: ignore[no-untyped-call]
+    decorated: F = rpc.functions.async_execution(function)
     return decorated
 
 

@@ -134,7 +134,7 @@ def test_views_and_strange_shapes_arrive(tensor: torch.Tensor) -> None:
 
 
 def coo() -> torch.Tensor:
-    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3), check_invariants=True)
+    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3), check_invariants=True)  # type: ignore[arg-type]
 
 
 @answers(

@@ -63,7 +63,7 @@ def moved(value: Any, device: str) -> Any:
             return leaf
         if leaf.layout != torch.strided:
             return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
-        whole = torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage())  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage())
         whole = whole.clone() if device == "cpu" else whole.to(device)
         part = whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
         part = part.conj() if leaf.is_conj() else part

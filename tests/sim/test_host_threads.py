@@ -104,7 +104,7 @@ def test_a_thread_that_waits_for_a_future_joins_the_time_of_its_completion(
 def test_a_thread_that_is_blocked_in_wait_joins_too() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     times: list[float] = []
-    thread = threading.Thread(target=lambda: (future.wait(), times.append(now())))
+    thread = threading.Thread(target=lambda: (future.wait(), times.append(now())))  # type: ignore[func-returns-value]
     thread.start()
     sim.spend(ms=4)
     future.set_result(None)
@@ -196,7 +196,9 @@ def test_a_worker_that_is_ahead_begins_later(worker: ThreadPoolExecutor) -> None
 
 @pytest.mark.parametrize("kind", ["callback_thread", "serial", "pool"])
 def test_a_callback_runs_no_earlier_than_its_parent_and_its_attachment(kind: str, worker: ThreadPoolExecutor) -> None:
-    executor = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}[kind]
+    ways: dict[str, Any]
+    ways = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}
+    executor = ways[kind]
     parent: CUDAFuture[None] = CUDAFuture()
     ran_at = parent.then(lambda done: now(), executor=executor)
     complete_at(3, parent)
@@ -267,7 +269,7 @@ def test_autograds_threads_use_the_clock_of_the_thread_that_called_backward() ->
         leaf = torch.ones(2, device="sim", requires_grad=True)
         leaf.register_hook(lambda gradient: sim.spend(ms=2))
         sim.spend(ms=1)
-        (3 * leaf).sum().backward()  # type: ignore[no-untyped-call]
+        (3 * leaf).sum().backward()
         return now()
 
     assert in_thread(train) == pytest.approx(3)
@@ -280,7 +282,7 @@ def test_backward_enqueues_its_work_no_earlier_than_it_was_called() -> None:
     loss = (3 * leaf).sum()
     sim.spend(ms=5)
     leaf.register_hook(lambda gradient: sim.sleep(ms=1))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     sim.synchronize()
     assert now() == pytest.approx(6)
 

@@ -28,6 +28,7 @@ EXCEPTIONS = {
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_operators_and_their_gradients_agree_with_the_cpu(shard: int, schedule: str) -> None:
     samples = [] if SOAK else ["--samples=3"]
+    command: list[str | Path]
     command = [sys.executable, SWEEP, f"--shard={shard}", f"--shards={SHARDS}", f"--schedule={schedule}", *samples]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"stopped in {result.stderr[-2000:]}"

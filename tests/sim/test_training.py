@@ -25,7 +25,8 @@ class Model(nn.Module):
         x = torch.relu(self.norm(self.convolution(images))).mean(dim=1)
         x = x + self.embedding(words)
         x = self.layer_norm(x + self.attention(x, x, x, need_weights=False)[0])
-        return self.out(x.mean(dim=1))
+        out: torch.Tensor = self.out(x.mean(dim=1))
+        return out
 
 
 def losses(device: str, optimizer: type[torch.optim.Optimizer], steps: int = 5) -> list[float]:

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +71,9 @@ def test_a_checkpoint_with_a_header(backend: str | None, raw: bool, path: Path) 
 
 
 def test_it_serves_as_a_file(path: Path) -> None:
-    state = {"weights": torch.randn(1000, 100), "step": 7}
+    state: dict[str, Any] = {"weights": torch.randn(1000, 100), "step": 7}
     with AsyncFileWriter(path) as writer:
-        torch.save(state, writer)
+        torch.save(state, writer)  # type: ignore[arg-type]
     loaded = torch.load(path)
     assert loaded["step"] == 7
     assert torch.equal(loaded["weights"], state["weights"])
@@ -260,7 +261,7 @@ def test_errors_come_out_when_it_is_synchronized(path: Path, caplog: pytest.LogC
         writer.synchronize()
     assert caught.value.errno == errno.ENOSPC
     if hasattr(caught.value, "add_note"):
-        assert "2 more failed" in caught.value.__notes__[-1]
+        assert "2 more failed" in caught.value.__notes__[-1]  # type: ignore[attr-defined]
     assert isinstance(future.exception(), StorageError)
     writer.synchronize()
     writer.write(b"bytes")

@@ -174,7 +174,7 @@ def test_a_pool_that_cannot_be_is_refused(make: Callable[[], BufferPool]) -> Non
 
 def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
     pool = BufferPool(64 * PAGE, pin=False)
-    wrong: list[int] = []
+    wrong: list[float] = []
 
     def work(seed: int) -> None:
         numbers = random.Random(seed)

@@ -162,6 +162,7 @@ def test_what_has_another_is_not(store: Offloader, size: int) -> None:
         written = store.writev({key: numbered(size, 1)}, digests={key: digest(tensor) ^ (not size)})
         with pytest.raises(ChecksumError, match=f"'{key}'.*digest"):
             written.wait(timeout=PATIENCE)
+        assert written.released is not None
         assert written.released.done()
     assert store.keys() == ["old"]
     assert torch.equal(get(store, "old"), tensor)

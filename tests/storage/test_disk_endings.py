@@ -66,7 +66,7 @@ def test_an_error_comes_out_of_the_future_and_of_who_synchronizes(
             offloader.sync_write_events()
         assert caught.value is error
         if hasattr(error, "add_note"):
-            assert "2 more failed:\n  StorageError: " in error.__notes__[-1]
+            assert "2 more failed:\n  StorageError: " in error.__notes__[-1]  # type: ignore[attr-defined]
         offloader.synchronize()
         offloader.async_write(tensors[0])
         with pytest.raises(StorageError):

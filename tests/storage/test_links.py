@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, InvalidStateError, NotFoundError, StorageError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
@@ -123,7 +125,7 @@ def test_the_last_of_writes_links_and_deletions_in_flight_wins(engine: Engine, d
     with Offloader(tmp_path, engine=engine, durable=durable) as store:
         store.write("old", contents(100, 1)).wait(timeout=PATIENCE)
         for number in range(50):
-            calls = [
+            calls: list[CUDAFuture[Any]] = [
                 store.write("key", contents(200_000, number)),
                 store.link({"key": "old"}),
                 store.delete("key") if number % 3 == 1 else store.link({"key": "old"}),

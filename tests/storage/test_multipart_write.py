@@ -7,6 +7,7 @@ import gc
 import random
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_commit_stores_the_tensor_of_all_parts(store: Offloader, size: int) -> N
     parts = put_all(write, tensor)
     assert write.commit(digest=digest(tensor)).wait(timeout=PATIENCE) == size
     assert [part.wait(timeout=PATIENCE) for part in parts] == [end - at for at, end in cut(size)]
-    assert all(part.released.done() for part in parts)
+    assert all(part.released is not None and part.released.done() for part in parts)
     expect(store, {"x": tensor})
 
 
@@ -289,6 +290,7 @@ def test_a_part_with_another_digest_fails_the_write(store: Offloader, when: str)
         with pytest.raises(ChecksumError, match=r"'x'.*digest"):
             failed.wait(timeout=PATIENCE)
     assert good.wait(timeout=PATIENCE) == LEAF
+    assert wrong.released is not None
     assert wrong.released.done()
     expect(store, {"x": contents(5)})
     assert store.statistics().checksum_errors == 0
@@ -342,6 +344,7 @@ def test_a_closed_engine_fails_the_part(tmp_path: Path) -> None:
     engine.close()
     part = write.put(0, contents(10))
     assert isinstance(part.exception(timeout=PATIENCE), InvalidStateError)
+    assert part.released is not None
     assert part.released.done()
     assert isinstance(write.commit().exception(timeout=PATIENCE), InvalidStateError)
     assert used(store) == 0
@@ -361,6 +364,7 @@ def test_an_ended_write_takes_no_calls(store: Offloader, how: str) -> None:
         write.abort()
     else:
         store.close()
+    call: Callable[[], object]
     for call in (lambda: write.put(0, contents(LEAF)), write.commit):
         with pytest.raises(InvalidStateError, match=r"committed|aborted|closed"):
             call()

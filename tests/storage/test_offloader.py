@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cudafuture import gather, wait
+from cudafuture import CUDAFuture, gather, wait
 from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
@@ -87,8 +88,9 @@ def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) 
         deleted = [store.delete("a"), store.delete("b")]
         missing = store.delete("b")
         engine._native.release_held()
-        wait([*written, *deleted], timeout=PATIENCE)
-        assert [f.exception() for f in (*written, *deleted)] == [None] * 4
+        calls: list[CUDAFuture[Any]] = [*written, *deleted]
+        wait(calls, timeout=PATIENCE)
+        assert [f.exception() for f in calls] == [None] * 4
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
         assert store.keys() == []
         assert store.statistics().used == 0

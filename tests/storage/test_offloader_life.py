@@ -30,7 +30,7 @@ def plain(engine: Engine, tmp_path: Path) -> Iterator[Offloader]:
 def test_arguments(engine: Engine, tmp_path: Path) -> None:
     for wrong in ({"direct": "maybe"}, {"capacity": 0}, {"capacity": -1}):
         with pytest.raises(ValueError, match=r"is not at least|is not valid"):
-            Offloader(tmp_path, engine=engine, **wrong)  # type: ignore[arg-type]
+            Offloader(tmp_path, engine=engine, **wrong)
     for block_size in (4096, 1 << 17, (1 << 18) + 4096):
         with Engine("threads", block_size=block_size) as other, pytest.raises(ValueError, match="blocks"):
             Offloader(tmp_path, engine=other)
@@ -112,7 +112,8 @@ def test_closing_waits_for_what_was_asked_for_and_refuses_the_rest(tmp_path: Pat
         assert not flushed.done()
         engine._native.release_held()
         closing.join(PATIENCE)
-        assert all(f.done() for f in (*futures, flushed))
+        assert all(f.done() for f in futures)
+        assert flushed.done()
         gather(*futures).wait(timeout=0)
         for call in (lambda: store.write("late", numbered(1)), lambda: store.delete("0"), store.flush):
             with pytest.raises(InvalidStateError, match="the store is closed"):
@@ -154,7 +155,7 @@ def test_a_callback_of_a_read_may_write_with_the_queue_full(tmp_path: Path) -> N
         def double(done: CUDAFuture[torch.Tensor], key: str) -> CUDAFuture[int]:
             return store.write(key, done.value().mul_(2))
 
-        doubled = [store.read(key).then_async(lambda done, key=key: double(done, key)) for key in tensors]
+        doubled = [store.read(key).then_async(lambda done, key=key: double(done, key)) for key in tensors]  # type: ignore[misc]
         gather(*doubled).wait(timeout=PATIENCE)
         assert all(torch.equal(get(store, key), tensor * 2) for key, tensor in tensors.items())
 

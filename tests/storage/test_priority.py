@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from cudafuture.store import Offloader
 from support.patience import PATIENCE
 
 BLOCK = 4096
+Backend = Literal["io_uring", "threads"]
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
-def held(backend: str, block_size: int = BLOCK) -> Engine:
+def held(backend: Backend, block_size: int = BLOCK) -> Engine:
     """Return an engine with one block, whose first result is held until ``release_held``."""
     try:
         return Engine(backend, queue_depth=1, block_size=block_size, threads=1, _faults={"held": True})
@@ -49,7 +50,7 @@ def occupied(engine: Engine, file: File, order: list[str]) -> CUDAFuture[Any]:
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("size", [1, 10], ids=["one block", "many blocks"])
-def test_an_urgent_read_overtakes_queued_writes(backend: str, size: int, tmp_path: Path) -> None:
+def test_an_urgent_read_overtakes_queued_writes(backend: Backend, size: int, tmp_path: Path) -> None:
     order: list[str] = []
     with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
@@ -65,7 +66,7 @@ def test_an_urgent_read_overtakes_queued_writes(backend: str, size: int, tmp_pat
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("size", [1, 3], ids=["one block", "many blocks"])
-def test_one_block_of_eight_is_not_urgent(backend: str, size: int, tmp_path: Path) -> None:
+def test_one_block_of_eight_is_not_urgent(backend: Backend, size: int, tmp_path: Path) -> None:
     order: list[str] = []
     with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
@@ -80,7 +81,7 @@ def test_one_block_of_eight_is_not_urgent(backend: str, size: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_an_urgent_read_of_a_store_overtakes_small_reads_and_writes(backend: str, tmp_path: Path) -> None:
+def test_an_urgent_read_of_a_store_overtakes_small_reads_and_writes(backend: Backend, tmp_path: Path) -> None:
     order: list[str] = []
     with Engine(backend) as engine, Offloader(tmp_path, engine=engine, durable=True) as store:
         store.writev({f"{i}": torch.full((1000,), float(i)) for i in range(200)}).wait(timeout=PATIENCE)

@@ -286,7 +286,7 @@ def test_keys_of_a_journal_that_was_cut_off_are_uncertain(engine: Engine, tmp_pa
         with (tmp_path / "journal").open("r+b") as journal:
             journal.truncate(size)
         with Offloader.salvage(tmp_path, engine=engine) as store:
-            assert (store.keys(), store.uncertain) == (["a", "b"], {"a", "b"})
+            assert (store.keys(), store.uncertain) == (["a", "b"], {"a", "b"})  # type: ignore[comparison-overlap]
             assert store.damage
 
 
@@ -318,5 +318,5 @@ def test_salvage_calls_tensors_without_checksums_uncertain(engine: Engine, tmp_p
     with Offloader(tmp_path, engine=engine, durable=True, checksum=False) as store:
         store.writev({"a": contents(1000), "empty": torch.zeros(0)}).wait(timeout=PATIENCE)
     with Offloader.salvage(tmp_path, engine=engine) as store:
-        assert (store.uncertain, store.lost, store.damage) == ({"a"}, {}, [])
+        assert (store.uncertain, store.lost, store.damage) == ({"a"}, {}, [])  # type: ignore[comparison-overlap]
         expect(store, {"a": contents(1000), "empty": torch.zeros(0)})

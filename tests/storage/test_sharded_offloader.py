@@ -104,6 +104,11 @@ class Far:
         self.store.close()
 
 
+def sharded(shards: Any) -> ShardedOffloader:
+    """Make a store of shards some of which have no more of a store than is called here."""
+    return ShardedOffloader(shards)
+
+
 @pytest.fixture
 def far(tmp_path: Path) -> Far:
     return Far(tmp_path / "far")
@@ -122,7 +127,7 @@ def near(tmp_path: Path) -> Offloader:
 @pytest.fixture
 def store(near: Offloader, far: Far, other: Far) -> Iterator[ShardedOffloader]:
     """Give a store of one shard here and two elsewhere."""
-    with ShardedOffloader({"near": near, "far": far, "other": other}) as store:
+    with sharded({"near": near, "far": far, "other": other}) as store:
         yield store
 
 
@@ -211,10 +216,10 @@ def test_weights_that_are_none_are_refused(disks: dict[str, Offloader], weights:
 
 
 def test_shards_are_called_what_they_are(near: Offloader, far: Far, tmp_path: Path) -> None:
-    store = ShardedOffloader([near, far])
+    store = sharded([near, far])
     assert dict(store.shards) == {str(tmp_path / "near"): near, "far": far}
     assert list(store.shards) == sorted(store.shards)
-    assert dict(ShardedOffloader({"a": far, "b": near}).shards) == {"a": far, "b": near}
+    assert dict(sharded({"a": far, "b": near}).shards) == {"a": far, "b": near}
     store.close()
 
 
@@ -224,9 +229,9 @@ def test_shards_that_cannot_be_told_apart_are_refused(near: Offloader, far: Far,
             ShardedOffloader([near, other])
         assert ShardedOffloader({"one": near, "two": other}).shards.keys() == {"one", "two"}
     with pytest.raises(ValueError, match="is used for several"):
-        ShardedOffloader({"one": far, "two": far})
+        sharded({"one": far, "two": far})
     with pytest.raises(ValueError, match="give a mapping"):
-        ShardedOffloader([ShardedOffloader([near, far])])
+        sharded([sharded([near, far])])
     with pytest.raises(TypeError, match="a shard's name is a str, not 1"):
         ShardedOffloader({1: far})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="at least one"):
@@ -347,7 +352,7 @@ def test_a_call_ends_when_every_shard_is_done_with_the_tensors(store: ShardedOff
 
 def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
     engine, near = held(tmp_path / "held")
-    with engine, ShardedOffloader({"near": near, "far": far}) as store:
+    with engine, sharded({"near": near, "far": far}) as store:
         (key, *_) = of(store, "near")
         write = store.write(key, numbered(3))
         flush = store.flush()
@@ -366,7 +371,7 @@ def test_a_callback_on_the_callback_thread_may_wait_for_other_calls(store: Shard
 
 
 def test_a_store_can_be_a_shard(near: Offloader, far: Far, other: Far) -> None:
-    with ShardedOffloader({"one": ShardedOffloader([near, far]), "two": other}) as store:
+    with sharded({"one": sharded([near, far]), "two": other}) as store:
         fill(store)
         assert all(map(torch.equal, store.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
         assert min(len(near), len(far.keys()), len(other.keys())) > 0
@@ -381,9 +386,9 @@ def test_a_store_is_durable_when_all_shards_are(tmp_path: Path, near: Offloader)
 
 
 def test_what_lies_where_it_does_not_belong_is_not_seen(near: Offloader, far: Far, other: Far) -> None:
-    with ShardedOffloader({"near": near, "far": far}) as store:
+    with sharded({"near": near, "far": far}) as store:
         fill(store)
-        more = ShardedOffloader({"near": near, "far": far, "other": other})
+        more = sharded({"near": near, "far": far, "other": other})
         stayed = [key for key in TENSORS if more.where(key) == store.where(key)]
         assert 0 < len(stayed) < 60
         assert sorted(more.keys()) == sorted(stayed)

@@ -64,7 +64,8 @@ def our_call(path: str, *, caller: int = 1) -> bytes:
 
 def torchs_call(path: str) -> bytes:
     """Return the payload of torch's Python call that makes a folder: first whether a future comes of it."""
-    return b"\0" + _internal.serialize(_internal.PythonUDF(os.mkdir, (path,), {}))[0]
+    serialized: bytes = _internal.serialize(_internal.PythonUDF(os.mkdir, (path,), {}))[0]
+    return b"\0" + serialized
 
 
 def make_folder(path: str, tensor: torch.Tensor) -> torch.Tensor:

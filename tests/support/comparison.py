@@ -43,10 +43,11 @@ class Place:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.at_root = self.rank == root
-        self._root = (root, dist.get_global_rank(group or dist.group.WORLD, root)) if self.rank >= 0 else (0, 0)
+        whole: Any = group or dist.group.WORLD
+        self._root = (root, dist.get_global_rank(whole, root)) if self.rank >= 0 else (0, 0)
         self._by_global_rank = by_global_rank
 
-    def root(self, name: str) -> dict[str, int]:
+    def root(self, name: str) -> dict[str, Any]:
         local, of_all = self._root
         return {name: of_all} if self._by_global_rank else {f"group_{name}": local}
 

@@ -52,7 +52,7 @@ def doubled_there(value: float) -> Tensor:
 @rpc_ext.async_execution
 def doubled_there_later(value: float) -> CUDAFuture[Tensor]:
     """Return a future of a tensor of the callee, on which its GPU is still at work."""
-    return doubled_later(slow(value))  # type: ignore[no-any-return]
+    return doubled_later(slow(value))
 
 
 def where(x: Tensor) -> str:
@@ -97,7 +97,7 @@ def futures_there(to: str) -> None:
 def callbacks(to: str) -> None:
     first = rpc_async(to, doubled, (slow(1.0),))
     second = first.then_async(lambda done: rpc_async(to, doubled, (done.value() + 1,)))
-    both = gather(first, second).then(lambda done: sum(done.value()))
+    both: CUDAFuture[Any] = gather(first, second).then(lambda done: sum(done.value()))
     assert only(both.wait(timeout=LONG)) == 8.0
 
 

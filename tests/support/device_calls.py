@@ -107,13 +107,14 @@ def doubled_there(value: float, index: int = 0) -> Tensor:
 @rpc_ext.async_execution
 def doubled_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
     """Return a future of a tensor of the callee, on which its device is still at work."""
-    return doubled_later(filled(value, index))  # type: ignore[no-any-return]
+    return doubled_later(filled(value, index))
 
 
 @rpc_ext.async_execution
 def doubled_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
     """Return a future that is done when a thread of the host has come to it."""
-    return gather(CUDAFuture.completed(x), submit(int, 2)).then(lambda both: both.value()[0] * both.value()[1])
+    both: CUDAFuture[list[Any]] = gather(CUDAFuture.completed(x), submit(int, 2))
+    return both.then(lambda both: both.value()[0] * both.value()[1])
 
 
 @rpc_ext.async_execution
@@ -367,7 +368,7 @@ def callbacks(to: str) -> None:
     third = second.then(lambda done: done.value() + 1)
     waiting = first.then(lambda done: rpc_sync(to, doubled, (done.value(),)))  # holds the callback thread
     assert only(waiting.wait(timeout=LONG)) == 4.0
-    both = gather(first, third).then(lambda done: sum(done.value()))
+    both: CUDAFuture[Any] = gather(first, third).then(lambda done: sum(done.value()))
     assert only(both.wait(timeout=LONG)) == 9.0
 
 

@@ -35,7 +35,7 @@ class Node:
 
     state: State = "pending"
     outcome: Any = None
-    consumers: list[Callable[[], None]] = field(default_factory=list)
+    consumers: list[Callable[[], object]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)  # what it keeps alive, and leaves orphaned, while it is pending
 
     @property
@@ -61,7 +61,7 @@ class Model:
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self._draining = False
 
     def finish(self, node: Node, state: State, outcome: Any = None) -> bool:
@@ -90,7 +90,7 @@ class Model:
             self._queue.popleft()()
         self._draining = False
 
-    def _attach(self, node: Node, consumer: Callable[[], None], child: Node | None = None) -> None:
+    def _attach(self, node: Node, consumer: Callable[[], object], child: Node | None = None) -> None:
         if node.done:
             self._queue.append(consumer)
             self._drain()

@@ -143,7 +143,7 @@ def then_async_and_dropped() -> None:
 
 def gathered() -> None:
     parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture.completed(probe), CUDAFuture()]
-    wholes = [gather(*parts), collect_all(parts), collect_any(parts)]
+    wholes: list[CUDAFuture[Any]] = [gather(*parts), collect_all(parts), collect_any(parts)]
     child = wholes[0].then(lambda f: f.value()[0])
     parts[0].set_result(probe)
     parts[2].set_result(probe)
@@ -264,7 +264,7 @@ def from_torch_done() -> None:
 def from_torch_failed() -> None:
     source = torch.futures.Future[Probe]()
     future = CUDAFuture.from_torch(source)
-    source.set_exception(error())
+    source.set_exception(error())  # type: ignore[arg-type]
     assert future.exception() is not None
 
 
@@ -275,7 +275,7 @@ def from_torch_dropped() -> None:
 
 def collective() -> None:
     """Completed by a thread of Gloo's, which knows nothing of Python."""
-    work = group().allreduce([torch.ones(1, device="cpu")], dist.AllreduceOptions())
+    work = group().allreduce([torch.ones(1, device="cpu")], dist.AllreduceOptions())  # type: ignore[attr-defined]
     assert CUDAFuture.from_torch(work).then(probe).wait() is probe
 
 
@@ -331,7 +331,7 @@ def submitted() -> None:
 def completed_by_another_thread() -> None:
     futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
     children = [f.then(probe) for f in futures]
-    thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])
+    thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])  # type: ignore[func-returns-value]
     thread.start()
     assert wait_all(children) == [probe] * 100
     thread.join()

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,12 +57,12 @@ def run_ranks(
             processes.append(context.Process(target=_main, args=job))
             processes[-1].start()
             theirs.close()
-        waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}
         try:
             while waiting:
                 ready = wait(list(waiting), patience)
                 assert ready, f"ranks {sorted(waiting.values())} have not come back"
-                for pipe in ready:
+                for pipe in cast("list[Connection]", ready):
                     rank = waiting.pop(pipe)
                     results[rank] = _outcome(pipe, rank, processes[rank])
         finally:
@@ -106,7 +106,7 @@ def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable
     timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
-        answer = (function(rank, *args), None)
+        answer: tuple[Any, str | None] = (function(rank, *args), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))

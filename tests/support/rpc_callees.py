@@ -308,7 +308,7 @@ def value_of(rref: rpc_ext.RRef[Any]) -> CUDAFuture[Any]:
 
 def users_of_references() -> int:
     """Return how many users torch counts of the references that this worker owns."""
-    counts: Any = torch_rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
+    counts: Any = torch_rpc._rref_context_get_debug_info()
     return int(counts["num_forks"])
 
 

@@ -17,7 +17,7 @@ def simulated(schedule: str, devices: int = 2, seed: int = 7) -> Iterator[Module
     """Enable simulated devices for a block, in this process, and raise if a race was found in it."""
     from cudafuture.testing import sim
 
-    sim.enable(devices=devices, schedule=schedule, seed=seed, strict_devices=True)
+    sim.enable(devices=devices, schedule=schedule, seed=seed, strict_devices=True)  # type: ignore[arg-type]
     try:
         yield sim
         sim.finish()

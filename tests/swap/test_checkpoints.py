@@ -55,7 +55,8 @@ def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: O
     pair.offloaded.save("here")
     pair.offloaded.close()
     assert pair.offloaded is not None
-    for options in ({"chunk_bytes": 1 << 20}, {"chunk_bytes": 70_000, "prefetch": 0}, {"memory": 1 << 20}):
+    ways: list[dict[str, Any]] = [{"chunk_bytes": 1 << 20}, {"chunk_bytes": 70_000, "prefetch": 0}, {"memory": 1 << 20}]
+    for options in ways:
         other = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,), (3,)), name="optimizer", **options)
         other.offloaded.load("here")
         for i, parameter in enumerate(other.swapped):
@@ -146,7 +147,7 @@ def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
     second = copy.deepcopy(pair.optimizer.state_dict())
     write, in_flight = store.write, []
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write", lambda key, tensor: in_flight.append((key, tensor)) or Interrupted())
+        patch.setattr(store, "write", lambda key, tensor: in_flight.append((key, tensor)) or Interrupted())  # type: ignore[func-returns-value]
         with pytest.raises(KeyboardInterrupt):
             pair.offloaded.save("latest")
     with monkeypatch.context() as patch:

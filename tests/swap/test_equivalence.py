@@ -102,7 +102,7 @@ def test_gradients_accumulate_and_are_clipped(store: Offloader) -> None:
         for parameters, optimizer in ((pair.plain, pair.optimizer), (pair.swapped, pair.offloaded)):
             optimizer.zero_grad()
             for scale in (1.0, 2.0, 5.0):
-                sum((p * scale).square().sum() for p in parameters).backward()
+                sum((p * scale).square().sum() for p in parameters).backward()  # type: ignore[union-attr]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
     pair.expect_same()

@@ -48,7 +48,7 @@ def test_a_gradient_scaler_skips_steps_with_infinite_gradients(pair: Pair) -> No
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(5):
             optimizer.zero_grad()
-            loss = sum((p * (float("inf") if step == 2 else step)).sum() for p in parameters)
+            loss: Any = sum((p * (float("inf") if step == 2 else step)).sum() for p in parameters)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -194,10 +194,11 @@ def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: O
 def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of writes that have ended goes to reads before the update of the next parameter begins."""
     condition = threading.Condition()
-    reads, updated, late, watched = 0, 0, [], False
+    reads, updated, watched = 0, 0, False
+    late: list[int] = []
 
     class Watched(torch.optim.SGD):  # a subclass: its parameters are not cut into chunks
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             nonlocal updated
             if watched:
                 updated += 1
@@ -272,7 +273,7 @@ def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
     for _ in range(2):
         pair.give_gradients()
         pair.optimizer.step()
-        with Watch():
+        with Watch():  # type: ignore[no-untyped-call]
             pair.offloaded.step()
         whole = name in ("Adafactor", "Muon") or dtype != torch.float32
         assert (min(counts), torch.get_num_threads()) == (3 if whole else 2, 3)
@@ -329,7 +330,7 @@ class Preconditioned(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -355,12 +356,12 @@ def test_state_may_be_larger_than_its_parameter(store: Offloader) -> None:
 
 def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: Offloader) -> None:
     parameters = [nn.Parameter(torch.ones(count)) for count in (10, 1000, 10)]
-    optimizer = Preconditioned(parameters)
-    with offload(optimizer, store, min_bytes=0, buffer_bytes=1 << 20, when="backward") as optimizer:
-        sum(parameter.sum() for parameter in parameters).backward()
+    plain = Preconditioned(parameters)
+    with offload(plain, store, min_bytes=0, buffer_bytes=1 << 20, when="backward") as optimizer:
+        sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-        sum(parameter.sum() for parameter in parameters).backward()
+        sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
         assert all(parameter.grad is not None for parameter in parameters)
         with pytest.raises(ValueError, match="buffer_bytes=1048576 is less than parameter 1 of group 0 needs"):
             optimizer.step()
@@ -408,7 +409,7 @@ def test_an_optimizer_that_is_dropped_updates_nothing_more(tmp_path: Path) -> No
     before = parameter.detach().clone()
     parameter.sum().backward()
     assert torch.equal(parameter, before)
-    assert torch.equal(parameter.grad, torch.ones(1000))
+    assert torch.equal(parameter.grad, torch.ones(1000))  # type: ignore[arg-type]
 
 
 def test_reads_on_request_count_as_exposed(pair: Pair) -> None:
@@ -526,7 +527,7 @@ def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: Offloader) 
     for use in (
         lambda: torch.nn.utils.clip_grad_norm_(pair.swapped, 1.0),
         lambda: pair.swapped[0].square().sum().backward(),
-        lambda: torch.isinf(pair.swapped[0].grad),
+        lambda: torch.isinf(pair.swapped[0].grad),  # type: ignore[arg-type]
     ):
         with pytest.raises(RuntimeError, match=r"need when='step'"):
             use()

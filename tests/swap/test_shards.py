@@ -89,7 +89,8 @@ def test_a_distributed_checkpoint_of_shards_is_read_by_another_number_of_ranks(t
 
 def train(rank: int, folder: str) -> None:
     """Let backward update shards, or write their gradients, as a plain optimizer updates them."""
-    for number, options in enumerate(({"when": "backward"}, {"swap_gradients": True})):
+    ways: tuple[dict[str, Any], ...] = ({"when": "backward"}, {"swap_gradients": True})
+    for number, options in enumerate(ways):
         plain, swapped = parameters_of(2), parameters_of(2)
         optimizer = torch.optim.AdamW(plain, lr=0.1, foreach=False)
         with offloaded(swapped, f"{folder}/{number} of {rank}", chunk_bytes=1 << 16, **options) as other:

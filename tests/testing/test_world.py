@@ -32,7 +32,7 @@ def pids(world: World) -> list[int]:
 def runs(pid: int) -> bool:
     """Say whether a process is there, and not just waiting for its parent to notice that it is not."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -24,3 +24,14 @@ def are_stores(local: Offloader, sharded: ShardedOffloader, remote: RemoteOffloa
         with store as entered:
             uses(entered)
     uses(ShardedOffloader({"a": local, "b": remote, "c": sharded}))
+
+
+class Own(RemoteOffloader):
+    """A subclass of a store is a store, too."""
+
+
+def entered(own: Own) -> None:
+    uses(own)
+    with own as same, Offloader.salvage("states") as found:
+        reveal_type(same)  # R: Own
+        reveal_type(found.uncertain)  # R: frozenset[str]

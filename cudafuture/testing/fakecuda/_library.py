@@ -74,7 +74,7 @@ def stream_of(stream: torch.Stream | None) -> tuple[int, int]:
         stream = torch.cuda.current_stream()
     if stream.device.type != "cuda":
         raise ValueError(f"fakecuda has streams of cuda devices; this one is of {stream.device}")
-    known = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+    known = torch.cuda.Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=int(stream.device_type)
     )
     return known.cuda_stream, stream.device_index

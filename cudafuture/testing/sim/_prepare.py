@@ -40,7 +40,7 @@ def prepare() -> None:
         from cudafuture.testing.sim import _device
 
         backend_registration.rename_privateuse1_backend("sim")
-        torch._register_device_module("sim", _device)  # type: ignore[no-untyped-call]
+        torch._register_device_module("sim", _device)
         backend_registration.generate_methods_for_privateuse1_backend()
         _start_autograd()
         atexit.register(_native.settle_autograd)
@@ -51,7 +51,7 @@ def _start_autograd() -> None:
     """Make autograd create a thread for each possible device, by computing one gradient on the host."""
     _native.start(_native.MAX_DEVICES, "free", 0, False, False, 1 << 20, False, _native.Speeds(1, 1, 1))
     try:
-        torch.zeros(1, device="cpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+        torch.zeros(1, device="cpu", requires_grad=True).sum().backward()
     finally:
         _native.stop()
     deadline = time.monotonic() + 1  # a thread sets its name when it first runs
