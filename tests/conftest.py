@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ from support.soak import SOAK
 settings.register_profile("repeatable", derandomize=True)
 if not SOAK:
     settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt the tests and their scripts, also where a shell runs them in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
