@@ -28,6 +28,7 @@ BUILD_OPTIONS := $(if $(BUILD),-C build-dir=$(BUILD) )$(if $(filter OFF,$(UNITY)
   -C build-dir=$(or $(BUILD),build/{wheel_tag})-files )
 # Folders are listed too: they change when a file is added or taken away.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
+STARTED := $(shell date +%s)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadgroup
 
@@ -50,6 +51,7 @@ test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST)
 	$(EVERYWHERE) -m "not world and not slow and not soak"
 	$(MAKE) --no-print-directory test-native
+	@echo "make test took $$(($$(date +%s) - $(STARTED))) s"
 
 test-native: $(STATE)/has-build
 	tools/doctest.sh
