@@ -3,13 +3,21 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
+#include <ostream>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "core/continuation.h"
 #include "core/future.h"
 #include "fake_runtime.h"
+
+// Format for doctest's messages.
+namespace cudafuture {
+inline std::ostream& operator<<(std::ostream& out, State state) { return out << name_of(state); }
+}  // namespace cudafuture
 
 namespace cudafuture::fake {
 
@@ -71,6 +79,10 @@ inline FuturePtr completed(EventSet&& events = {}) {
   FuturePtr future = pending();
   future->complete({}, std::move(events));
   return future;
+}
+
+inline Value error_value(const char* what) {
+  return Value::of_error(std::make_exception_ptr(std::runtime_error(what)));
 }
 
 // Numbers of callbacks in the order in which they ran.

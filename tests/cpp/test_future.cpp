@@ -9,9 +9,8 @@
 #include "rules.h"
 #include "threads.h"
 
-// Formats for doctest's messages.
+// Format for doctest's messages.
 namespace cudafuture {
-std::ostream& operator<<(std::ostream& out, State state) { return out << name_of(state); }
 std::ostream& operator<<(std::ostream& out, TraceEvent event) { return out << static_cast<int>(event); }
 }  // namespace cudafuture
 
@@ -19,8 +18,6 @@ using namespace cudafuture;
 using namespace cudafuture::fake;
 
 namespace {
-
-Value error(const char* what) { return Value::of_error(std::make_exception_ptr(std::runtime_error(what))); }
 
 // A producer that counts its calls.
 struct CountingProducer final : Producer {
@@ -137,13 +134,13 @@ TEST_CASE_FIXTURE(Rules, "the first outcome of a future is final") {
     outcome = State::completed;
   }
   SUBCASE("failed") {
-    first = future->fail(error("no"));
+    first = future->fail(error_value("no"));
     future->mark_seen();
     outcome = State::failed;
   }
   SUBCASE("failed after it was started") {
     CHECK(future->start());
-    first = future->fail(error("no"));
+    first = future->fail(error_value("no"));
     future->mark_seen();
     outcome = State::failed;
   }
@@ -155,7 +152,7 @@ TEST_CASE_FIXTURE(Rules, "the first outcome of a future is final") {
   CHECK(future->state() == outcome);
   CHECK(future->done());
   CHECK_FALSE(future->complete(Value::of_native(8)));
-  CHECK_FALSE(future->fail(error("too late")));
+  CHECK_FALSE(future->fail(error_value("too late")));
   CHECK_FALSE(future->start());
   future->give_back();
   future->cancel();
@@ -252,7 +249,7 @@ TEST_CASE_FIXTURE(Rules,
   future->set_producer(std::move(producer));
   SUBCASE("completed") { future->complete({}); }
   SUBCASE("failed") {
-    future->fail(error("no"));
+    future->fail(error_value("no"));
     future->mark_seen();
   }
   SUBCASE("cancelled") { future->cancel(); }
@@ -269,94 +266,6 @@ TEST_CASE_FIXTURE(Rules, "finished() is not called if the future is dropped whil
   }
   CHECK(producer->notifications == 0);
   CHECK(producer.use_count() == 1);
-}
-
-TEST_CASE_FIXTURE(Rules, "a continuation runs once, with its parent done, for each outcome") {
-  FuturePtr future = pending();
-  std::vector<State> seen;
-  future->attach(call([&](Future& parent) { seen.push_back(parent.state()); }));
-  SUBCASE("completed") {
-    future->complete({});
-    CHECK(seen == std::vector{State::completed});
-  }
-  SUBCASE("failed") {
-    future->fail(error("no"));
-    future->mark_seen();
-    CHECK(seen == std::vector{State::failed});
-  }
-  SUBCASE("cancelled") {
-    future->cancel();
-    CHECK(seen == std::vector{State::cancelled});
-  }
-  future.reset();
-  CHECK(seen.size() == 1);
-}
-
-TEST_CASE_FIXTURE(Rules, "a continuation of a done future runs at once in the attaching thread") {
-  const FuturePtr future = completed();
-  std::thread::id ran_in;
-  future->attach(call([&](Future&) { ran_in = std::this_thread::get_id(); }));
-  CHECK(ran_in == std::this_thread::get_id());
-}
-
-TEST_CASE_FIXTURE(Rules, "the caller owns a detached continuation, and the other continuations keep their order") {
-  const FuturePtr future = pending();
-  std::vector<int> ran;
-  Callback* callbacks[5];
-  for (int i = 0; i < 5; ++i) {
-    callbacks[i] = call([&, i](Future&) { ran.push_back(i); });
-    future->attach(callbacks[i]);
-  }
-  for (const int i : {0, 2, 4}) {  // first, middle, last
-    CHECK(future->detach(callbacks[i]));
-    CHECK_FALSE(future->detach(callbacks[i]));
-    callbacks[i]->abandon();
-  }
-  future->attach(call([&](Future&) { ran.push_back(5); }));
-  future->complete({});
-  CHECK(ran == std::vector{1, 3, 5});
-  CHECK_FALSE(future->detach(callbacks[1]));
-}
-
-TEST_CASE_FIXTURE(Rules, "detach_if() detaches the first continuation that matches") {
-  const FuturePtr future = pending();
-  Callback* const one = call({});
-  Callback* const two = call({}, Continuation::foreign);
-  Callback* const three = call({}, Continuation::foreign);
-  for (Callback* c : {one, two, three}) future->attach(c);
-  const auto is_foreign = [](const Continuation& c) { return (c.flags & Continuation::foreign) != 0; };
-  CHECK(future->detach_if(is_foreign) == two);
-  CHECK(future->detach_if(is_foreign) == three);
-  CHECK(future->detach_if(is_foreign) == nullptr);
-  Inside inside;
-  two->abandon();
-  three->abandon();
-  CHECK(future->detach(one));
-  one->abandon();
-}
-
-TEST_CASE_FIXTURE(
-    Rules, "continuations of a future that is destroyed while pending are abandoned in order, inside the runtime") {
-  FuturePtr future = pending();
-  std::vector<int> abandoned;
-  bool all_inside = true;
-  for (int i = 0; i < 3; ++i) {
-    future->attach(new Callback({}, Continuation::none, nullptr, [&, i] {
-      abandoned.push_back(i);
-      all_inside = all_inside && Runtime::inside();
-    }));
-  }
-  SUBCASE("in this thread, if it is inside the runtime") {
-    Inside inside;
-    future.reset();
-    CHECK(abandoned.size() == 3);
-  }
-  SUBCASE("on the callback thread, if this thread is outside the runtime") {
-    future.reset();
-    settle_callback_thread();
-  }
-  CHECK(abandoned == std::vector{0, 1, 2});
-  CHECK(all_inside);
 }
 
 TEST_CASE_FIXTURE(Rules, "clear() drops callbacks, producer and objects, and reports no unseen failure") {
@@ -440,7 +349,7 @@ TEST_CASE_FIXTURE(Rules, "an unseen failure is reported once, with the future's 
   const auto fails = [](const char* name) {
     FuturePtr future = pending();
     future->set_name(name);
-    future->fail(error("no"));
+    future->fail(error_value("no"));
     return future;
   };
   fails("unseen");
