@@ -84,18 +84,18 @@ TEST_CASE_FIXTURE(Rules, "a callback that will not run leaves the queue, and the
   done->attach(call_inside(mark(order, 2), &queue));
   done->attach(call_inside(mark(order, 3), &queue));
   CHECK(queue.length() == 3);
-  SUBCASE("it is detached") {
+  SUBCASE("the callback is detached") {
     CHECK(first->detach(leaves));
     CHECK(queue.length() == 3);
     const Inside inside;
     leaves->abandon();
   }
-  SUBCASE("its parent is destroyed inside the runtime") {
+  SUBCASE("the parent is destroyed inside the runtime") {
     const Inside inside;
     first.reset();
   }
-  SUBCASE("its parent is destroyed outside the runtime") { first.reset(); }
-  SUBCASE("its parent is cleared") {
+  SUBCASE("the parent is destroyed outside the runtime") { first.reset(); }
+  SUBCASE("the parent is cleared") {
     const Inside inside;
     first->clear();
   }
